@@ -1,0 +1,1 @@
+"""StepPrune in JAX."""
