@@ -1,0 +1,129 @@
+"""How many tokens: budgets of a training batch, k of SoftTopK, and the price of a token."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.policy.config import PolicyConfig, SoftBudget
+from stepprune_jax.policy.scores import expected_count
+from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
+
+
+def draw_limits(
+    key: Array, config: PolicyConfig, batch: int, num_tokens: int
+) -> tuple[Limits, Bool[Array, "b"]]:
+    """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
+
+    `"own"` leaves the count to the policy. `"random"` gives every row an exact budget, log-uniform
+    over `config.random_budget` times N: it teaches the order at every budget. `"mix"` does so for
+    every other row, so that order and stop are learned together.
+
+    Args:
+      key: PRNG key; consumed.
+      config: Policy configuration.
+      batch: Rows.
+      num_tokens: N.
+    """
+    steps = config.steps(num_tokens)
+    low, high = (math.log(f * num_tokens) for f in config.random_budget)
+    drawn = jnp.exp(jax.random.uniform(key, (batch,), minval=low, maxval=high))
+    drawn = jnp.clip(jnp.round(drawn).astype(jnp.int32), 1, steps)
+    own = {
+        "own": jnp.ones(batch, bool),
+        "random": jnp.zeros(batch, bool),
+        "mix": jnp.arange(batch) % 2 == 0,
+    }[config.batch_budget]
+    least = jnp.where(own, min(config.min_tokens, steps), drawn)
+    return Limits(least, jnp.where(own, steps, drawn)), own
+
+
+def update_running_count(
+    running: Float[Array, ""], count: Int[Array, "b"], own: Bool[Array, "b"], decay: float = 0.9
+) -> Float[Array, ""]:
+    """Running mean of the hard count over the rows that stop by themselves, Eq. (12).
+
+    Args:
+      running: Mean so far; NaN-free, and 0 before the first update, which then takes the batch.
+      count: K of each row.
+      own: Rows that count.
+      decay: Weight of the past.
+    """
+    rows = jnp.sum(own)
+    mean = jnp.sum(jnp.where(own, count, 0)) / jnp.maximum(rows, 1)
+    merged = jnp.where(running > 0, decay * running + (1 - decay) * mean, mean)
+    return jnp.where(rows > 0, merged, running).astype(running.dtype)
+
+
+def soft_count(trajectory: Trajectory) -> Float[Array, "b"]:
+    """K_b + E[K]_b - sg(E[K]_b): the hard count with the gradient of the expected one."""
+    expected = expected_count(trajectory.stop_prob)
+    return trajectory.count + (expected - jax.lax.stop_gradient(expected))
+
+
+def soft_budget(
+    mode: SoftBudget, trajectory: Trajectory, own: Bool[Array, "b"], running: Float[Array, ""]
+) -> Float[Array, "b"]:
+    """k of Eq. (12) for each row; rows at an exact budget always use that budget.
+
+    Args:
+      mode: `"straight_through"` lets the language-model loss say what one more token is worth for
+        this image; `"per_sample"` is the same value without gradient; `"batch_mean"` is the
+        paper's running mean, for which the loss has no say in any single count.
+      trajectory: Selection of the batch.
+      own: Rows that stop by themselves.
+      running: From `update_running_count`.
+    """
+    hard = trajectory.count.astype(trajectory.stop_prob.dtype)
+    own_budget = {
+        "straight_through": soft_count(trajectory),
+        "per_sample": hard,
+        "batch_mean": jnp.broadcast_to(running.astype(hard.dtype), hard.shape),
+    }[mode]
+    return jnp.where(own, own_budget, hard)
+
+
+def dual_ascent(
+    length_weight: Float[Array, ""], mean_count: Float[Array, ""], target: float, *,
+    num_tokens: int, rate: float = 1.0,
+) -> Float[Array, ""]:  # fmt: skip
+    """One step of dual ascent on lambda towards a target mean count.
+
+    lambda <- max(0, lambda + rate (mean K - target) / N): the price rises while the policy spends
+    more than the target.
+
+    Args:
+      length_weight: lambda.
+      mean_count: Mean K of the batch.
+      target: Mean K wanted.
+      num_tokens: N.
+      rate: Step size.
+    """
+    return jnp.maximum(0.0, length_weight + rate * (mean_count - target) / num_tokens)
+
+
+def calibrate_stop_bias(
+    margin: Float[Array, "b t"], target: float, *, min_tokens: int = 1, max_bias: float = 100.0
+) -> Float[Array, ""]:
+    """The stop bias at which the mean count meets `target`, by bisection on recorded margins.
+
+    The mean count falls as the bias grows, in steps: the result meets the target as nearly as the
+    sample allows. A target below or above what the policy can do gives the nearer bound.
+
+    Args:
+      margin: `Trajectory.margin` of rollouts on a validation split, without an exact budget.
+      target: Mean K wanted.
+      min_tokens: As in `select`.
+      max_bias: Bound on the magnitude of the result.
+    """
+
+    def halve(_, bracket):
+        low, high = bracket
+        middle = 0.5 * (low + high)
+        above = jnp.mean(count_at_bias(margin, middle, min_tokens).astype(low.dtype)) > target
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    bound = jnp.asarray(max_bias, margin.dtype)
+    low, high = jax.lax.fori_loop(0, 60, halve, (-bound, bound))
+    return 0.5 * (low + high)

@@ -1,0 +1,101 @@
+"""Errors that name the argument, its shape and what was expected.
+
+The jaxtyping annotation of a public function is its contract. `checked` enforces it for users at
+trace time, at no cost inside a compiled program.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_static(value: Any) -> bool:
+    """Whether `value` can be read now, that is, it is not traced by a JAX transformation."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def require(holds: bool, name: str, found: Any, expected: str):
+    """Raises a `ValueError` naming argument `name`, what was found and what was expected."""
+    if not holds:
+        raise ValueError(f"{name} is {found}, expected {expected}")
+
+
+def require_finite(name: str, value: Any, mask: Any = None):
+    """Raises if a static array holds NaN or infinity where `mask` is true; traced values pass."""
+    if not (is_static(value) and is_static(mask)):
+        return
+    finite = np.isfinite(np.asarray(value, np.float64))
+    if mask is not None:
+        finite |= ~np.asarray(mask)[..., None]
+    found = f"of shape {np.shape(value)} with {int(np.sum(~finite))} non-finite values"
+    require(bool(finite.all()), name, found, "finite values")
+
+
+def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
+    """A count per row, `int32[batch]`; raises unless within `[low, high]` where it can be read."""
+    if is_static(value):
+        found = np.asarray(value)
+        require(
+            found.dtype.kind in "iu" and found.shape in ((), (batch,)),
+            name, f"of shape {found.shape} and dtype {found.dtype}", f"an integer or int[{batch}]",
+        )  # fmt: skip
+        inside = bool(((found >= low) & (found <= high)).all())
+        shown = f"{found.min()} to {found.max()}" if found.size > 1 else str(found)
+        require(inside, name, shown, f"within [{low}, {high}]")
+    return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (batch,))
+
+
+def _arms(annotation: Any) -> list[Any]:
+    """The jaxtyping members of an annotation such as `Float[ArrayLike, "b n"] | None`."""
+    nested = [arm for part in get_args(annotation) for arm in _arms(part)]
+    return [annotation] if hasattr(annotation, "dim_str") else nested
+
+
+def _bind(dims: list[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
+    """Matches `shape` against `dims`, recording named sizes; false where they disagree."""
+    if dims and dims[0].startswith("*"):
+        split = len(shape) - (len(dims) - 1)
+        if split < 0 or sizes.setdefault(dims[0], shape[:split]) != shape[:split]:
+            return False
+        dims, shape = dims[1:], shape[split:]
+    if len(dims) != len(shape):
+        return False
+    return all(
+        size == (int(dim) if dim.isdigit() else sizes.setdefault(dim, size))
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def checked(function: Callable) -> Callable:
+    """Checks rank, named sizes and kind of dtype of every annotated array argument.
+
+    Raises (from the wrapped function) a `ValueError` that names the argument, its shape and dtype,
+    and the expected shape with the sizes already fixed by earlier arguments.
+    """
+    signature = inspect.signature(function)
+    contracts = {name: _arms(p.annotation) for name, p in signature.parameters.items()}
+    contracts = {name: arms for name, arms in contracts.items() if arms}
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        sizes: dict[str, Any] = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name not in contracts or not hasattr(value, "dtype"):
+                continue
+            arm = contracts[name][0]
+            kinds = {dtype for a in contracts[name] for dtype in a.dtypes}
+            if not _bind(arm.dim_str.split(), value.shape, sizes) or value.dtype.name not in kinds:
+                known = ", ".join(f"{k}={v}" for k, v in sizes.items())
+                raise ValueError(
+                    f"{function.__name__}: {name} has shape {tuple(value.shape)} and dtype "
+                    f"{value.dtype.name}, expected {arm.__name__.split('[')[0]}[{arm.dim_str}]"
+                    + (f" with {known}" if known else "")
+                )
+        return function(*args, **kwargs)
+
+    return wrapped

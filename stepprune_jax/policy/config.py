@@ -1,0 +1,155 @@
+"""Every choice the paper leaves open, as one frozen, hashable configuration."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+Attention = Literal["bidirectional", "causal"]
+TextGate = Literal["attention", "norm", "printed"]
+Stop = Literal["aligned", "softmax"]
+Estimator = Literal["straight_through", "parallel"]
+Aggregation = Literal["discounted", "alive", "uniform", "last"]
+Credit = Literal["soft", "straight_through"]
+ScoreSpace = Literal["log", "linear"]
+Polarisation = Literal["lapsum", "sigmoid"]
+SoftBudget = Literal["straight_through", "per_sample", "batch_mean"]
+BatchBudget = Literal["own", "random", "mix"]
+Gate = Literal["vp", "scale", "gumbel"]
+DType = Literal["bfloat16", "float32", "float64"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """Shape and reading of a StepPrune policy; a static argument under `jax.jit`.
+
+    The defaults are the readings that learn to order *and* to stop, at the shapes of
+    LLaVA-v1.5-7B. `PolicyConfig.literal` gives the paper to the letter. `docs/paper.md` says for
+    each field what is printed, what is open, and why the default is what it is.
+
+    Attributes:
+      feature_width: Width of the image tokens (1024 for CLIP-L, the LLM's for Qwen2.5-VL).
+      text_width: Width of the text embeddings; 0 builds a policy that sees no text.
+      width: Width of the policy; `None` means `feature_width`. An input projection is added
+        where the two differ.
+      num_heads: Attention heads of encoder and decoder; the pointer itself has one head.
+      mlp_ratio: Hidden width of each MLP over `width`.
+      encoder_layers: Pre-norm blocks of the encoder (paper: 2).
+      decoder_layers: Decoder layers. The last one ends at its pointer logits, so it owns neither
+        cross-attention values nor an MLP: they would receive no gradient.
+      encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
+      text_gate: Where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
+        `"norm"` scales text rows after each block's norm, `"printed"` scales the embeddings as in
+        Eq. (4), where the next pre-norm divides the gate out again.
+      max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)).
+      min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
+      temperature: tau of the pointer softmax, Eq. (8).
+      stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (8); `"aligned"` is
+        sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
+      stop_temperature: Temperature of the aligned stop; unused by `"softmax"`.
+      stop_bias: Constant added to every stop logit, so that episodes start out long.
+      estimator: How `gate` differentiates the selection. `"straight_through"` carries gradients
+        through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
+        steps in one causal pass.
+      decay: beta of Eq. (11).
+      aggregation: How pointer rows become one score per token; the four rows of Table 4 (b).
+      credit: `"soft"` credits p_t(i); `"straight_through"` credits the choice with p_t's gradient
+        (linear space only: its logarithm has no usable gradient).
+      score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
+      polarisation: SoftTopK backend.
+      polarisation_temperature: tau of Eq. (12).
+      soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
+        `"straight_through"` K_b with the gradient of its expectation.
+      batch_budget: Rows trained at their own count, at a random budget, or half and half.
+      random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
+      gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
+      length_weight: lambda of Eq. (15).
+      dtype: Compute dtype of encoder, decoder and denoiser. Scores, probabilities and losses are
+        float32 at least, whatever this says.
+    """
+
+    feature_width: int = 1024
+    text_width: int = 4096
+    width: int | None = None
+    num_heads: int = 16
+    mlp_ratio: int = 4
+    encoder_layers: int = 2
+    decoder_layers: int = 2
+    encoder_attention: Attention = "bidirectional"
+    text_gate: TextGate = "attention"
+    max_steps: int | None = None
+    min_tokens: int = 1
+    temperature: float = 1.0
+    stop: Stop = "aligned"
+    stop_temperature: float = 0.5
+    stop_bias: float = -1.0
+    estimator: Estimator = "parallel"
+    decay: float = 0.9
+    aggregation: Aggregation = "discounted"
+    credit: Credit = "soft"
+    score_space: ScoreSpace = "log"
+    polarisation: Polarisation = "lapsum"
+    polarisation_temperature: float = 0.3
+    soft_budget: SoftBudget = "straight_through"
+    batch_budget: BatchBudget = "mix"
+    random_budget: tuple[float, float] = (0.08, 0.36)
+    gate: Gate = "vp"
+    length_weight: float = 0.3
+    dtype: DType = "float32"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            choices, value = get_args(field.type), getattr(self, field.name)
+            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
+                raise ValueError(
+                    f"PolicyConfig.{field.name} is {value!r}, expected one of {choices}"
+                )
+        positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
+        for name in (*positive, "temperature", "stop_temperature", "polarisation_temperature"):
+            self._require(name, getattr(self, name) > 0, "a positive number")
+        self._require("text_width", self.text_width >= 0, "0 (no text) or a width")
+        self._require("width", self.width is None or self.width > 0, "None or a positive width")
+        self._require("max_steps", self.max_steps is None or self.max_steps > 0, "None or >= 1")
+        self._require("min_tokens", self.min_tokens >= 0, "a count >= 0")
+        self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
+        self._require("length_weight", self.length_weight >= 0, "a number >= 0")
+        low, high = self.random_budget
+        self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
+        if self.policy_width % self.num_heads:
+            raise ValueError(
+                f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "
+                f"width {self.policy_width}"
+            )
+        if self.credit == "straight_through" and self.score_space == "log":
+            raise ValueError(
+                "PolicyConfig.credit='straight_through' needs score_space='linear': the logarithm "
+                "of a hard zero has no finite gradient"
+            )
+
+    def _require(self, name: str, holds: bool, expected: str):
+        if not holds:
+            raise ValueError(f"PolicyConfig.{name} is {getattr(self, name)!r}, expected {expected}")
+
+    @property
+    def policy_width(self) -> int:
+        """Width d of encoder and decoder."""
+        return self.feature_width if self.width is None else self.width
+
+    def steps(self, num_tokens: int) -> int:
+        """T_max for `num_tokens` image tokens (Sec. 4.1 of the paper: floor(N/2))."""
+        return max(1, num_tokens // 2) if self.max_steps is None else self.max_steps
+
+    @classmethod
+    def literal(cls, **overrides: Any) -> "PolicyConfig":
+        """The paper to the letter wherever it is explicit; `overrides` replace single fields."""
+        printed = dict(
+            text_gate="printed",
+            min_tokens=0,
+            stop="softmax",
+            stop_bias=0.0,
+            estimator="straight_through",
+            score_space="linear",
+            polarisation_temperature=1.0,
+            soft_budget="batch_mean",
+            batch_budget="own",
+            length_weight=0.01,
+        )
+        return cls(**(printed | overrides))

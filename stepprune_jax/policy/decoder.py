@@ -1,0 +1,169 @@
+"""Pointer decoder: the logits of one step, Eq. (7), and of all steps at once.
+
+A decoder is three functions that `select` takes as arguments:
+
+* `init_fn(params, config, memory, memory_mask, steps) -> Decoder`: the first query, what is
+  computed once from the memory, and an empty cache;
+* `step_fn(params, config, context, query, cache, step) -> (logits [b, m], cache)`: one step. It is
+  *append-only*: step t reads no row of the cache after t and writes row t alone, so that a step can
+  be recomputed from the final cache;
+* `sequence_fn(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the same for
+  all steps, given every query (needed by the `parallel` estimator only).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.params import Params
+
+
+class Context(NamedTuple):
+    """What the decoder computes once from the memory.
+
+    Attributes:
+      pointer_key: Keys of the pointer logits.
+      cross_key: Cross-attention keys of each inner layer.
+      cross_value: Cross-attention values of each inner layer.
+      memory_mask: True at real slots; the stop slot is always real.
+    """
+
+    pointer_key: Float[Array, "b m d"]
+    cross_key: tuple[Float[Array, "b h m c"], ...]
+    cross_value: tuple[Float[Array, "b h m c"], ...]
+    memory_mask: Bool[Array, "b m"]
+
+
+class Cache(NamedTuple):
+    """Keys and values of the queries so far, one pair per decoder layer."""
+
+    key: tuple[Float[Array, "b h t c"], ...]
+    value: tuple[Float[Array, "b h t c"], ...]
+
+
+class Decoder(NamedTuple):
+    """Start of an episode: the first query, the context and an empty cache."""
+
+    query: Float[Array, "b d"]
+    context: Any
+    cache: Any
+
+
+def pointer_init(
+    params: Params,
+    config: PolicyConfig,
+    memory: Float[Array, "b m d"],
+    memory_mask: Bool[Array, "b m"],
+    steps: int,
+) -> Decoder:
+    """Prepares `steps` steps of the pointer decoder over `memory`; an `init_fn`."""
+    b, _, d = memory.shape
+    weights, heads = params["decoder"], config.num_heads
+    pointer = weights["pointer"]
+    slots = layers.layer_norm(pointer["memory_norm"], memory)
+    keys, values = [], []
+    for i in range(config.decoder_layers - 1):
+        cross = weights[f"layer_{i}"]["cross"]
+        inner = layers.layer_norm(cross["memory_norm"], memory)
+        for name, out in (("key", keys), ("value", values)):
+            out.append(layers.split_heads(layers.dense(cross["attention"][name], inner), heads))
+    context = Context(layers.dense(pointer["key"], slots), tuple(keys), tuple(values), memory_mask)
+    empty = jnp.zeros((b, heads, steps, d // heads), memory.dtype)
+    cache = Cache((empty,) * config.decoder_layers, (empty,) * config.decoder_layers)
+    start = jnp.broadcast_to(weights["start"].astype(memory.dtype), (b, d))
+    return Decoder(start, context, cache)
+
+
+def _history(params: Params, config: PolicyConfig, x, key, value, first):
+    """Causal self-attention of queries `first, first + 1, ...` over the cache and themselves."""
+    y = layers.layer_norm(params["norm"], x)
+    weights = params["attention"]
+    q, k, v = (
+        layers.split_heads(layers.dense(weights[name], y), config.num_heads)
+        for name in ("query", "key", "value")
+    )
+    key = jax.lax.dynamic_update_slice_in_dim(key, k, first, axis=2)
+    value = jax.lax.dynamic_update_slice_in_dim(value, v, first, axis=2)
+    row = first + jnp.arange(x.shape[1])
+    mask = jnp.arange(key.shape[2]) <= row[:, None]
+    mixed = layers.merge_heads(layers.attention(q, key, value, mask[None, None]))
+    return x + layers.dense(weights["out"], mixed), key, value
+
+
+def _cross(params: Params, config: PolicyConfig, x, key, value, memory_mask):
+    """Cross-attention of the queries to the memory slots."""
+    weights = params["attention"]
+    q = layers.dense(weights["query"], layers.layer_norm(params["norm"], x))
+    q = layers.split_heads(q, config.num_heads)
+    mixed = layers.attention(q, key, value, memory_mask[:, None, None])
+    return x + layers.dense(weights["out"], layers.merge_heads(mixed))
+
+
+def _decode(params, config, context, x, cache, first):
+    """Pointer logits of queries `x [b, t, d]` at steps `first, first + 1, ...`."""
+    weights, keys, values = params["decoder"], [], []
+    for i in range(config.decoder_layers):
+        last = i == config.decoder_layers - 1
+        layer = weights["pointer" if last else f"layer_{i}"]
+        x, key, value = _history(layer["history"], config, x, cache.key[i], cache.value[i], first)
+        keys.append(key)
+        values.append(value)
+        if not last:
+            slots = (context.cross_key[i], context.cross_value[i], context.memory_mask)
+            x = _cross(layer["cross"], config, x, *slots)
+            x = x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x))
+    pointer = weights["pointer"]
+    query = layers.dense(pointer["query"], layers.layer_norm(pointer["norm"], x))
+    # Full float32 also where the hardware would round products: near-ties decide the selection.
+    logits = jnp.matmul(
+        query,
+        context.pointer_key.swapaxes(-1, -2),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=layers.score_dtype(query.dtype),
+    )
+    return logits / math.sqrt(query.shape[-1]), Cache(tuple(keys), tuple(values))
+
+
+def pointer_step(
+    params: Params,
+    config: PolicyConfig,
+    context: Context,
+    query: Float[Array, "b d"],
+    cache: Cache,
+    step: Int[Array, ""],
+) -> tuple[Float[Array, "b m"], Cache]:
+    """One step of the pointer decoder, Eq. (7) without its mask; a `step_fn`.
+
+    Causal self-attention over the queries so far, then cross-attention to the memory, whose logits
+    in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits.
+
+    Args:
+      params: Policy weights.
+      config: Policy configuration.
+      context: From `pointer_init`.
+      query: q_t, the embedding chosen at the step before.
+      cache: Keys and values of earlier queries.
+      step: t, counted from 0.
+
+    Returns:
+      Unmasked pointer logits in float32 at least (slot n is the stop), and the cache with row
+      `step` written.
+    """
+    logits, cache = _decode(params, config, context, query[:, None], cache, step)
+    return logits[:, 0], cache
+
+
+def pointer_sequence(
+    params: Params,
+    config: PolicyConfig,
+    context: Context,
+    queries: Float[Array, "b t d"],
+    cache: Cache,
+) -> Float[Array, "b t m"]:
+    """`pointer_step` for all steps in one causal pass, given their queries; a `sequence_fn`."""
+    return _decode(params, config, context, queries, cache, 0)[0]

@@ -1,0 +1,135 @@
+"""Cross-modal encoder (Eq. 4) and the decoder memory with its stop slot (Eq. 5)."""
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.checks import checked, require, require_finite
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.params import Params
+
+
+def _block(
+    params: Params,
+    x: Float[Array, "b s d"],
+    mask: Bool[Array, "b 1 s s"],
+    *,
+    num_heads: int,
+    rows: int,
+    bias: Float[Array, "1 1 1 s"] | None,
+    row_scale: Float[Array, "s 1"] | None,
+) -> Float[Array, "b r d"]:
+    """A pre-norm transformer block that returns the first `rows` positions only."""
+    y = layers.layer_norm(params["norm1"], x)
+    if row_scale is not None:
+        y = y * row_scale.astype(y.dtype)
+    weights = params["attention"]
+    inputs = {"query": y[:, :rows], "key": y, "value": y}
+    heads = [
+        layers.split_heads(layers.dense(weights[name], rows_in), num_heads)
+        for name, rows_in in inputs.items()
+    ]
+    mixed = layers.merge_heads(layers.attention(*heads, mask[:, :, :rows], bias))
+    x = x[:, :rows] + layers.dense(weights["out"], mixed)
+    return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
+
+
+def _project_text(params: Params, config: PolicyConfig, text, text_mask, text_gate):
+    """LN(W_p E) with padded rows silenced, times g_txt where the gate is read as printed."""
+    text = jnp.where(text_mask[..., None], text, 0).astype(config.dtype)
+    projection = params["encoder"]["text_projection"]
+    text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
+    return text * text_gate.astype(text.dtype) if config.text_gate == "printed" else text
+
+
+def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 s s"]:
+    """Who may look at whom: padding is never seen; the causal ablation orders image tokens."""
+    n, l = image_mask.shape[1], text_mask.shape[1]
+    keys = jnp.concatenate([image_mask, text_mask], axis=1)
+    allowed = jnp.ones((n + l, n + l), bool)
+    if config.encoder_attention == "causal":
+        # Text must not carry later image tokens back to earlier ones: it sees text only.
+        allowed = allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False)
+    return allowed[None, None] & keys[:, None, None, :]
+
+
+@checked
+def encode(
+    params: Params,
+    config: PolicyConfig,
+    image: Float[ArrayLike, "b n feature_width"],
+    text: Float[ArrayLike, "b l text_width"] | None,
+    *,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    text_gate: ArrayLike = 1.0,
+) -> Float[Array, "b n d"]:
+    """Encodes image tokens jointly with the question, Eq. (4): H = Enc([X; g LN(W_p E)])_{1..N}.
+
+    Args:
+      params: Policy weights.
+      config: Policy configuration.
+      image: Image tokens X of any floating dtype.
+      text: Word embeddings E of the question (never of the answer); `None` encodes the image
+        alone.
+      image_mask: True at real image tokens; padding can be anything and never reaches a result.
+      text_mask: True at real text tokens.
+      text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
+
+    Returns:
+      H in `config.dtype`, zero at padded positions.
+
+    Raises:
+      ValueError: A wrong rank, width or dtype, text given to a policy without text, or non-finite
+        features, where these can be read before tracing.
+    """
+    b, n, width = image.shape
+    require(width == config.feature_width, "width of image", width, str(config.feature_width))
+    require(n > 0, "image", f"of shape {image.shape}", "at least one token")
+    require_finite("image", image, image_mask)
+    image_mask = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
+    if text is None:
+        text = jnp.zeros((b, 0, config.text_width), config.dtype)
+        text_mask = jnp.zeros((b, 0), bool)
+    else:
+        require(
+            text.shape[-1] == config.text_width > 0,
+            "width of text", text.shape[-1], str(config.text_width or "no text (text_width=0)"),
+        )  # fmt: skip
+        require_finite("text", text, text_mask)
+    text_mask = jnp.ones(text.shape[:2], bool) if text_mask is None else jnp.asarray(text_mask)
+
+    x = jnp.where(image_mask[..., None], image, 0).astype(config.dtype)
+    if config.policy_width != config.feature_width:
+        x = layers.dense(params["encoder"]["image_projection"], x)
+    gate = jnp.asarray(text_gate, layers.score_dtype(x.dtype))
+    mask = _attention_mask(config, image_mask, text_mask)
+    bias = row_scale = None
+    if text.shape[1]:
+        x = jnp.concatenate([x, _project_text(params, config, text, text_mask, gate)], axis=1)
+        is_text = jnp.arange(x.shape[1]) >= n
+        if config.text_gate == "attention":
+            # log of the smallest normal float32 is -87: g = 0 switches text off, finitely.
+            log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(jnp.float32).tiny))
+            bias = jnp.where(is_text, log_gate, 0)[None, None, None]
+        elif config.text_gate == "norm":
+            row_scale = jnp.where(is_text, gate, 1)[:, None]
+    for i in range(config.encoder_layers):
+        last = i == config.encoder_layers - 1
+        x = _block(
+            params["encoder"][f"block_{i}"], x, mask,
+            num_heads=config.num_heads, rows=n if last else x.shape[1],
+            bias=bias, row_scale=row_scale,
+        )  # fmt: skip
+    return jnp.where(image_mask[..., None], x, 0)
+
+
+@checked
+def memory(params: Params, encoded: Float[ArrayLike, "b n d"]) -> Float[Array, "b m d"]:
+    """Appends the learned stop slot, Eq. (5): M = [H; s_stop], so that slot n is the stop."""
+    stop = params["stop"].astype(encoded.dtype)
+    require(encoded.shape[-1] == stop.shape[0], "encoded", f"of shape {encoded.shape}",
+            f"width {stop.shape[0]}")  # fmt: skip
+    stop = jnp.broadcast_to(stop, (encoded.shape[0], 1, stop.shape[0]))
+    return jnp.concatenate([encoded, stop], axis=1)

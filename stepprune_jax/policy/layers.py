@@ -1,0 +1,77 @@
+"""Layers shared by encoder, decoder and denoiser, as functions of a dict of weights."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax.policy.params import Params
+
+# Stands for minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
+# where everything is masked, and small enough that sums over hundreds of steps stay finite.
+MASKED = -1e9
+
+
+def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Dtype of scores and softmaxes for activations of `dtype`: float32 at least."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+    """Layer normalisation over the last axis, in float32 at least; `bias` is optional."""
+    wide = x.astype(score_dtype(x.dtype))
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    wide = wide * params["scale"]
+    return (wide + params["bias"] if "bias" in params else wide).astype(x.dtype)
+
+
+def dense(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
+    """`x @ kernel (+ bias)` in the dtype of `x`."""
+    y = x @ params["kernel"].astype(x.dtype)
+    return y + params["bias"].astype(x.dtype) if "bias" in params else y
+
+
+def mlp(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+    """Two dense layers with a GELU between."""
+    return dense(params["down"], jax.nn.gelu(dense(params["up"], x)))
+
+
+def split_heads(x: Float[Array, "b t d"], num_heads: int) -> Float[Array, "b h t c"]:
+    """Splits the last axis into heads, heads first: products then are plain batched matmuls."""
+    b, t, d = x.shape
+    return x.reshape(b, t, num_heads, d // num_heads).swapaxes(1, 2)
+
+
+def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t d"]:
+    """Inverse of `split_heads`."""
+    b, h, t, c = x.shape
+    return x.swapaxes(1, 2).reshape(b, t, h * c)
+
+
+def attention(
+    query: Float[Array, "b h t c"],
+    key: Float[Array, "b h s c"],
+    value: Float[Array, "b h s c"],
+    mask: Bool[Array, "#b 1 #t s"],
+    bias: Float[Array, "#b 1 1 s"] | None = None,
+) -> Float[Array, "b h t c"]:
+    """Scaled dot-product attention with a softmax in float32 at least.
+
+    Args:
+      query: Queries.
+      key: Keys.
+      value: Values.
+      mask: True where a query may look.
+      bias: Added to the logits of each key.
+
+    Returns:
+      The attended values. A query that may look nowhere gets the mean of all values, never NaN.
+    """
+    wide = score_dtype(query.dtype)
+    logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=wide)
+    logits = logits / math.sqrt(query.shape[-1])
+    logits = logits if bias is None else logits + bias
+    weights = jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1)
+    return jnp.matmul(weights.astype(value.dtype), value)

@@ -1,0 +1,41 @@
+"""Length penalty and total loss, Eq. (15)."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.policy.checks import checked
+
+
+@checked
+def length_penalty(
+    count: Int[ArrayLike, "b"],
+    expected: Float[ArrayLike, "b"],
+    num_tokens: ArrayLike,
+    *,
+    where: Bool[ArrayLike, "b"] | None = None,
+) -> Float[Array, ""]:
+    """Mean of K/N, with the gradient of E[K]/N.
+
+    The hard count has no gradient; the expected one carries it through every stop probability.
+
+    Args:
+      count: K, hard.
+      expected: E[K] from `expected_count`.
+      num_tokens: N, a number or one per row.
+      where: Rows that count, default all; with none, the penalty is 0.
+    """
+    expected = jnp.asarray(expected)
+    soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
+    ratio = soft / jnp.maximum(jnp.asarray(num_tokens, soft.dtype), 1)
+    rows = jnp.ones(ratio.shape, bool) if where is None else jnp.asarray(where)
+    return jnp.sum(jnp.where(rows, ratio, 0)) / jnp.maximum(jnp.sum(rows), 1)
+
+
+def total_loss(
+    lm_loss: Float[Array, ""], penalty: Float[Array, ""], length_weight: ArrayLike
+) -> Float[Array, ""]:
+    """L = L_LM + lambda K/N, Eq. (15), in float32 at least."""
+    wide = jnp.promote_types(jnp.float32, lm_loss.dtype)
+    return lm_loss.astype(wide) + length_weight * penalty.astype(wide)

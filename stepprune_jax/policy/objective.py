@@ -1,0 +1,255 @@
+"""The two ways through the policy: soft for training (`gate`), hard for inference (`prune`)."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax.policy.budget import draw_limits, soft_budget, update_running_count
+from stepprune_jax.policy.checks import checked, require_count, require_finite
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.denoiser import denoise
+from stepprune_jax.policy.encoder import encode, memory
+from stepprune_jax.policy.gather import Order, Pruned, bucket_ladder, choose_bucket, gather
+from stepprune_jax.policy.losses import length_penalty, total_loss
+from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
+from stepprune_jax.policy.params import Params
+from stepprune_jax.policy.scores import expected_count, trajectory_scores
+from stepprune_jax.policy.select import pick, select, select_parallel
+from stepprune_jax.policy.soft_topk import soft_topk
+from stepprune_jax.policy.trajectory import Trajectory
+
+
+class Gated(NamedTuple):
+    """The training pathway: all N tokens, each as clear as the policy wants it.
+
+    Attributes:
+      tokens: X^, full length, in the space of the given features.
+      alpha: Gate of each token.
+      budget: k of SoftTopK.
+      trajectory: The selection behind it.
+      own: Rows that stopped by themselves; the others had an exact budget.
+      running_count: Updated running mean of K.
+    """
+
+    tokens: Float[Array, "b n d"]
+    alpha: Float[Array, "b n"]
+    budget: Float[Array, "b"]
+    trajectory: Trajectory
+    own: Bool[Array, "b"]
+    running_count: Float[Array, ""]
+
+
+def _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats):
+    """Memory over standardised tokens, and those tokens."""
+    x = image if stats is None else standardise(image, stats)
+    encoded = encode(
+        params, config, x, text, image_mask=image_mask, text_mask=text_mask, text_gate=text_gate
+    )
+    return memory(params, encoded), x
+
+
+@checked
+def gate(
+    params: Params,
+    config: PolicyConfig,
+    key: Array,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    *,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    text_gate: ArrayLike = 1.0,
+    stats: FeatureStats | None = None,
+    running_count: ArrayLike = 0.0,
+    stop_bias: ArrayLike = 0.0,
+    max_steps: int | None = None,
+) -> Gated:
+    """Selects softly and gates every token with noise, Eqs. (4)-(14).
+
+    encode -> select -> scores -> SoftTopK -> noise gate -> denoise, with features standardised on
+    the way in and restored on the way out if `stats` is given.
+
+    Args:
+      params: Policy weights.
+      config: Policy configuration.
+      key: PRNG key; consumed (budgets and noise).
+      image: Image tokens X.
+      text: Word embeddings of the question, never of the answer.
+      image_mask: True at real image tokens.
+      text_mask: True at real text tokens.
+      text_gate: g_txt.
+      stats: Statistics of the features; `None` gates them as they are.
+      running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
+      stop_bias: Added to the stop logits.
+      max_steps: T_max; default `config.steps(n)`.
+
+    Returns:
+      The gated tokens, in the dtype of `image`, and what led to them.
+    """
+    image = jnp.asarray(image)
+    b, n, _ = image.shape
+    budget_key, noise_key = jax.random.split(key)
+    slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
+    limits, own = draw_limits(budget_key, config, b, n)
+    chooser = select if config.estimator == "straight_through" else select_parallel
+    trajectory = chooser(
+        params, config, slots, image_mask=image_mask, max_steps=max_steps,
+        min_tokens=limits.min_tokens, max_tokens=limits.max_tokens, stop_bias=stop_bias,
+    )  # fmt: skip
+    running = jnp.asarray(running_count, jnp.float32)
+    running = update_running_count(running, trajectory.count, own)
+    k = soft_budget(config.soft_budget, trajectory, own, running)
+    alpha = soft_topk(
+        trajectory_scores(config, trajectory), k, config.polarisation_temperature,
+        backend=config.polarisation, where=image_mask,
+    )  # fmt: skip
+    x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))
+    x = (x if stats is None else restore(x, stats)).astype(image.dtype)
+    return Gated(x, alpha, k, trajectory, own, jax.lax.stop_gradient(running))
+
+
+def train_loss(
+    params: Params,
+    config: PolicyConfig,
+    key: Array,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+    *,
+    length_weight: ArrayLike | None = None,
+    **arguments: Any,
+) -> tuple[Float[Array, ""], Gated]:
+    """The training objective in front of any differentiable consumer of tokens, Eq. (15).
+
+    Args:
+      params: Policy weights; differentiate with respect to these alone.
+      config: Policy configuration.
+      key: PRNG key; consumed.
+      image: Image tokens.
+      text: Word embeddings of the question.
+      lm_loss_fn: Maps the gated tokens to the mean language-modelling loss. Frozen weights it
+        needs should be arguments of the surrounding step, not constants.
+      length_weight: lambda; default `config.length_weight`.
+      **arguments: Keyword arguments of `gate`.
+
+    Returns:
+      The loss, and the `Gated` behind it.
+    """
+    gated = gate(params, config, key, image, text, **arguments)
+    trajectory, image_mask = gated.trajectory, arguments.get("image_mask")
+    tokens = image.shape[1] if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
+    penalty = length_penalty(
+        trajectory.count, expected_count(trajectory.stop_prob), tokens, where=gated.own
+    )
+    weight = config.length_weight if length_weight is None else length_weight
+    return total_loss(lm_loss_fn(gated.tokens), penalty, weight), gated
+
+
+def policy_metrics(
+    gated: Gated, image_mask: Bool[Array, "b n"] | None = None
+) -> dict[str, Float[Array, ""]]:
+    """What tells whether a policy learns, as scalars.
+
+    `k_mean`, `k_std`: hard count over the rows that stop by themselves. `k_soft`: their expected
+    count. `k_cap`: their share stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
+    outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
+    of the pointer over alive steps.
+    """
+    t, own = gated.trajectory, gated.own.astype(jnp.float32)
+    count = t.count.astype(jnp.float32)
+    real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
+    outside = real & ~t.selected
+
+    def mean(x, weight):
+        return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1)
+
+    k_mean = mean(count, own)
+    open_gate = (gated.alpha > 0.5) & real
+    union = jnp.maximum(jnp.sum(open_gate | t.selected, axis=1), 1)
+    share = jnp.exp(t.log_prob - t.log_continue[..., None])
+    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0), -1)
+    return {
+        "k_mean": k_mean,
+        "k_std": jnp.sqrt(mean((count - k_mean) ** 2, own)),
+        "k_soft": mean(expected_count(t.stop_prob), own),
+        "k_cap": mean((count >= t.action.shape[1]).astype(jnp.float32), own),
+        "alpha_in": mean(gated.alpha, t.selected.astype(jnp.float32)),
+        "alpha_out": mean(gated.alpha, outside.astype(jnp.float32)),
+        "iou": jnp.mean(jnp.sum(open_gate & t.selected, axis=1) / union),
+        "entropy": mean(entropy, (t.alive & (jnp.sum(t.prob, -1) > 0)).astype(jnp.float32)),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_steps"))
+def _choose(params, config, image, text, masks, stats, bounds, stop_bias, max_steps):
+    slots, _ = _encoded(params, config, image, text, *masks, 1.0, stats)
+    return pick(
+        params, config, slots, image_mask=masks[0], max_steps=max_steps, stop_bias=stop_bias,
+        **bounds,
+    )  # fmt: skip
+
+
+_gather = jax.jit(gather, static_argnames=("capacity", "order"))
+
+
+@checked
+def prune(
+    params: Params,
+    config: PolicyConfig,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    *,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    stats: FeatureStats | None = None,
+    budget: ArrayLike | None = None,
+    min_tokens: ArrayLike | None = None,
+    max_tokens: ArrayLike | None = None,
+    stop_bias: ArrayLike = 0.0,
+    max_steps: int | None = None,
+    ladder: Sequence[int] | None = None,
+    order: Order = "raster",
+) -> Pruned:
+    """Prunes a batch of image tokens for its questions: the inference pathway.
+
+    Runs in two compiled programs: one selects, the host reads the largest count and chooses a
+    bucket, the other gathers. Compiles once per shape, and once per bucket. No noise, no denoiser.
+
+    Args:
+      params: Policy weights.
+      config: Policy configuration.
+      image: Image tokens X.
+      text: Word embeddings of the question.
+      image_mask: True at real image tokens.
+      text_mask: True at real text tokens.
+      stats: The statistics the policy was trained with.
+      budget: Exact count, at most T_max; an integer or one per row.
+      min_tokens: Least count of a row.
+      max_tokens: Largest count of a row.
+      stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
+      max_steps: T_max; default `config.steps(n)`.
+      ladder: Bucket sizes; default `bucket_ladder(T_max)`.
+      order: Order of the kept tokens.
+
+    Returns:
+      The kept tokens in the smallest bucket that holds every row.
+
+    Raises:
+      ValueError: As `encode`, `select`, `choose_bucket` and `gather`, before anything is compiled.
+    """
+    require_finite("image", image, image_mask)
+    bounds = {"budget": budget, "min_tokens": min_tokens, "max_tokens": max_tokens}
+    steps = config.steps(image.shape[1]) if max_steps is None else max_steps
+    for name, value in bounds.items():
+        if value is not None:
+            bounds[name] = require_count(name, value, 0, steps, image.shape[0])
+    picks = _choose(
+        params, config, image, text, (image_mask, text_mask), stats, bounds, stop_bias, steps
+    )
+    sizes = bucket_ladder(steps) if ladder is None else ladder
+    return _gather(picks, image, choose_bucket(picks.count, sizes), order=order)

@@ -1,0 +1,182 @@
+"""One table of parameter specifications: initial values, abstract shapes and sharding axes."""
+
+import math
+import re
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from stepprune_jax.policy.config import PolicyConfig
+
+Params = dict[str, Any]
+
+
+class ParamSpec(NamedTuple):
+    """One weight: its shape, logical axes (for sharding) and initialiser.
+
+    Attributes:
+      shape: Sizes.
+      axes: A logical name or `None` per dimension; see `partition_rules`.
+      init: `"fan_in"` (normal, variance 1 / fan-in), `"token"` (normal, std .02), `"ones"`,
+        `"zeros"`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Literal["fan_in", "token", "ones", "zeros"]
+
+
+def _kernel(rows: int, columns: int, axes: tuple[str | None, ...], init="fan_in"):
+    return {"kernel": ParamSpec((rows, columns), axes, init)}
+
+
+def _dense(rows: int, columns: int, axes: tuple[str | None, ...], init="fan_in"):
+    return _kernel(rows, columns, axes, init) | {"bias": ParamSpec((columns,), (axes[1],), "zeros")}
+
+
+def _norm(width: int, bias: bool = True):
+    scale = {"scale": ParamSpec((width,), (None,), "ones")}
+    return scale | ({"bias": ParamSpec((width,), (None,), "zeros")} if bias else {})
+
+
+def _attention(d: int):
+    # A key bias shifts all logits of a query alike and would never receive a gradient; the
+    # query's is covered by the bias of the norm before it.
+    heads = {name: _kernel(d, d, ("embed", "heads")) for name in ("query", "key", "value")}
+    return heads | {"out": _dense(d, d, ("heads", "embed"))}
+
+
+def _mlp(d: int, hidden: int, down_init="fan_in"):
+    return {
+        "up": _dense(d, hidden, ("embed", "hidden")),
+        "down": _dense(hidden, d, ("hidden", "embed"), down_init),
+    }
+
+
+def _encoder_specs(config: PolicyConfig, d: int, hidden: int):
+    blocks = {
+        f"block_{i}": {
+            "norm1": _norm(d),
+            "attention": _attention(d),
+            "norm2": _norm(d),
+            "mlp": _mlp(d, hidden),
+        }
+        for i in range(config.encoder_layers)
+    }
+    if config.policy_width != config.feature_width:
+        blocks["image_projection"] = _dense(config.feature_width, d, (None, "embed"))
+    if config.text_width:
+        projection = _kernel(config.text_width, d, (None, "embed"))
+        blocks["text_projection"] = projection | {"norm": _norm(d)}
+    return blocks
+
+
+def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
+    def history():
+        return {"norm": _norm(d), "attention": _attention(d)}
+
+    inner = {
+        f"layer_{i}": {
+            "history": history(),
+            "cross": {"norm": _norm(d), "memory_norm": _norm(d), "attention": _attention(d)},
+            "norm": _norm(d),
+            "mlp": _mlp(d, hidden),
+        }
+        for i in range(config.decoder_layers - 1)
+    }
+    pointer = {
+        "history": history(),
+        "norm": _norm(d),
+        # No bias: it would shift all pointer logits of a step alike.
+        "memory_norm": _norm(d, bias=False),
+        "query": _kernel(d, d, ("embed", "heads")),
+        "key": _kernel(d, d, ("embed", "heads")),
+    }
+    return inner | {"pointer": pointer, "start": ParamSpec((d,), (None,), "token")}
+
+
+def _denoiser_specs(config: PolicyConfig, d: int, hidden: int):
+    # Under a diagonal mask every softmax has one entry: queries and keys would be dead weights.
+    # Zero output projections make the block start as the identity.
+    wide = config.feature_width
+    return {
+        "norm1": _norm(wide),
+        "value": _kernel(wide, d, ("embed", "heads")),
+        "out": _dense(d, wide, ("heads", "embed"), "zeros"),
+        "norm2": _norm(wide),
+        "mlp": _mlp(wide, hidden, "zeros"),
+    }
+
+
+def param_specs(config: PolicyConfig) -> dict[str, Any]:
+    """The table: a nested dict of `ParamSpec`, the single source for everything below."""
+    d = config.policy_width
+    hidden = config.mlp_ratio * d
+    return {
+        "encoder": _encoder_specs(config, d, hidden),
+        "decoder": _decoder_specs(config, d, hidden),
+        "stop": ParamSpec((d,), (None,), "token"),
+        "denoiser": _denoiser_specs(config, d, hidden),
+    }
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, ParamSpec)
+
+
+def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
+    """Draws the trainable weights of a policy.
+
+    Args:
+      key: PRNG key; consumed.
+      config: Shapes and readings.
+
+    Returns:
+      A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
+      precision; they are cast where they are used.
+    """
+    dtype = jnp.promote_types(jnp.float32, config.dtype)
+    leaves, treedef = jax.tree.flatten(param_specs(config), is_leaf=_is_spec)
+
+    def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
+        if spec.init in ("ones", "zeros"):
+            return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+        std = 0.02 if spec.init == "token" else 1 / math.sqrt(spec.shape[0])
+        return std * jax.random.normal(key, spec.shape, dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return treedef.unflatten([draw(k, spec) for k, spec in zip(keys, leaves, strict=True)])
+
+
+def abstract_policy(config: PolicyConfig) -> Params:
+    """Shapes and dtypes of `init_policy`, as `jax.ShapeDtypeStruct`s, without allocating."""
+    return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
+
+
+def param_paths(tree: Params) -> list[str]:
+    """The `/`-joined path of every leaf, in the order of `jax.tree.leaves`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
+    return ["/".join(entry.key for entry in path) for path, _ in flat]
+
+
+def partition_rules(
+    config: PolicyConfig, mesh_axes: dict[str, str | None]
+) -> list[tuple[str, PartitionSpec]]:
+    """Path rules for sharding a policy: `(regular expression, PartitionSpec)`, one per weight.
+
+    Args:
+      config: Shapes and readings.
+      mesh_axes: Mesh axis for each logical axis `"embed"`, `"heads"`, `"hidden"`; a logical axis
+        that is absent or `None` is replicated. For example `{"embed": "fsdp", "hidden": "tensor"}`.
+
+    Returns:
+      Rules whose patterns match each path of `param_paths` exactly once.
+    """
+    specs = param_specs(config)
+    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+    return [
+        (f"^{re.escape(path)}$", PartitionSpec(*(mesh_axes.get(axis) for axis in spec.axes)))
+        for path, spec in zip(param_paths(specs), leaves, strict=True)
+    ]

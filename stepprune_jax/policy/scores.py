@@ -1,0 +1,127 @@
+"""Soft scores of a trajectory: how much each token was pointed at, Eqs. (10)-(11)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.config import Aggregation, PolicyConfig
+from stepprune_jax.policy.layers import MASKED
+from stepprune_jax.policy.trajectory import Trajectory
+
+
+def _exclusive(x: Float[Array, "b t"], first: float) -> Float[Array, "b t"]:
+    """Shifts one step later, starting with `first`."""
+    return jnp.concatenate([jnp.full_like(x[:, :1], first), x[:, :-1]], axis=1)
+
+
+@checked
+def alive_probability(stop_prob: Float[ArrayLike, "b t"]) -> Float[Array, "b t"]:
+    """A_t = prod_{u < t} (1 - p_u(stop)), the probability to be alive before step t, Eq. (10)."""
+    return jnp.cumprod(_exclusive(1 - jnp.asarray(stop_prob), 1.0), axis=1)
+
+
+@checked
+def expected_count(stop_prob: Float[ArrayLike, "b t"]) -> Float[Array, "b"]:
+    """E[K] = sum_t A_t (1 - p_t(stop)), the expected count if the stop were drawn at random."""
+    return jnp.sum(jnp.cumprod(1 - jnp.asarray(stop_prob), axis=1), axis=1)
+
+
+def _discounts(aggregation: Aggregation, steps: int, decay: float) -> Float[Array, "t"]:
+    """log beta^t for t = 1, ..., T; zero unless scores are discounted."""
+    base = math.log(decay) if aggregation == "discounted" else 0.0
+    return base * jnp.arange(1, steps + 1)
+
+
+@checked
+def soft_scores(
+    prob: Float[ArrayLike, "b t n"],
+    stop_prob: Float[ArrayLike, "b t"],
+    *,
+    decay: float,
+    aggregation: Aggregation = "discounted",
+) -> Float[Array, "b n"]:
+    """s_i = sum_t A_t p_t(i) beta^t, Eq. (11), in linear space.
+
+    Args:
+      prob: p_t(i), or a straight-through credit from `straight_through_credit`.
+      stop_prob: p_t(stop).
+      decay: beta.
+      aggregation: `"discounted"` as above; the ablations of Table 4 (b) are `"alive"` (beta = 1),
+        `"uniform"` (A_t = 1 as well) and `"last"` (p_T alone).
+
+    Returns:
+      s >= 0.
+    """
+    prob, stop_prob = jnp.asarray(prob), jnp.asarray(stop_prob)
+    if aggregation == "last":
+        return prob[:, -1]
+    weights = jnp.exp(_discounts(aggregation, prob.shape[1], decay)).astype(prob.dtype)
+    alive = 1.0 if aggregation == "uniform" else alive_probability(stop_prob)
+    return jnp.einsum("btn,bt->bn", prob, jnp.broadcast_to(alive * weights, prob.shape[:2]))
+
+
+def _log_scores(log_prob, log_continue, decay: float, aggregation: Aggregation):
+    if aggregation == "last":
+        return log_prob[:, -1]
+    weights = _discounts(aggregation, log_prob.shape[1], decay).astype(log_prob.dtype)
+    if aggregation != "uniform":
+        weights = weights + jnp.cumsum(_exclusive(log_continue, 0.0), axis=1)
+    terms = log_prob + jnp.broadcast_to(weights, log_continue.shape)[..., None]
+    return jnp.maximum(jax.nn.logsumexp(terms, axis=1), MASKED)
+
+
+def _finite_log(x: Array) -> Array:
+    """log x, `MASKED` with zero gradient where x is not positive."""
+    positive = x > 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, x, 1)), MASKED)
+
+
+@checked
+def log_soft_scores(
+    prob: Float[ArrayLike, "b t n"],
+    stop_prob: Float[ArrayLike, "b t"],
+    *,
+    decay: float,
+    aggregation: Aggregation = "discounted",
+) -> Float[Array, "b n"]:
+    """log of `soft_scores`, as a logsumexp over steps of log A_t + log p_t(i) + t log beta.
+
+    No epsilon is added anywhere, so late tokens keep their order at any T_max. A token never
+    pointed at scores -1e9, with zero gradient. Where a `Trajectory` is at hand, prefer
+    `trajectory_scores`, which starts from exact log-probabilities.
+    """
+    stop_prob = jnp.asarray(stop_prob)
+    # log1p, except at a certain stop.
+    sure = stop_prob >= 1
+    log_continue = jnp.where(sure, MASKED, jnp.log1p(-jnp.where(sure, 0, stop_prob)))
+    return _log_scores(_finite_log(jnp.asarray(prob)), log_continue, decay, aggregation)
+
+
+def straight_through_credit(trajectory: Trajectory) -> Float[Array, "b t n"]:
+    """The chosen token's one-hot per step, with the gradient of p_t: onehot - sg(p) + p.
+
+    Steps without a distribution (from a certain stop on) credit nothing.
+    """
+    prob, n = trajectory.prob, trajectory.prob.shape[-1]
+    hard = jax.nn.one_hot(trajectory.choice, n, dtype=prob.dtype) * (prob > 0)
+    return hard + (prob - jax.lax.stop_gradient(prob))
+
+
+def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b n"]:
+    """Scores of a trajectory in the space and aggregation that `config` names.
+
+    Log scores come from the trajectory's own logarithms: neither a saturated stop nor an
+    underflowing probability is lost.
+    """
+    if config.score_space == "log":
+        parts = (trajectory.log_prob, trajectory.log_continue)
+        return _log_scores(*parts, config.decay, config.aggregation)
+    straight = config.credit == "straight_through"
+    credit = straight_through_credit(trajectory) if straight else trajectory.prob
+    return soft_scores(
+        credit, trajectory.stop_prob, decay=config.decay, aggregation=config.aggregation
+    )

@@ -1,0 +1,202 @@
+"""From pointer logits to probabilities, stop decisions and the selected set (Eqs. 8-10)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.layers import MASKED
+
+
+class Limits(NamedTuple):
+    """Bounds on the count of each row. Equal bounds are an exact budget.
+
+    Attributes:
+      min_tokens: Tokens chosen before the stop becomes available.
+      max_tokens: Tokens after which the episode is stopped.
+    """
+
+    min_tokens: Int[Array, "b"]
+    max_tokens: Int[Array, "b"]
+
+
+class StepDistribution(NamedTuple):
+    """What one step of one row says; `prob` and `stop_prob` sum to one while tokens are left.
+
+    Attributes:
+      log_prob: log p_t(i), `MASKED` for tokens that cannot be chosen.
+      prob: p_t(i), exactly zero for those.
+      stop_prob: p_t(stop): 0 before `min_tokens`, 1 from `max_tokens` on.
+      log_continue: log(1 - stop_prob), computed without cancellation.
+      margin: l_stop - max_i l_i, stop bias included. The hard stop is `margin > 0`.
+      stop: Whether the episode, if still alive, ends here.
+    """
+
+    log_prob: Float[Array, "*b n"]
+    prob: Float[Array, "*b n"]
+    stop_prob: Float[Array, "*b"]
+    log_continue: Float[Array, "*b"]
+    margin: Float[Array, "*b"]
+    stop: Bool[Array, "*b"]
+
+
+class Trajectory(NamedTuple):
+    """A selection episode of T_max steps; slot n is the stop.
+
+    Attributes:
+      action: a_t; n from the step on at which the row stopped.
+      choice: The token pointed at in every step, also after the stop.
+      log_prob: log p_t(i), finite.
+      prob: p_t(i).
+      stop_prob: p_t(stop).
+      log_continue: log(1 - p_t(stop)), finite.
+      margin: l_stop - max_i l_i; see `count_at_bias`.
+      alive: Whether the episode had not ended before step t (the hard A_t).
+      count: K, the number of tokens kept.
+      selected: Whether token i is kept.
+    """
+
+    action: Int[Array, "b t"]
+    choice: Int[Array, "b t"]
+    log_prob: Float[Array, "b t n"]
+    prob: Float[Array, "b t n"]
+    stop_prob: Float[Array, "b t"]
+    log_continue: Float[Array, "b t"]
+    margin: Float[Array, "b t"]
+    alive: Bool[Array, "b t"]
+    count: Int[Array, "b"]
+    selected: Bool[Array, "b n"]
+
+
+def stop_margin(
+    config: PolicyConfig,
+    logits: Float[Array, "*b m"],
+    available: Bool[Array, "*b n"],
+    stop_bias: Float[Array, "*#b"],
+) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
+    """Masked image logits, the biased stop logit, and its margin over the best token."""
+    image = jnp.where(available, logits[..., :-1], MASKED)
+    stop = logits[..., -1] + config.stop_bias + stop_bias
+    return image, stop, stop - jnp.max(image, axis=-1)
+
+
+def hard_stop(
+    margin: Float[Array, "*b"],
+    available: Bool[Array, "*b n"],
+    step: Int[Array, "*#b"],
+    limits: Limits,
+) -> tuple[Bool[Array, "*b"], Bool[Array, "*b"], Bool[Array, "*b"]]:
+    """Whether a row stops at `step`, and whether it may not or must.
+
+    A tie between stop and token keeps the token: the stop has the highest slot.
+    """
+    must = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
+    may_not = (step < limits.min_tokens) & ~must
+    return must | (~may_not & (margin > 0)), may_not, must
+
+
+def step_distribution(
+    config: PolicyConfig,
+    logits: Float[Array, "*b m"],
+    available: Bool[Array, "*b n"],
+    step: Int[Array, "*#b"],
+    limits: Limits,
+    stop_bias: Float[Array, "*#b"],
+) -> StepDistribution:
+    """Pointer and stop probabilities of a step, Eqs. (8)-(9), in the dtype of `logits`.
+
+    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the tokens left. With `config.stop ==
+    "softmax"`, p_t(stop) is the stop's share of the softmax over all N+1 slots and the product is
+    that softmax; with `"aligned"` it is sigmoid((l_stop - max_i l_i) / stop_temperature).
+
+    Args:
+      config: Policy configuration.
+      logits: Unmasked pointer logits, stop last.
+      available: True at tokens that are real and not yet chosen.
+      step: Tokens chosen before, that is t - 1.
+      limits: Bounds on the count.
+      stop_bias: Added to the stop logit, on top of `config.stop_bias`.
+    """
+    image, stop, margin = stop_margin(config, logits, available, stop_bias)
+    scaled = image / config.temperature
+    if config.stop == "softmax":
+        score = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)
+    else:
+        score = margin / config.stop_temperature
+    decided, may_not, must = hard_stop(margin, available, step, limits)
+    stop_prob = jnp.where(may_not, 0.0, jnp.where(must, 1.0, jax.nn.sigmoid(score)))
+    log_continue = jnp.where(may_not, 0.0, jnp.where(must, MASKED, jax.nn.log_sigmoid(-score)))
+    open_slots = available & ~must[..., None]
+    log_prob = jax.nn.log_softmax(scaled, axis=-1) + log_continue[..., None]
+    log_prob = jnp.where(open_slots, log_prob, MASKED)
+    prob = jnp.where(open_slots, jnp.exp(log_prob), 0.0)
+    return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, decided)
+
+
+def read_trajectory(
+    config: PolicyConfig,
+    logits: Float[Array, "b t m"],
+    choice: Int[Array, "b t"],
+    picked: Int[Array, "b n"],
+    image_mask: Bool[Array, "b n"],
+    limits: Limits,
+    stop_bias: Float[Array, "b"],
+) -> Trajectory:
+    """Reads a whole rollout at once: nothing here is sequential.
+
+    Args:
+      config: Policy configuration.
+      logits: Unmasked pointer logits of every step.
+      choice: Token pointed at in every step.
+      picked: First step at which each token was pointed at; t where it never was.
+      image_mask: True at real tokens.
+      limits: Bounds on the count.
+      stop_bias: Added to the stop logits.
+    """
+    steps, n = logits.shape[1], image_mask.shape[1]
+    step = jnp.arange(steps)[None]
+    available = image_mask[:, None] & (picked[:, None] >= step[..., None])
+    columns = Limits(limits.min_tokens[:, None], limits.max_tokens[:, None])
+    p = step_distribution(config, logits, available, step, columns, stop_bias[:, None])
+    count = first_true(p.stop)
+    kept = step < count[:, None]
+    return Trajectory(
+        action=jnp.where(kept, choice, n).astype(jnp.int32),
+        choice=choice,
+        log_prob=p.log_prob,
+        prob=p.prob,
+        stop_prob=p.stop_prob,
+        log_continue=p.log_continue,
+        margin=p.margin,
+        alive=step <= count[:, None],
+        count=count,
+        selected=image_mask & (picked < count[:, None]),
+    )
+
+
+def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
+    """Index of the first true flag of each row; t if there is none."""
+    index = jnp.argmax(flags, axis=1)
+    return jnp.where(jnp.any(flags, axis=1), index, flags.shape[1]).astype(jnp.int32)
+
+
+def count_at_bias(
+    margin: Float[Array, "b t"], bias: Float[Array, ""] | float, min_tokens: int = 1
+) -> Int[Array, "b"]:
+    """K of each row had `bias` been added to its stop logits: no second rollout is needed.
+
+    Which token comes next does not depend on the stop, so the margins of one rollout decide the
+    count for every bias; bisection over `bias` meets any mean count.
+
+    Args:
+      margin: `Trajectory.margin` of a rollout without an exact budget.
+      bias: Number added to the stop logit.
+      min_tokens: Tokens chosen before the stop becomes available.
+
+    Returns:
+      The count of each row, at most T_max.
+    """
+    step = jnp.arange(margin.shape[1])
+    return first_true((margin + bias > 0) & (step >= min_tokens))
