@@ -1,0 +1,212 @@
+"""Selection as users meet it: counts, biases, early exit, buckets, compile counts."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import policy
+from stepprune_jax.policy import PolicyConfig, objective
+
+CONFIG = PolicyConfig(feature_width=16, text_width=12, num_heads=4)
+B, N, L = 4, 24, 5
+
+
+@pytest.fixture(scope="module")
+def params():
+    # Sharper than at initialisation, so that margins spread and ties do not occur.
+    drawn = policy.init_policy(jax.random.key(0), CONFIG)
+    drawn["decoder"]["pointer"]["query"]["kernel"] *= 4
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def image():
+    return jax.random.normal(jax.random.key(1), (B, N, 16))
+
+
+@pytest.fixture(scope="module")
+def text():
+    return jax.random.normal(jax.random.key(2), (B, L, 12))
+
+
+@pytest.fixture(scope="module")
+def slots(params, image, text):
+    return policy.memory(params, policy.encode(params, CONFIG, image, text))
+
+
+def test_counts_spread_and_actions_end_with_the_stop(params, slots):
+    t = policy.select(params, CONFIG, slots, max_steps=N, stop_bias=2.0)
+    assert len(set(np.asarray(t.count).tolist())) > 1
+    for row in range(B):
+        k = int(t.count[row])
+        actions = np.asarray(t.action[row])
+        assert (actions[:k] < N).all() and (actions[k:] == N).all()
+        assert len(set(actions[:k].tolist())) == k
+        np.testing.assert_array_equal(np.flatnonzero(t.selected[row]), np.sort(actions[:k]))
+        np.testing.assert_array_equal(t.alive[row], np.arange(N) <= k)
+
+
+def test_budget_is_met_exactly_and_nests(params, slots):
+    budget = jnp.array([1, 3, 7, 12])
+    exact = policy.select(params, CONFIG, slots, budget=budget)
+    np.testing.assert_array_equal(exact.count, budget)
+    natural = policy.select(params, CONFIG, slots)
+    # The order does not depend on the stop: every budget is a prefix of one and the same order.
+    np.testing.assert_array_equal(exact.choice, natural.choice)
+    # Certain before the budget, certain to stop after it: the expected count is the budget.
+    np.testing.assert_allclose(policy.expected_count(exact.stop_prob), budget, rtol=1e-6)
+
+
+def test_pick_equals_select_for_every_batch_mix(params, slots):
+    options = [
+        {},
+        {"budget": 5},
+        {"budget": jnp.array([1, 12, 2, 7])},
+        {"min_tokens": 0, "stop_bias": 50.0},
+        {"stop_bias": jnp.array([-50.0, 0.0, 2.0, 50.0]), "max_tokens": 9},
+        {"max_tokens": jnp.array([0, 3, 12, 24]), "stop_bias": -50.0},
+    ]
+    for option in options:
+        full = policy.select(params, CONFIG, slots, **option)
+        early = policy.pick(params, CONFIG, slots, **option)
+        np.testing.assert_array_equal(early.action, full.action)
+        np.testing.assert_array_equal(early.count, full.count)
+        np.testing.assert_array_equal(early.selected, full.selected)
+
+
+def test_pick_stops_with_its_last_row(params, slots):
+    """Counts the steps that run: a decoder that keeps count of its own calls."""
+    calls = []
+
+    def step_fn(params, config, context, query, cache, step):
+        jax.debug.callback(lambda t: calls.append(int(t)), step)
+        return policy.pointer_step(params, config, context, query, cache, step)
+
+    policy.pick(params, CONFIG, slots, budget=jnp.array([1, 4, 2, 3]), step_fn=step_fn)
+    jax.effects_barrier()
+    assert sorted(calls) == [0, 1, 2, 3]
+
+
+def test_margins_give_the_count_at_any_bias_without_a_rerun(params, slots):
+    margin = policy.select(params, CONFIG, slots, max_steps=N).margin
+    for bias in (-3.0, 0.0, 1.0, 2.5, 30.0):
+        rerun = policy.select(params, CONFIG, slots, max_steps=N, stop_bias=bias)
+        np.testing.assert_array_equal(policy.count_at_bias(margin, bias), rerun.count)
+
+
+def test_calibrated_bias_meets_the_target_mean(params):
+    features = jax.random.normal(jax.random.key(9), (64, N, 16))
+    encoded = policy.encode(params, CONFIG, features, None)
+    slots = policy.memory(params, encoded)
+    margin = policy.select(params, CONFIG, slots, max_steps=N).margin
+    for target in (3.0, 8.0, 15.0):
+        bias = policy.calibrate_stop_bias(margin, target)
+        mean = float(jnp.mean(policy.pick(
+            params, CONFIG, slots, max_steps=N, stop_bias=bias
+        ).count))  # fmt: skip
+        assert abs(mean - target) < 0.5
+    assert float(policy.calibrate_stop_bias(margin, N + 5.0)) == pytest.approx(-100, abs=1e-3)
+
+
+def test_gather_orders_pads_and_leaves_tokens_alone(params, slots, image):
+    t = policy.select(params, CONFIG, slots, budget=jnp.array([1, 3, 7, 12]))
+    raster = policy.gather(t, image, 16)
+    assert raster.tokens.shape == (B, 16, 16)
+    np.testing.assert_array_equal(raster.count, t.count)
+    picked = policy.gather(t, image, 16, order="pick")
+    for row in range(B):
+        k = int(t.count[row])
+        chosen = np.asarray(t.action[row, :k])
+        np.testing.assert_array_equal(picked.index[row, :k], chosen)
+        np.testing.assert_array_equal(raster.index[row, :k], np.sort(chosen))
+        assert (np.asarray(raster.index[row, k:]) == -1).all()
+        np.testing.assert_array_equal(raster.valid[row], np.arange(16) < k)
+        np.testing.assert_array_equal(raster.tokens[row, :k], image[row, np.sort(chosen)])
+        assert (np.asarray(raster.tokens[row, k:]) == 0).all()
+
+
+def test_gather_under_jit_keeps_the_first_picks_of_a_row_that_is_too_long(params, slots, image):
+    t = policy.select(params, CONFIG, slots, budget=12)
+    cut = jax.jit(policy.gather, static_argnames="capacity")(t, image, capacity=4)
+    np.testing.assert_array_equal(cut.index, np.sort(np.asarray(t.action[:, :4]), axis=1))
+    np.testing.assert_array_equal(cut.count, [4] * B)
+
+
+def test_ladder_bounds_padding_and_ends_at_the_cap():
+    ladder = policy.bucket_ladder(288)
+    assert ladder == (16, 24, 32, 48, 64, 96, 128, 192, 256, 288)
+    assert policy.choose_bucket(jnp.array([3, 64]), ladder) == 64
+    assert policy.choose_bucket(jnp.array([65]), ladder) == 96
+    assert policy.bucket_ladder(10) == (10,)
+    with pytest.raises(ValueError, match="count is 300"):
+        policy.choose_bucket(300, ladder)
+
+
+def test_prune_compiles_once_for_selection_and_once_per_bucket(params, image, text):
+
+    before = objective._choose._cache_size(), objective._gather._cache_size()
+    ladder = (4, 8, 12)
+    sizes = []
+    for budget in (1, 2, 3, 4, 5, 8, 9, 12):
+        pruned = policy.prune(params, CONFIG, image, text, budget=budget, ladder=ladder)
+        sizes.append(pruned.tokens.shape[1])
+        np.testing.assert_array_equal(pruned.count, [budget] * B)
+    assert sizes == [4, 4, 4, 4, 8, 8, 12, 12]
+    after = objective._choose._cache_size(), objective._gather._cache_size()
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 3)
+
+
+def test_training_step_traces_once_over_steps_and_budgets(params, image, text):
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, key, text_gate, length_weight, running):
+        def loss(params):
+            return policy.train_loss(
+                params, CONFIG, key, image, text, lambda x: jnp.mean(x**2),
+                length_weight=length_weight, text_gate=text_gate, running_count=running,
+            )  # fmt: skip
+
+        grads, gated = jax.grad(loss, has_aux=True)(params)
+        new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+        return new, gated.running_count, policy.policy_metrics(gated)
+
+    running = jnp.zeros(())
+    for i in range(4):
+        scalars = (jnp.float32(i / 4), jnp.float32(0.1 * i))
+        params, running, metrics = step(params, jax.random.key(i), *scalars, running)
+        chex.assert_tree_all_finite(metrics)
+
+
+def test_mixed_batches_train_half_their_rows_at_random_budgets():
+    config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, random_budget=(0.1, 0.3))
+    limits, own = policy.draw_limits(jax.random.key(0), config, 1000, 100)
+    np.testing.assert_array_equal(own, np.arange(1000) % 2 == 0)
+    forced = np.asarray(limits.min_tokens)[~np.asarray(own)]
+    np.testing.assert_array_equal(forced, np.asarray(limits.max_tokens)[~np.asarray(own)])
+    assert forced.min() >= 10 and forced.max() <= 30
+    # Log-uniform: half the draws lie below sqrt(10 * 30) = 17.3.
+    assert abs((forced <= 17).mean() - 0.5) < 4 * 0.5 / 500**0.5
+    np.testing.assert_array_equal(limits.max_tokens[::2], [50] * 500)
+
+
+@pytest.mark.parametrize("mode", ["straight_through", "per_sample", "batch_mean"])
+def test_soft_budget_reading(params, slots, mode):
+    own = jnp.array([True, True, True, False])
+
+    def budget(bias):
+        t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
+                          min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
+        return policy.soft_budget(mode, t, own, jnp.array(6.5)), t
+
+    value, t = budget(0.0)
+    hard = np.asarray(t.count, np.float32)
+    expected = np.where(own, 6.5, hard) if mode == "batch_mean" else hard
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    grads = jax.jacrev(lambda bias: budget(bias)[0])(0.0)
+    if mode == "straight_through":
+        # A higher stop bias means fewer tokens, except at an exact budget.
+        assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
+    else:
+        np.testing.assert_array_equal(grads, np.zeros(B))

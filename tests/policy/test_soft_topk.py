@@ -1,0 +1,135 @@
+"""Properties of SoftTopK; its worked values are in test_worked_numbers.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.policy import log_soft_scores, soft_scores, soft_topk
+
+BACKENDS = ("lapsum", "sigmoid")
+alpha_of = jax.jit(soft_topk, static_argnames="backend")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    scale=st.floats(-2, 3),
+    temperature=st.floats(-3, 1),
+    share=st.floats(0.001, 0.999),
+    ties=st.booleans(),
+)
+def test_mass_is_k_and_order_is_kept(backend, seed, scale, temperature, share, ties):
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=100)
+    scores = (np.round(scores) if ties else scores) * 10**scale
+    where = rng.random(100) < 0.8
+    k = np.float32(share * where.sum())
+    alpha = np.asarray(
+        alpha_of(
+            scores.astype(np.float32), k, np.float32(10**temperature), backend=backend, where=where
+        )
+    )
+    np.testing.assert_allclose(alpha.sum(), k, rtol=1e-4, atol=1e-4)
+    assert (alpha >= 0).all() and (alpha <= 1).all()
+    assert (alpha[~where] == 0).all()
+    real = np.flatnonzero(where)
+    ordered = alpha[real[np.argsort(scores.astype(np.float32)[real], kind="stable")]]
+    assert (np.diff(ordered) >= -1e-5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_changes_nothing(backend):
+    scores = jax.random.normal(jax.random.key(0), (3, 7))
+    padded = jnp.concatenate([scores, jnp.full((3, 4), 1e4)], axis=1)
+    where = jnp.arange(11) < jnp.full((3, 1), 7)
+    k = jnp.array([1.0, 2.5, 6.5])
+    alpha = soft_topk(padded, k, 0.3, backend=backend, where=where)
+    expected = soft_topk(scores, k, 0.3, backend=backend)
+    np.testing.assert_allclose(alpha[:, :7], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shift_and_permutation(backend):
+    scores = jax.random.normal(jax.random.key(1), (50,)) * 3
+    alpha = soft_topk(scores, 11.0, 0.3, backend=backend)
+    np.testing.assert_allclose(
+        soft_topk(scores + 100, 11.0, 0.3, backend=backend), alpha, atol=1e-4
+    )
+    order = jax.random.permutation(jax.random.key(2), 50)
+    permuted = soft_topk(scores[order], 11.0, 0.3, backend=backend)
+    np.testing.assert_allclose(permuted, alpha[order], atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_limits_of_temperature(backend):
+    scores = jnp.array([0.3, -1.0, 2.0, 0.9, 0.1])
+    cold = soft_topk(scores, 2, 1e-3, backend=backend)
+    np.testing.assert_allclose(cold, [0, 0, 1, 1, 0], atol=1e-6)
+    hot = soft_topk(scores, 2, 1e4, backend=backend)
+    np.testing.assert_allclose(hot, jnp.full(5, 0.4), atol=1e-3)
+
+
+def test_sigmoid_equals_entropic_transport_to_zero_and_one():
+    # Sinkhorn in float64: costs s^2 and (s - 1)^2, masses n - k and k, eps = 2 tau.
+    scores, k, tau = np.array([2.0, 1.0, 0.5, 0.0, -1.0]), 2.0, 0.5
+    kernel = np.exp(-np.stack([scores**2, (scores - 1) ** 2]) / (2 * tau))
+    targets, rows = np.array([5 - k, k]), np.ones(2)
+    for _ in range(2000):
+        columns = 1 / (rows @ kernel)
+        rows = targets / (kernel @ columns)
+    plan = rows[:, None] * kernel * columns
+    alpha = soft_topk(jnp.asarray(scores, jnp.float32), k, tau, backend="sigmoid")
+    np.testing.assert_allclose(alpha, plan[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_or_nothing_is_exact_and_has_no_gradient(backend):
+    scores = jnp.array([[1.0, 5.0, 3.0], [1.0, 5.0, 3.0]])
+    k = jnp.array([0.0, 3.0])
+    alpha = soft_topk(scores, k, 0.3, backend=backend)
+    np.testing.assert_array_equal(alpha, [[0, 0, 0], [1, 1, 1]])
+    grad = jax.grad(lambda s: jnp.sum(soft_topk(s, k, 0.3, backend=backend) ** 2))(scores)
+    np.testing.assert_array_equal(grad, jnp.zeros_like(scores))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [1e-3, 0.3])
+def test_gradients_are_finite_for_ties_and_masked_scores(backend, temperature):
+    scores = jnp.array([2.0, 2.0, 2.0, -1e9, -1e9, 0.0])
+    where = jnp.array([True, True, True, True, False, False])
+
+    def loss(scores, k, temperature):
+        alpha = soft_topk(scores, k, temperature, backend=backend, where=where)
+        return jnp.sum(alpha * jnp.arange(6))
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(scores, 2.0, temperature)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+    # d alpha / d k sums to one over the tokens that can move: here three tied ones, mean index 1.
+    np.testing.assert_allclose(grads[1], 1.0, rtol=1e-5)
+
+
+def test_log_scores_polarise_at_the_papers_size():
+    # 192 picks out of 576 in 288 steps from a sharp pointer: neighbouring logits lie about 1.9
+    # apart, so the best token left has probability .85. The last pick has .9^192 = 1.6e-9 of the
+    # discount of the first.
+    n, kept, steps = 576, 192, 288
+    key, order_key = jax.random.split(jax.random.key(3))
+    logits = -jnp.cumsum(jax.random.uniform(key, (n,), minval=1.0, maxval=2.8))
+    left = jnp.arange(n) >= jnp.arange(steps)[:, None]
+    prob = jax.nn.softmax(jnp.where(left, logits, -1e9), axis=-1)
+    order = jax.random.permutation(order_key, n)
+    prob = jnp.zeros((1, steps, n)).at[0, :, order].set(prob.T)
+    stop = jnp.where(jnp.arange(steps) < kept, 1e-3, 1.0)[None]
+    hard = jnp.zeros(n, bool).at[order[:kept]].set(True)
+
+    log = soft_topk(log_soft_scores(prob, stop, decay=0.9), kept, 0.3)[0]
+    iou = jnp.sum((log > 0.5) & hard) / jnp.sum((log > 0.5) | hard)
+    assert iou > 0.95
+    assert jnp.mean(log[hard]) > 0.95 and jnp.mean(log[~hard]) < 0.05
+    raw = soft_topk(soft_scores(prob, stop, decay=0.9), kept, 1.0)[0]
+    # Raw scores at temperature 1 cannot: the gate is alike inside and outside.
+    assert jnp.mean(raw[hard]) - jnp.mean(raw[~hard]) < 0.1

@@ -1,0 +1,201 @@
+"""Values worked out by hand (or in float64 outside this project) for single equations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import policy
+from stepprune_jax.policy import Decoder, PolicyConfig
+
+SCORES = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0])
+
+SOFT_TOPK = [
+    ("lapsum", 2.0, 2.0, [0.683008, 0.478348, 0.372538, 0.290133, 0.175974]),
+    ("lapsum", 1.0, 2.0, [0.834323, 0.549642, 0.336694, 0.204215, 0.075127]),
+    ("lapsum", 0.5, 2.0, [0.954137, 0.661119, 0.271392, 0.099840, 0.013512]),
+    ("lapsum", 0.1, 2.0, [0.999998, 0.958820, 0.040906, 0.000276, 0.000000]),
+    ("lapsum", 1.0, 1.7, [0.787387, 0.432570, 0.262367, 0.159134, 0.058542]),
+    ("sigmoid", 2.0, 2.0, [0.579349, 0.455146, 0.394151, 0.336284, 0.235070]),
+    ("sigmoid", 1.0, 2.0, [0.731709, 0.500828, 0.378319, 0.269593, 0.119551]),
+    ("sigmoid", 0.5, 2.0, [0.909613, 0.576622, 0.333793, 0.155634, 0.024338]),
+    ("sigmoid", 0.1, 2.0, [0.999996, 0.923868, 0.075585, 0.000551, 0.000000]),
+]
+
+
+@pytest.mark.parametrize(("backend", "temperature", "k", "alpha"), SOFT_TOPK)
+def test_soft_topk_values(backend, temperature, k, alpha):
+    np.testing.assert_allclose(
+        policy.soft_topk(SCORES, k, temperature, backend=backend), alpha, atol=2e-6
+    )
+
+
+def test_soft_topk_derivatives():
+    def alpha(scores, k, temperature):
+        return policy.soft_topk(scores, k, temperature)
+
+    jacobian = jax.jacrev(alpha, argnums=(0, 1, 2))(SCORES, 2.0, 1.0)
+    np.testing.assert_allclose(
+        jacobian[0],
+        [
+            [0.143399, -0.060560, -0.045275, -0.027461, -0.010102],
+            [-0.060560, 0.285739, -0.123071, -0.074647, -0.027461],
+            [-0.045275, -0.123071, 0.244684, -0.055807, -0.020530],
+            [-0.027461, -0.074647, -0.055807, 0.170367, -0.012452],
+            [-0.010102, -0.027461, -0.020530, -0.012452, 0.070546],
+        ],
+        atol=2e-6,
+    )
+    by_k = [0.134471, 0.365529, 0.273275, 0.165749, 0.060976]
+    by_temperature = [-0.213702, -0.130544, 0.070750, 0.145020, 0.128476]
+    np.testing.assert_allclose(jacobian[1], by_k, atol=2e-6)
+    np.testing.assert_allclose(jacobian[2], by_temperature, atol=2e-6)
+
+
+def test_sigmoid_derivative_row():
+    row = jax.grad(lambda s: policy.soft_topk(s, 2.0, 1.0, backend="sigmoid")[0])(SCORES)
+    expected = [0.157133, -0.049892, -0.046937, -0.039298, -0.021006]
+    np.testing.assert_allclose(row, expected, atol=2e-6)
+
+
+def test_soft_topk_shares_ties_and_takes_a_large_k():
+    tied = policy.soft_topk(jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]), 2.0, 0.1)
+    np.testing.assert_allclose(tied, [0.666644] * 3 + [0.000034] * 2, atol=1e-6)
+    large = policy.soft_topk(jnp.array([1.0, 2.0, 3.0]), 2.9, 1.0)
+    np.testing.assert_allclose(large, [0.933476, 0.975527, 0.990997], atol=1e-6)
+
+
+def test_noise_gate_values():
+    x = jnp.array([[[2.0, -1], [1, 1], [0, 4], [3, 3]]])
+    noise = jnp.array([[[0.5, 0.5], [-1, 2], [1, 0], [-0.3, 0.7]]])
+    gated = policy.noise_gate(None, x, jnp.array([[1.0, 0.64, 0.25, 0]]), noise=noise)
+    expected = [[[2.0, -1], [0.2, 2], [0.866025, 2], [-0.3, 0.7]]]
+    np.testing.assert_allclose(gated, expected, atol=1e-6)
+    # The ends are exact: alpha 1 is the token, alpha 0 the noise.
+    np.testing.assert_array_equal(gated[0, 0], x[0, 0])
+    np.testing.assert_array_equal(gated[0, 3], noise[0, 3])
+
+
+# Three tokens, three steps; the stop in its own array.
+PROB = jnp.array([[[0.5, 0.3, 0.1], [0, 0.6, 0.2], [0, 0, 0.5]]])
+STOP = jnp.array([[0.1, 0.2, 0.5]])
+
+
+def test_alive_probability_and_expected_count():
+    np.testing.assert_allclose(policy.alive_probability(STOP), [[1, 0.9, 0.72]], atol=1e-6)
+    # .9 + .9 * .8 + .9 * .8 * .5
+    np.testing.assert_allclose(policy.expected_count(STOP), [1.98], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "scores"),
+    [
+        ("discounted", [0.45, 0.7074, 0.49824]),
+        ("uniform", [0.5, 0.9, 0.8]),
+        ("alive", [0.5, 0.84, 0.64]),
+        ("last", [0, 0, 0.5]),
+    ],
+)
+def test_soft_scores(aggregation, scores):
+    linear = policy.soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
+    np.testing.assert_allclose(linear[0], scores, atol=1e-6)
+    log = policy.log_soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
+    np.testing.assert_allclose(jnp.exp(log)[0], scores, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "alpha"),
+    [
+        (1.0, [0.625820, 0.710737, 0.643442]),
+        (0.1, [0.406512, 0.953119, 0.620368]),
+        (0.02, [0.140032, 0.999995, 0.839973]),
+    ],
+)
+def test_raw_scores_polarise_against_the_first_pick(temperature, alpha):
+    scores = policy.soft_scores(PROB, STOP, decay=0.9)[0]
+    np.testing.assert_allclose(policy.soft_topk(scores, 1.98, temperature), alpha, atol=2e-6)
+
+
+def _hand_decoder(memory):
+    """PtrAttn(q, M) = M q / sqrt(2), from q_1 = [1, .5], without any weights."""
+
+    def init_fn(params, config, memory, memory_mask, steps):
+        del params, config, memory_mask, steps
+        return Decoder(jnp.array([[1.0, 0.5]]), memory, ())
+
+    def step_fn(params, config, context, query, cache, step):
+        del params, config, step
+        return jnp.einsum("bmd,bd->bm", context, query) / jnp.sqrt(2.0), cache
+
+    return {"init_fn": init_fn, "step_fn": step_fn}
+
+
+def test_pointer_loop():
+    memory = jnp.array([[[1, 0], [0.9, 0.3], [0, 1], [-0.5, 0.2], [-0.2, -0.4]]])
+    config = PolicyConfig(
+        feature_width=2, text_width=0, num_heads=1, stop="softmax", stop_bias=0.0, min_tokens=0
+    )
+    t = policy.select({}, config, memory, max_steps=4, **_hand_decoder(memory))
+    np.testing.assert_array_equal(t.action, [[1, 0, 2, 3]])
+    np.testing.assert_array_equal(t.count, [4])
+    rows = [
+        [0.287243, 0.297581, 0.201699, 0.106738],
+        [0.402585, 0, 0.263392, 0.161699],
+        [0, 0, 0.389058, 0.273192],
+        [0, 0, 0, 0.604503],
+    ]
+    np.testing.assert_allclose(t.prob[0], rows, atol=1e-6)
+    np.testing.assert_allclose(t.stop_prob[0], [0.106738, 0.172324, 0.337750, 0.395497], atol=1e-6)
+    alive = policy.alive_probability(t.stop_prob)[0]
+    np.testing.assert_allclose(alive, [1, 0.893262, 0.739331, 0.489622], atol=1e-6)
+    scores = policy.soft_scores(t.prob, t.stop_prob, decay=0.9)[0]
+    np.testing.assert_allclose(scores, [0.549806, 0.267823, 0.581795, 0.554495], atol=1e-6)
+    np.testing.assert_allclose(policy.expected_count(t.stop_prob), [2.418192], atol=1e-6)
+
+
+def test_aligned_stop_is_half_where_stop_and_best_token_tie():
+    # One step, logits [.6, .2 | stop .6] / sqrt(2): margin 0, sigmoid 1/2; a tie keeps the token.
+    memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
+    config = PolicyConfig(feature_width=2, text_width=0, num_heads=1, stop_bias=0.0, min_tokens=0)
+    t = policy.select({}, config, memory, max_steps=1, **_hand_decoder(memory))
+    np.testing.assert_allclose(t.stop_prob, [[0.5]])
+    np.testing.assert_array_equal(t.action, [[0]])
+    # p(i) = (1 - p_stop) softmax_i: gap .4 / sqrt(2) gives odds e^.282843, halves .285121 + .214879
+    np.testing.assert_allclose(t.prob[0, 0], [0.285121, 0.214879], atol=2e-6)
+
+
+def test_length_penalty_counts_rows_that_stop_by_themselves():
+    penalty = policy.length_penalty(
+        jnp.array([3, 8]), jnp.array([2.5, 8.0]), 10, where=jnp.array([True, False])
+    )
+    np.testing.assert_allclose(penalty, 0.3)
+
+
+def test_dual_ascent_raises_the_price_of_overspending():
+    # .5 + .2 (30 - 10) / 100
+    price = policy.dual_ascent(jnp.array(0.5), jnp.array(30.0), 10.0, num_tokens=100, rate=0.2)
+    np.testing.assert_allclose(price, 0.54, rtol=1e-6)
+    floor = policy.dual_ascent(jnp.array(0.01), jnp.array(0.0), 10.0, num_tokens=100)
+    np.testing.assert_allclose(floor, 0.0)
+
+
+def test_running_count_starts_at_the_first_batch():
+    own = jnp.array([True, True, False])
+    first = policy.update_running_count(jnp.array(0.0), jnp.array([4, 8, 100]), own)
+    np.testing.assert_allclose(first, 6.0)
+    second = policy.update_running_count(first, jnp.array([10, 12, 100]), own)
+    np.testing.assert_allclose(second, 6.5, rtol=1e-6)  # .9 * 6 + .1 * 11
+
+
+def test_feature_statistics_merge_exactly():
+    x = jax.random.normal(jax.random.key(0), (6, 5, 3)) * jnp.array([1.0, 20, 0.1]) + 4
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, (6, 5))
+    stats = policy.FeatureStats.start(3)
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        stats = policy.update_stats(stats, x[rows], mask[rows])
+    real = np.asarray(x)[np.asarray(mask)]
+    np.testing.assert_allclose(stats.mean, real.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats.var, real.var(0), rtol=1e-4)
+    assert int(stats.count) == len(real)
+    z = policy.standardise(x, stats)
+    np.testing.assert_allclose(policy.restore(z, stats), x, rtol=1e-4, atol=1e-4)
