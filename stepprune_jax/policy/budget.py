@@ -4,9 +4,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.config import PolicyConfig, SoftBudget
+from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
 
@@ -40,7 +41,7 @@ def draw_limits(
 
 
 def update_running_count(
-    running: Float[Array, ""], count: Int[Array, "b"], own: Bool[Array, "b"], decay: float = 0.9
+    running: ArrayLike, count: Int[Array, "b"], own: Bool[Array, "b"], decay: ArrayLike = 0.9
 ) -> Float[Array, ""]:
     """Running mean of the hard count over the rows that stop by themselves, Eq. (12).
 
@@ -53,7 +54,7 @@ def update_running_count(
     rows = jnp.sum(own)
     mean = jnp.sum(jnp.where(own, count, 0)) / jnp.maximum(rows, 1)
     merged = jnp.where(running > 0, decay * running + (1 - decay) * mean, mean)
-    return jnp.where(rows > 0, merged, running).astype(running.dtype)
+    return jnp.where(rows > 0, merged, running).astype(jnp.float32)
 
 
 def soft_count(trajectory: Trajectory) -> Float[Array, "b"]:
@@ -63,7 +64,7 @@ def soft_count(trajectory: Trajectory) -> Float[Array, "b"]:
 
 
 def soft_budget(
-    mode: SoftBudget, trajectory: Trajectory, own: Bool[Array, "b"], running: Float[Array, ""]
+    mode: str, trajectory: Trajectory, own: Bool[Array, "b"], running: ArrayLike
 ) -> Float[Array, "b"]:
     """k of Eq. (12) for each row; rows at an exact budget always use that budget.
 
@@ -79,14 +80,14 @@ def soft_budget(
     own_budget = {
         "straight_through": soft_count(trajectory),
         "per_sample": hard,
-        "batch_mean": jnp.broadcast_to(running.astype(hard.dtype), hard.shape),
+        "batch_mean": jnp.broadcast_to(jnp.asarray(running, hard.dtype), hard.shape),
     }[mode]
     return jnp.where(own, own_budget, hard)
 
 
 def dual_ascent(
-    length_weight: Float[Array, ""], mean_count: Float[Array, ""], target: float, *,
-    num_tokens: int, rate: float = 1.0,
+    length_weight: ArrayLike, mean_count: ArrayLike, target: ArrayLike, *,
+    num_tokens: int, rate: ArrayLike = 1.0,
 ) -> Float[Array, ""]:  # fmt: skip
     """One step of dual ascent on lambda towards a target mean count.
 
@@ -104,7 +105,11 @@ def dual_ascent(
 
 
 def calibrate_stop_bias(
-    margin: Float[Array, "b t"], target: float, *, min_tokens: int = 1, max_bias: float = 100.0
+    margin: Float[Array, "b t"],
+    target: ArrayLike,
+    *,
+    min_tokens: int = 1,
+    max_bias: ArrayLike = 100.0,
 ) -> Float[Array, ""]:
     """The stop bias at which the mean count meets `target`, by bisection on recorded margins.
 

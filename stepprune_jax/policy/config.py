@@ -1,20 +1,25 @@
 """Every choice the paper leaves open, as one frozen, hashable configuration."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
-Attention = Literal["bidirectional", "causal"]
-TextGate = Literal["attention", "norm", "printed"]
-Stop = Literal["aligned", "softmax"]
-Estimator = Literal["straight_through", "parallel"]
-Aggregation = Literal["discounted", "alive", "uniform", "last"]
-Credit = Literal["soft", "straight_through"]
-ScoreSpace = Literal["log", "linear"]
-Polarisation = Literal["lapsum", "sigmoid"]
-SoftBudget = Literal["straight_through", "per_sample", "batch_mean"]
-BatchBudget = Literal["own", "random", "mix"]
-Gate = Literal["vp", "scale", "gumbel"]
-DType = Literal["bfloat16", "float32", "float64"]
+# Values of each field that names a reading; what they mean is said at the field.
+CHOICES = {
+    "encoder_attention": ("bidirectional", "causal"),
+    "text_gate": ("attention", "norm", "printed"),
+    "stop": ("aligned", "softmax"),
+    "estimator": ("straight_through", "parallel"),
+    "aggregation": ("discounted", "alive", "uniform", "last"),
+    "credit": ("soft", "straight_through"),
+    "score_space": ("log", "linear"),
+    "polarisation": ("lapsum", "sigmoid"),
+    "soft_budget": ("straight_through", "per_sample", "batch_mean"),
+    "batch_budget": ("own", "random", "mix"),
+    "gate": ("vp", "scale", "gumbel"),
+    "dtype": ("bfloat16", "float32", "float64"),
+}
+
+Number = float | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +78,31 @@ class PolicyConfig:
     mlp_ratio: int = 4
     encoder_layers: int = 2
     decoder_layers: int = 2
-    encoder_attention: Attention = "bidirectional"
-    text_gate: TextGate = "attention"
+    encoder_attention: str = "bidirectional"
+    text_gate: str = "attention"
     max_steps: int | None = None
     min_tokens: int = 1
-    temperature: float = 1.0
-    stop: Stop = "aligned"
-    stop_temperature: float = 0.5
-    stop_bias: float = -1.0
-    estimator: Estimator = "parallel"
-    decay: float = 0.9
-    aggregation: Aggregation = "discounted"
-    credit: Credit = "soft"
-    score_space: ScoreSpace = "log"
-    polarisation: Polarisation = "lapsum"
-    polarisation_temperature: float = 0.3
-    soft_budget: SoftBudget = "straight_through"
-    batch_budget: BatchBudget = "mix"
-    random_budget: tuple[float, float] = (0.08, 0.36)
-    gate: Gate = "vp"
-    length_weight: float = 0.3
-    dtype: DType = "float32"
+    temperature: Number = 1.0
+    stop: str = "aligned"
+    stop_temperature: Number = 0.5
+    stop_bias: Number = -1.0
+    estimator: str = "parallel"
+    decay: Number = 0.9
+    aggregation: str = "discounted"
+    credit: str = "soft"
+    score_space: str = "log"
+    polarisation: str = "lapsum"
+    polarisation_temperature: Number = 0.3
+    soft_budget: str = "straight_through"
+    batch_budget: str = "mix"
+    random_budget: tuple[Number, Number] = (0.08, 0.36)
+    gate: str = "vp"
+    length_weight: Number = 0.3
+    dtype: str = "float32"
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            choices, value = get_args(field.type), getattr(self, field.name)
-            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
-                raise ValueError(
-                    f"PolicyConfig.{field.name} is {value!r}, expected one of {choices}"
-                )
+        for name, choices in CHOICES.items():
+            self._require(name, getattr(self, name) in choices, f"one of {choices}")
         positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
         for name in (*positive, "temperature", "stop_temperature", "polarisation_temperature"):
             self._require(name, getattr(self, name) > 0, "a positive number")

@@ -1,7 +1,7 @@
 """From a selection to a short prefix: kept tokens, padded to a bucket."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from stepprune_jax.policy.checks import checked, is_static, require
 from stepprune_jax.policy.select import Picks
 from stepprune_jax.policy.trajectory import Trajectory
 
-Order = Literal["raster", "pick"]
+ORDERS = ("raster", "pick")
 
 
 class Pruned(NamedTuple):
@@ -63,7 +63,7 @@ def gather(
     features: Float[ArrayLike, "b n d"],
     capacity: int,
     *,
-    order: Order = "raster",
+    order: str = "raster",
 ) -> Pruned:
     """Gathers the kept tokens X_S into a bucket.
 
@@ -83,7 +83,7 @@ def gather(
     """
     features = jnp.asarray(features)
     n, steps = features.shape[1], selection.action.shape[1]
-    require(order in ("raster", "pick"), "order", repr(order), "'raster' or 'pick'")
+    require(order in ORDERS, "order", repr(order), f"one of {ORDERS}")
     require(0 < capacity <= n, "capacity", capacity, f"within [1, {n}] for {n} image tokens")
     require(
         selection.selected.shape == features.shape[:2],

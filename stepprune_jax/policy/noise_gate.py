@@ -8,7 +8,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.checks import checked
-from stepprune_jax.policy.config import Gate
 from stepprune_jax.policy.layers import score_dtype
 
 
@@ -82,7 +81,7 @@ def gumbel_gate(
 
 
 def apply_gate(
-    gate: Gate, key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
+    gate: str, key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
 ) -> Float[Array, "b n d"]:
     """The gate that `PolicyConfig.gate` names; `key` is consumed."""
     if gate == "vp":

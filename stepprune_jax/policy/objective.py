@@ -14,7 +14,7 @@ from stepprune_jax.policy.checks import checked, require_count, require_finite
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
-from stepprune_jax.policy.gather import Order, Pruned, bucket_ladder, choose_bucket, gather
+from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, gather
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
 from stepprune_jax.policy.params import Params
@@ -213,7 +213,7 @@ def prune(
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
     ladder: Sequence[int] | None = None,
-    order: Order = "raster",
+    order: str = "raster",
 ) -> Pruned:
     """Prunes a batch of image tokens for its questions: the inference pathway.
 
@@ -234,7 +234,7 @@ def prune(
       stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
       max_steps: T_max; default `config.steps(n)`.
       ladder: Bucket sizes; default `bucket_ladder(T_max)`.
-      order: Order of the kept tokens.
+      order: str of the kept tokens.
 
     Returns:
       The kept tokens in the smallest bucket that holds every row.

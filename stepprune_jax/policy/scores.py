@@ -1,14 +1,12 @@
 """Soft scores of a trajectory: how much each token was pointed at, Eqs. (10)-(11)."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from stepprune_jax.policy.checks import checked
-from stepprune_jax.policy.config import Aggregation, PolicyConfig
+from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.trajectory import Trajectory
 
@@ -30,9 +28,9 @@ def expected_count(stop_prob: Float[ArrayLike, "b t"]) -> Float[Array, "b"]:
     return jnp.sum(jnp.cumprod(1 - jnp.asarray(stop_prob), axis=1), axis=1)
 
 
-def _discounts(aggregation: Aggregation, steps: int, decay: float) -> Float[Array, "t"]:
+def _discounts(aggregation: str, steps: int, decay: ArrayLike) -> Float[Array, "t"]:
     """log beta^t for t = 1, ..., T; zero unless scores are discounted."""
-    base = math.log(decay) if aggregation == "discounted" else 0.0
+    base = jnp.log(decay) if aggregation == "discounted" else 0.0
     return base * jnp.arange(1, steps + 1)
 
 
@@ -41,8 +39,8 @@ def soft_scores(
     prob: Float[ArrayLike, "b t n"],
     stop_prob: Float[ArrayLike, "b t"],
     *,
-    decay: float,
-    aggregation: Aggregation = "discounted",
+    decay: ArrayLike,
+    aggregation: str = "discounted",
 ) -> Float[Array, "b n"]:
     """s_i = sum_t A_t p_t(i) beta^t, Eq. (11), in linear space.
 
@@ -64,7 +62,7 @@ def soft_scores(
     return jnp.einsum("btn,bt->bn", prob, jnp.broadcast_to(alive * weights, prob.shape[:2]))
 
 
-def _log_scores(log_prob, log_continue, decay: float, aggregation: Aggregation):
+def _log_scores(log_prob, log_continue, decay: ArrayLike, aggregation: str):
     if aggregation == "last":
         return log_prob[:, -1]
     weights = _discounts(aggregation, log_prob.shape[1], decay).astype(log_prob.dtype)
@@ -85,8 +83,8 @@ def log_soft_scores(
     prob: Float[ArrayLike, "b t n"],
     stop_prob: Float[ArrayLike, "b t"],
     *,
-    decay: float,
-    aggregation: Aggregation = "discounted",
+    decay: ArrayLike,
+    aggregation: str = "discounted",
 ) -> Float[Array, "b n"]:
     """log of `soft_scores`, as a logsumexp over steps of log A_t + log p_t(i) + t log beta.
 

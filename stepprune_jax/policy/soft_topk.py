@@ -22,21 +22,21 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.checks import checked, is_static, require
-from stepprune_jax.policy.config import Polarisation
+from stepprune_jax.policy.config import CHOICES
 from stepprune_jax.policy.layers import score_dtype
 
 # Sorts below every score and has no mass beside any of them.
 _ABSENT = -1e30
 
 
-def _cdf(backend: Polarisation, u: Array) -> Array:
+def _cdf(backend: str, u: Array) -> Array:
     if backend == "sigmoid":
         return jax.nn.sigmoid(u)
     tail = 0.5 * jnp.exp(-jnp.abs(u))
     return jnp.where(u <= 0, tail, 1 - tail)
 
 
-def _log_density(backend: Polarisation, u: Array) -> Array:
+def _log_density(backend: str, u: Array) -> Array:
     if backend == "sigmoid":
         return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
     return -jnp.abs(u) - jnp.log(2.0).astype(u.dtype)
@@ -84,7 +84,7 @@ def _sigmoid_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Floa
     return 0.5 * (low + high)
 
 
-def _offsets(backend: Polarisation, scores, k, temperature, where) -> Float[Array, "*b n"]:
+def _offsets(backend: str, scores, k, temperature, where) -> Float[Array, "*b n"]:
     """u_i = s_i / tau - b; absent tokens far below."""
     z = scores / temperature
     # b is found relative to a score near it, for the sake of float32.
@@ -107,7 +107,7 @@ def _offsets(backend: Polarisation, scores, k, temperature, where) -> Float[Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _soft_topk(backend: Polarisation, scores, k, temperature, where):
+def _soft_topk(backend: str, scores, k, temperature, where):
     return _soft_topk_fwd(backend, scores, k, temperature, where)[0]
 
 
@@ -142,7 +142,7 @@ def soft_topk(
     k: ArrayLike,
     temperature: ArrayLike,
     *,
-    backend: Polarisation = "lapsum",
+    backend: str = "lapsum",
     where: Bool[ArrayLike, "*b n"] | None = None,
 ) -> Float[Array, "*b n"]:
     """Polarises scores into alpha in [0, 1] with sum(alpha) = k, Eq. (12).
@@ -165,7 +165,8 @@ def soft_topk(
       ValueError: An unknown backend, k outside [0, n] or temperature <= 0, where these can be read
         before tracing.
     """
-    require(backend in ("lapsum", "sigmoid"), "backend", repr(backend), "'lapsum' or 'sigmoid'")
+    known = CHOICES["polarisation"]
+    require(backend in known, "backend", repr(backend), f"one of {known}")
     scores = jnp.asarray(scores)
     dtype, batch, n = score_dtype(scores.dtype), scores.shape[:-1], scores.shape[-1]
     if is_static(k):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.config import PolicyConfig
@@ -183,7 +184,7 @@ def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
 
 
 def count_at_bias(
-    margin: Float[Array, "b t"], bias: Float[Array, ""] | float, min_tokens: int = 1
+    margin: Float[Array, "b t"], bias: ArrayLike, min_tokens: int = 1
 ) -> Int[Array, "b"]:
     """K of each row had `bias` been added to its stop logits: no second rollout is needed.
 

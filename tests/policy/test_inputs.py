@@ -1,0 +1,142 @@
+"""Bad input is refused by name, shape and expectation, before anything runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stepprune_jax import policy
+from stepprune_jax.policy import PolicyConfig
+
+CONFIG = PolicyConfig(feature_width=8, text_width=6, num_heads=2)
+IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return policy.init_policy(jax.random.key(0), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def slots(params):
+    return policy.memory(params, policy.encode(params, CONFIG, IMAGE, TEXT))
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "options", "message"),
+    [
+        (IMAGE[0], TEXT, {}, r"encode: image has shape \(5, 8\).*expected Float\[b n"),
+        (IMAGE.astype(jnp.int32), TEXT, {}, "encode: image has shape .* dtype int32"),
+        (IMAGE[..., :7], TEXT, {}, "width of image is 7, expected 8"),
+        (IMAGE, TEXT[..., :5], {}, "width of text is 5, expected 6"),
+        (IMAGE, TEXT[:1], {}, r"encode: text has shape \(1, 3, 6\).*with b=2"),
+        (IMAGE[:, :0], TEXT, {}, "image is of shape .* expected at least one token"),
+        (IMAGE.at[0, 1, 2].set(jnp.nan), TEXT, {}, "image is .* 1 non-finite values"),
+        (IMAGE, TEXT.at[0].set(jnp.inf), {}, "text is .* 18 non-finite values"),
+        (IMAGE, TEXT, {"image_mask": jnp.ones((2, 4), bool)}, r"image_mask has .* \(2, 4\).*n=5"),
+        (IMAGE, TEXT, {"text_mask": jnp.ones((2, 3))}, "text_mask has .* expected Bool"),
+    ],
+)  # fmt: skip
+def test_encode_refuses(params, image, text, options, message):
+    with pytest.raises(ValueError, match=message):
+        policy.encode(params, CONFIG, image, text, **options)
+
+
+def test_a_policy_without_text_refuses_text():
+    blind = dataclasses.replace(CONFIG, text_width=0)
+    params = policy.init_policy(jax.random.key(0), blind)
+    assert policy.encode(params, blind, IMAGE, None).shape == (2, 5, 8)
+    with pytest.raises(ValueError, match="expected no text"):
+        policy.encode(params, blind, IMAGE, TEXT)
+
+
+def test_non_finite_padding_is_nobodys_business(params):
+    mask = jnp.ones((2, 5), bool).at[0, 1].set(False)
+    broken = IMAGE.at[0, 1].set(jnp.nan)
+    assert bool(jnp.isfinite(policy.encode(params, CONFIG, broken, TEXT, image_mask=mask)).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 6}, r"max_steps \(T_max\) is 6, expected within \[1, 5\] for 5 image"),
+        ({"max_steps": 0}, r"max_steps \(T_max\) is 0"),
+        ({"budget": 3}, r"budget is 3, expected within \[1, 2\]"),
+        ({"budget": 0}, r"budget is 0, expected within \[1, 2\]"),
+        ({"budget": jnp.array([1, 9])}, r"budget is 1 to 9, expected within \[1, 2\]"),
+        ({"budget": jnp.array([1, 2, 1])}, r"budget is of shape \(3,\).*int\[2\]"),
+        ({"budget": 1.5}, "budget is of shape .* dtype float64, expected an integer"),
+        ({"budget": 1, "max_tokens": 2}, "budget is given with min_tokens or max_tokens"),
+        ({"max_tokens": 6}, r"max_tokens is 6, expected within \[0, 5\]"),
+        ({"min_tokens": 3}, r"min_tokens is 3, expected within \[0, 2\]"),
+        ({"image_mask": jnp.ones((2, 4), bool)}, r"image_mask is of shape \(2, 4\)"),
+    ],
+)
+@pytest.mark.parametrize("chooser", [policy.select, policy.select_parallel, policy.pick])
+def test_selection_refuses(params, slots, chooser, options, message):
+    with pytest.raises(ValueError, match=message):
+        chooser(params, CONFIG, slots, **options)
+
+
+def test_selection_refuses_broken_memory(params, slots):
+    with pytest.raises(ValueError, match=r"memory is .* non-finite"):
+        policy.select(params, CONFIG, slots.at[0, 0, 0].set(jnp.nan))
+    with pytest.raises(ValueError, match="at least one token and the stop slot"):
+        policy.select(params, CONFIG, slots[:, :1])
+
+
+def test_soft_topk_refuses():
+    scores = jnp.arange(5.0)
+    for k in (-1, 5.5, 6):
+        with pytest.raises(ValueError, match=r"k is .*, expected within \[0, 5\]"):
+            policy.soft_topk(scores, k, 0.3)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        policy.soft_topk(scores, 2, 0.0)
+    with pytest.raises(ValueError, match="backend is 'softmax', expected one of"):
+        policy.soft_topk(scores, 2, 0.3, backend="softmax")
+    with pytest.raises(ValueError, match=r"soft_topk: scores has .* dtype int32"):
+        policy.soft_topk(jnp.arange(5), 2, 0.3)
+
+
+def test_gather_refuses(params, slots):
+    t = policy.select(params, CONFIG, slots, budget=2)
+    for capacity in (0, 6):
+        with pytest.raises(ValueError, match=r"capacity is .* expected within \[1, 5\]"):
+            policy.gather(t, IMAGE, capacity)
+    with pytest.raises(ValueError, match="capacity is 1, expected at least the largest count, 2"):
+        policy.gather(t, IMAGE, 1)
+    with pytest.raises(ValueError, match=r"features is of shape \(2, 4, 8\)"):
+        policy.gather(t, IMAGE[:, :4], 2)
+    with pytest.raises(ValueError, match="order is 'spiral'"):
+        policy.gather(t, IMAGE, 2, order="spiral")
+
+
+def test_prune_refuses_before_compiling(params):
+    for options, message in [
+        ({"budget": 9}, r"budget is 9, expected within \[0, 2\]"),
+        ({"ladder": (1,), "budget": 2}, "count is 2, expected at most the largest bucket, 1"),
+        ({"max_steps": 7}, "T_max.* is 7"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            policy.prune(params, CONFIG, IMAGE, TEXT, **options)
+    with pytest.raises(ValueError, match=r"image is .* non-finite"):
+        policy.prune(params, CONFIG, IMAGE * jnp.nan, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop", "hard", r"stop is 'hard', expected one of \('aligned', 'softmax'\)"),
+        ("num_heads", 3, "num_heads is 3, expected a divisor of the policy width 8"),
+        ("temperature", 0.0, "temperature is 0.0, expected a positive number"),
+        ("decay", 1.5, "decay is 1.5"),
+        ("max_steps", 0, "max_steps is 0"),
+        ("min_tokens", -1, "min_tokens is -1"),
+        ("random_budget", (0.5, 0.1), "random_budget is"),
+        ("credit", "straight_through", "needs score_space='linear'"),
+    ],
+)
+def test_config_refuses(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **{field: value})

@@ -1,0 +1,83 @@
+"""One table of weights: initial values, abstract shapes and sharding rules agree with it."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from stepprune_jax import policy
+from stepprune_jax.policy import PolicyConfig
+
+CONFIGS = [
+    PolicyConfig(feature_width=16, text_width=12, num_heads=4),
+    PolicyConfig(feature_width=16, text_width=0, num_heads=4, width=8, decoder_layers=1),
+    PolicyConfig.literal(feature_width=8, text_width=4, num_heads=2, decoder_layers=3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_init_has_the_abstract_shapes(config):
+    params = policy.init_policy(jax.random.key(0), config)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, policy.abstract_policy(config))
+    assert all(leaf.dtype == jnp.float32 and not leaf.weak_type for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_weight_is_matched_by_exactly_one_rule(config):
+    rules = policy.partition_rules(config, {"embed": "fsdp", "hidden": "tensor"})
+    for path in policy.param_paths(policy.abstract_policy(config)):
+        assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
+
+
+def test_same_key_same_weights_and_another_key_others():
+    first, again, other = (policy.init_policy(jax.random.key(i), CONFIGS[0]) for i in (0, 0, 1))
+    chex.assert_trees_all_equal(first, again)
+    kernel = first["decoder"]["pointer"]["key"]["kernel"]
+    assert not np.array_equal(kernel, other["decoder"]["pointer"]["key"]["kernel"])
+    np.testing.assert_allclose(jnp.std(kernel), 1 / 4, rtol=0.2)
+
+
+def test_last_decoder_layer_owns_no_dead_weights():
+    specs = policy.param_specs(CONFIGS[0])["decoder"]
+    assert set(specs["pointer"]) == {"history", "norm", "memory_norm", "query", "key"}
+    assert "key" in specs["layer_0"]["cross"]["attention"] and "mlp" in specs["layer_0"]
+    assert set(policy.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start"}
+
+
+def test_size_at_the_papers_shape():
+    leaves = jax.tree.leaves(policy.abstract_policy(PolicyConfig()))
+    d = 1024
+    block = 12 * d * d  # four attention and eight MLP matrices
+    decoder = (4 + 4 + 8) * d * d + (4 + 2) * d * d
+    expected = 2 * block + 4096 * d + decoder + 10 * d * d  # denoiser: value, out, MLP
+    assert sum(leaf.size for leaf in leaves) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("axes", [{}, {"embed": "fsdp"}, {"hidden": "tensor", "heads": "tensor"}])
+def test_sharded_weights_give_the_same_loss(axes):
+    config = CONFIGS[0]
+    params = policy.init_policy(jax.random.key(0), config)
+    image = jax.random.normal(jax.random.key(1), (4, 10, 16))
+    text = jax.random.normal(jax.random.key(2), (4, 3, 12))
+
+    @jax.jit
+    def loss(params, image, text):
+        return policy.train_loss(
+            params, config, jax.random.key(3), image, text, lambda x: jnp.mean(x**2)
+        )[0]
+
+    expected = loss(params, image, text)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    specs = [spec for _, spec in policy.partition_rules(config, axes)]
+    leaves, treedef = jax.tree.flatten(params)
+    placed = treedef.unflatten(
+        jax.device_put(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    )
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    sharded = loss(placed, jax.device_put(image, rows), jax.device_put(text, rows))
+    np.testing.assert_allclose(sharded, expected, rtol=1e-5)
