@@ -43,11 +43,11 @@ class PolicyConfig:
       encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
       text_gate: Where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
         `"norm"` scales text rows after each block's norm, `"printed"` scales the embeddings as in
-        Eq. (4), where the next pre-norm divides the gate out again.
+        Eq. (3), where the next pre-norm divides the gate out again.
       max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)).
       min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
-      temperature: tau of the pointer softmax, Eq. (8).
-      stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (8); `"aligned"` is
+      temperature: tau of the pointer softmax, Eq. (6).
+      stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
         sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
       stop_temperature: Temperature of the aligned stop; unused by `"softmax"`.
       stop_bias: Constant added to every stop logit, so that episodes start out long.

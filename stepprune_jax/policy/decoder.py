@@ -1,4 +1,4 @@
-"""Pointer decoder: the logits of one step, Eq. (7), and of all steps at once.
+"""Pointer decoder: the logits of one step, Eq. (5), and of all steps at once.
 
 A decoder is three functions that `select` takes as arguments:
 
@@ -137,7 +137,7 @@ def pointer_step(
     cache: Cache,
     step: Int[Array, ""],
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """One step of the pointer decoder, Eq. (7) without its mask; a `step_fn`.
+    """One step of the pointer decoder, Eq. (5) without its mask; a `step_fn`.
 
     Causal self-attention over the queries so far, then cross-attention to the memory, whose logits
     in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits.

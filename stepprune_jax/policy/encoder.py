@@ -1,4 +1,4 @@
-"""Cross-modal encoder (Eq. 4) and the decoder memory with its stop slot (Eq. 5)."""
+"""Cross-modal encoder (Eq. 3) and the decoder memory with its stop slot (Eq. 4)."""
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -65,7 +65,7 @@ def encode(
     text_mask: Bool[ArrayLike, "b l"] | None = None,
     text_gate: ArrayLike = 1.0,
 ) -> Float[Array, "b n d"]:
-    """Encodes image tokens jointly with the question, Eq. (4): H = Enc([X; g LN(W_p E)])_{1..N}.
+    """Encodes image tokens jointly with the question, Eq. (3): H = Enc([X; g LN(W_p E)])_{1..N}.
 
     Args:
       params: Policy weights.
@@ -127,7 +127,7 @@ def encode(
 
 @checked
 def memory(params: Params, encoded: Float[ArrayLike, "b n d"]) -> Float[Array, "b m d"]:
-    """Appends the learned stop slot, Eq. (5): M = [H; s_stop], so that slot n is the stop."""
+    """Appends the learned stop slot, Eq. (4): M = [H; s_stop], so that slot n is the stop."""
     stop = params["stop"].astype(encoded.dtype)
     require(encoded.shape[-1] == stop.shape[0], "encoded", f"of shape {encoded.shape}",
             f"width {stop.shape[0]}")  # fmt: skip

@@ -69,7 +69,7 @@ def gate(
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
 ) -> Gated:
-    """Selects softly and gates every token with noise, Eqs. (4)-(14).
+    """Selects softly and gates every token with noise, Eqs. (3)-(14).
 
     encode -> select -> scores -> SoftTopK -> noise gate -> denoise, with features standardised on
     the way in and restored on the way out if `stats` is given.

@@ -107,7 +107,7 @@ def select(
     rollout_fn: Callable[..., Any] = saved_rollout,
     unroll: int = 1,
 ) -> Trajectory:
-    """Runs the sequential policy for T_max steps, Eqs. (6)-(10), with gradients.
+    """Runs the sequential policy for T_max steps, Eqs. (5)-(9), with gradients.
 
     Each step points at the best token not yet chosen, feeds its memory slot back as the next query
     and goes on to T_max; the episode ends where the stop first wins. Rows do not influence each

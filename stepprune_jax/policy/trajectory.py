@@ -1,4 +1,4 @@
-"""From pointer logits to probabilities, stop decisions and the selected set (Eqs. 8-10)."""
+"""From pointer logits to probabilities, stop decisions and the selected set (Eqs. 6-8)."""
 
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ def step_distribution(
     limits: Limits,
     stop_bias: Float[Array, "*#b"],
 ) -> StepDistribution:
-    """Pointer and stop probabilities of a step, Eqs. (8)-(9), in the dtype of `logits`.
+    """Pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
 
     p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the tokens left. With `config.stop ==
     "softmax"`, p_t(stop) is the stop's share of the softmax over all N+1 slots and the product is

@@ -1,0 +1,34 @@
+# Two commands do everything on a machine with Python 3.11 or newer: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= runs/toy
+DEMO_FLAGS ?=
+PY = $(VENV)/bin/python
+
+.PHONY: demo test lint bench env clean
+
+env: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet -r requirements-dev.txt -e .
+	touch $@
+
+demo: env
+	$(PY) train.py --config configs/toy.py --workdir $(RUN) $(DEMO_FLAGS)
+	$(PY) eval.py --config configs/toy.py --workdir $(RUN) $(DEMO_FLAGS)
+
+test: env
+	$(PY) -m pytest -n 2
+
+lint: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: env
+	$(PY) -m stepprune_jax.bench.policy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
