@@ -62,9 +62,7 @@ def find_folder(folder_or_hub_id: str | Path) -> Path:
         ) from error
 
 
-def inspect_folder(
-    folder_or_hub_id: str | Path, vision_folder: str | Path | None = None
-) -> Source:
+def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | None = None) -> Source:
     """Finds out what kind of checkpoint a folder is and reads its configuration.
 
     Args:

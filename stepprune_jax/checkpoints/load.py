@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from stepprune_jax import sharding
@@ -192,7 +192,9 @@ def _collect(
                 f"expected {list(target.tensor_shape)}"
             )
         elif not jnp.issubdtype(entry.dtype, jnp.floating):
-            problems["wrong dtype"].append(f"{entry.name} is {entry.dtype}, expected floating point")
+            problems["wrong dtype"].append(
+                f"{entry.name} is {entry.dtype}, expected floating point"
+            )
     for name, entry in found.items():
         if name not in wanted and not names.is_harmless(name, source.config):
             problems["unused"].append(f"{entry.name} in {entry.path.name}")

@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-import jax
-
 from stepprune_jax.config import LlavaConfig
 
 _VISION = "vision_tower.vision_model."
@@ -94,7 +92,9 @@ def _rules() -> tuple[Rule, ...]:
     llama = _LANGUAGE + "layers.{}."
     return (
         Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
-        Rule("vision/patch_embedding/kernel", tower + "embeddings.patch_embedding.weight", "patches"),
+        Rule(
+            "vision/patch_embedding/kernel", tower + "embeddings.patch_embedding.weight", "patches"
+        ),
         Rule("vision/position_embedding", tower + "embeddings.position_embedding.weight"),
         *_layer_norm("vision/pre_norm", tower + "pre_layrnorm"),
         *_layer_norm("vision/layers/norm1", block + "layer_norm1"),
@@ -244,15 +244,3 @@ def _target(rule: Rule, shape: tuple[int, ...], config: LlavaConfig) -> Target:
         side = config.vision.patch_size
         one = (one[1], math.prod(one) // (side * side * one[1]), side, side)
     return Target(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)
-
-
-def abstract_like(params: Mapping) -> dict:
-    """The shapes and dtypes of a tree of arrays.
-
-    Args:
-        params: nested dicts of arrays.
-
-    Returns:
-        The same tree of `jax.ShapeDtypeStruct`.
-    """
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(params))

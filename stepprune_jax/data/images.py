@@ -1,8 +1,7 @@
 """Pictures to CLIP pixels: pad to a square, Pillow bicubic, crop, normalise.
 
-Every number equals that of the Pillow image processor of ``transformers``, bit for bit, on a picture
-that is already square. Pillow's own resampling is the reference; torchvision's differs by up to one
-grey level.
+Every number equals that of the Pillow image processor of ``transformers``, bit for bit.
+Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
 import json
@@ -50,6 +49,9 @@ class ImageSettings(NamedTuple):
         return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
 
 
+LLAVA_SETTINGS = ImageSettings()
+
+
 def image_settings(folder: str | Path) -> ImageSettings:
     """Reads a checkpoint folder's image processor settings.
 
@@ -90,7 +92,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def settings_from_hf(config: dict[str, Any], source: str = "image processor config") -> ImageSettings:
+def settings_from_hf(
+    config: dict[str, Any], source: str = "image processor config"
+) -> ImageSettings:
     """Translates a Hugging Face image processor dict.
 
     Args:
@@ -104,7 +108,9 @@ def settings_from_hf(config: dict[str, Any], source: str = "image processor conf
         ValueError: the processor is not CLIP's or LLaVA's, or a field has an unknown form.
     """
     kind = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
-    if not str(kind).startswith(("CLIP", "Llava")) or str(kind).startswith(("LlavaNext", "LlavaOne")):
+    if not str(kind).startswith(("CLIP", "Llava")) or str(kind).startswith(
+        ("LlavaNext", "LlavaOne")
+    ):
         raise ValueError(
             f"{source}: unsupported image processor {kind!r}; supported: CLIPImageProcessor, "
             "LlavaImageProcessor"
@@ -116,7 +122,9 @@ def settings_from_hf(config: dict[str, Any], source: str = "image processor conf
             crop_to=_pair(config.get("crop_size", 224))
             if config.get("do_center_crop", True)
             else None,
-            rescale=config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else None,
+            rescale=config.get("rescale_factor", 1 / 255)
+            if config.get("do_rescale", True)
+            else None,
             mean=tuple(config.get("image_mean", CLIP_MEAN)) if normalise else None,
             std=tuple(config.get("image_std", CLIP_STD)) if normalise else None,
             resample=int(config.get("resample", 3)),
@@ -175,7 +183,7 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
                 return _to_rgb(image)
     except Image.DecompressionBombError as error:
         raise ValueError(
-            f"{name} decodes to more pixels than Pillow allows ({error}). A small file that unpacks "
+            f"{name} unpacks to more pixels than Pillow allows ({error}). A small file that grows "
             "to gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
         ) from error
     except UnidentifiedImageError as error:
@@ -199,7 +207,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def preprocess_clip(
-    image: Image.Image, settings: ImageSettings = ImageSettings()
+    image: Image.Image, settings: ImageSettings = LLAVA_SETTINGS
 ) -> Float[np.ndarray, "3 height width"]:
     """Turns an RGB picture into the pixels that CLIP sees.
 
@@ -235,7 +243,7 @@ def preprocess_clip(
 
 
 def preprocess_batch(
-    images: list[Image.Image], settings: ImageSettings = ImageSettings()
+    images: list[Image.Image], settings: ImageSettings = LLAVA_SETTINGS
 ) -> Float[np.ndarray, "i 3 height width"]:
     """Preprocesses several pictures into one array.
 
@@ -265,9 +273,9 @@ def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[
 def _pad_and_resize(image: Image.Image, settings: ImageSettings) -> Image.Image:
     """Pads to a square and resizes, without ever holding a very large square.
 
-    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square can
-    be resampled along their rows one after another, and the stack of strips along its columns, with
-    the same bytes as a result.
+    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square
+    can be resampled along their rows one after another, and the stack of strips along its columns,
+    with the same bytes as a result.
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2
@@ -289,7 +297,7 @@ def _pad_and_resize(image: Image.Image, settings: ImageSettings) -> Image.Image:
 
 
 def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Cuts the centre out of `[3, rows, columns]`; where the picture is smaller, zeros around it."""
+    """Cuts the centre out of `[3, rows, columns]`; smaller pictures get zeros around."""
     rows, columns = pixels.shape[1:]
     if rows < height or columns < width:
         canvas = np.zeros((3, max(rows, height), max(columns, width)), pixels.dtype)

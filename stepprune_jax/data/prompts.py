@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from stepprune_jax.models.vlm import IMAGE_TOKEN
+
 IMAGE_MARK = "<image>"
-IMAGE_TOKEN = -200
 CONTEXT_LIMIT = 2048
 
 _SYSTEM = (
