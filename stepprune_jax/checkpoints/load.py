@@ -29,10 +29,12 @@ from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data import images
 from stepprune_jax.models import vlm
 
-# One read, and the largest weight that is put together on the host. Six blocks may wait at a time.
-BLOCK_BYTES = 32 << 20
-_READERS = 4
-_BLOCKS_AHEAD = 6
+# One read, and the largest weight that is put together on the host. A few blocks wait at a time.
+BLOCK_BYTES = 48 << 20
+_READERS = 3
+_BLOCKS_AHEAD = 4
+# Rows copied at once in a transposition: what a cache line of two-byte numbers holds, halved.
+_TILE = 16
 
 
 class VLM(NamedTuple):
@@ -59,6 +61,7 @@ class _Block(NamedTuple):
     entry: safetensors.TensorEntry
     index: tuple[slice, ...]
     start: tuple[int, ...]
+    transform: str
 
 
 class _Part(NamedTuple):
@@ -222,7 +225,7 @@ def _parts(
         layers = range(*spans[0]) if target.stacked else range(1)
         inner = tuple(slice(*span) for span in (spans[1:] if target.stacked else spans))
         if target.transform == "patches":  # small: read whole, cut after the transform
-            block = _Block(entries[target.names[0]], (), (0,) * len(shape))
+            block = _Block(entries[target.names[0]], (), (0,) * len(shape), target.transform)
             yield _Part(target, shape, tuple(devices), (block,), inner)
             continue
         blocks = [
@@ -244,12 +247,15 @@ def _cut(
     transposed = target.transform == "transpose"
     region = inner[::-1] if transposed else inner
     columns = math.prod(cut.stop - cut.start for cut in region[1:])
-    rows = max(1, block_bytes // max(1, columns * entry.dtype.itemsize))
+    total = region[0].stop - region[0].start
+    count = -(-total * columns * entry.dtype.itemsize // block_bytes)
+    rows = -(-total // min(count, total))  # equal blocks: each other shape is one more compilation
     for row in range(region[0].start, region[0].stop, rows):
         index = (slice(row, min(row + rows, region[0].stop)), *region[1:])
         start = [0] * len(inner)
         start[-1 if transposed else 0] = row - region[0].start
-        yield _Block(entry, index, (number, *start) if target.stacked else tuple(start))
+        lead = (number,) if target.stacked else ()
+        yield _Block(entry, index, (*lead, *start), target.transform)
 
 
 def _fill(
@@ -271,7 +277,7 @@ def _fill_on_host(
     for block in part.blocks:
         data = next(reads)
         bar.add(data.nbytes)
-        data = _transform(part, data)
+        data = data if part.patches is None else data[part.patches]
         lead = (block.start[0],) if part.target.stacked else ()
         inner = block.start[len(lead) :]
         cut = tuple(slice(at, at + size) for at, size in zip(inner, data.shape, strict=True))
@@ -279,24 +285,16 @@ def _fill_on_host(
     return [jax.device_put(host, device) for device in part.devices]
 
 
-def _transform(part: _Part, data: np.ndarray) -> np.ndarray:
-    """From the file's axes to ours, for one block."""
-    if part.patches is not None:
-        return data.transpose(2, 3, 1, 0).reshape(-1, data.shape[0])[part.patches]
-    return data.T if part.target.transform == "transpose" else data
-
-
 def _fill_on_device(
     part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: "_Progress"
 ) -> list[Array]:
     """Allocates a large part on its devices and writes the blocks into it there."""
     buffers = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
-    transposed = part.target.transform == "transpose"
     for block in part.blocks:
         data = next(reads)
         start = tuple(np.int32(at) for at in block.start)
         buffers = [
-            _write(buffer, jax.device_put(data, device), start, transposed)
+            _write(buffer, jax.device_put(data, device), start)
             for buffer, device in zip(buffers, part.devices, strict=True)
         ]
         # The host block is free once the copies are done; without this wait they would pile up.
@@ -305,12 +303,16 @@ def _fill_on_device(
     return buffers
 
 
-@partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _write(buffer: Array, block: Array, start: tuple, transposed: bool) -> Array:
-    """Writes a block into a donated buffer; transposes and converts where the weight lives."""
-    block = (block.T if transposed else block).astype(buffer.dtype)
+@partial(jax.jit, donate_argnums=0)
+def _write(buffer: Array, block: Array, start: tuple) -> Array:
+    """Converts a block and writes it into a donated buffer, where the weight lives."""
+    block = block.astype(buffer.dtype)
     block = block.reshape((1,) * (buffer.ndim - block.ndim) + block.shape)
-    return jax.lax.dynamic_update_slice(buffer, block, start)
+    # As integers: on a CPU, XLA would widen all of a bfloat16 buffer to float32 and back per write.
+    bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
+    as_bits = partial(jax.lax.bitcast_convert_type, new_dtype=bits)
+    written = jax.lax.dynamic_update_slice(as_bits(buffer), as_bits(block), start)
+    return jax.lax.bitcast_convert_type(written, buffer.dtype)
 
 
 def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
@@ -319,13 +321,29 @@ def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
         waiting: collections.deque = collections.deque()
         try:
             for block in blocks:
-                waiting.append(pool.submit(safetensors.read_tensor, block.entry, block.index))
+                waiting.append(pool.submit(_read, block))
                 if len(waiting) >= _BLOCKS_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _read(block: _Block) -> np.ndarray:
+    """Reads one block and brings it from the file's axes to ours."""
+    data = safetensors.read_tensor(block.entry, block.index)
+    if block.transform == "patches":
+        return data.transpose(2, 3, 1, 0).reshape(-1, data.shape[0])
+    if block.transform == "copy":
+        return data
+    # Strip by strip, ten times as fast as numpy's own copy of a transposed matrix, and done by the
+    # reading threads; as integers, since numpy moves those without a call for each element.
+    bits = data.view(np.dtype(f"u{data.dtype.itemsize}"))
+    out = np.empty(bits.shape[::-1], bits.dtype)
+    for row in range(0, len(bits), _TILE):
+        out[:, row : row + _TILE] = bits[row : row + _TILE].T
+    return out.view(data.dtype)
 
 
 class _Progress:
