@@ -93,7 +93,7 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         items = list(header.items())
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} has a corrupt safetensors header: {error}") from error
     return {name: _entry(path, name, info, 8 + length, size) for name, info in items}
 

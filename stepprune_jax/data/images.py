@@ -288,8 +288,13 @@ def _pad_and_resize(image: Image.Image, settings: ImageSettings) -> Image.Image:
         return square.resize((width, height), settings.resample)
     height, width = _target(side, side, settings.resize_to)
     narrow = Image.new("RGB", (width, side))
+    blank = Image.new("RGB", (side, _STRIP_ROWS), settings.fill)
+    blank = blank.resize((width, _STRIP_ROWS), settings.resample)
     for row in range(0, side, _STRIP_ROWS):
         rows = min(_STRIP_ROWS, side - row)
+        if row + rows <= top or row >= top + image.height:
+            narrow.paste(blank, (0, row))
+            continue
         strip = Image.new("RGB", (side, rows), settings.fill)
         strip.paste(image, (left, top - row))
         narrow.paste(strip.resize((width, rows), settings.resample), (0, row))
