@@ -12,7 +12,6 @@ from hf_reference import (
     language_tree,
     llama_pair,
     normal,
-    randomise,
 )
 
 from stepprune_jax.config import LlamaConfig
