@@ -51,18 +51,18 @@ def randomise(model, seed=0):
 
 
 def arrays(model):
-    return {name: jnp.asarray(w.detach().float().numpy()) for name, w in model.named_parameters()}
+    return {name: w.detach().float().numpy() for name, w in model.named_parameters()}
 
 
 def stack(weights, pattern, num_layers, transform=lambda w: w):
-    return jnp.stack([transform(weights[pattern.format(i)]) for i in range(num_layers)])
+    return np.stack([transform(weights[pattern.format(i)]) for i in range(num_layers)])
 
 
 def vision_tree(weights, prefix, num_layers):
     def dense(name):
         at = prefix + "encoder.layers.{}." + name
         return {
-            "kernel": stack(weights, at + ".weight", num_layers, jnp.transpose),
+            "kernel": stack(weights, at + ".weight", num_layers, np.transpose),
             "bias": stack(weights, at + ".bias", num_layers),
         }
 
@@ -103,7 +103,7 @@ def vision_tree(weights, prefix, num_layers):
 def language_tree(weights, prefix, num_layers, head="lm_head.weight"):
     def dense(name):
         at = prefix + "layers.{}." + name + ".weight"
-        return {"kernel": stack(weights, at, num_layers, jnp.transpose)}
+        return {"kernel": stack(weights, at, num_layers, np.transpose)}
 
     def norm(name):
         return {"scale": stack(weights, prefix + "layers.{}." + name + ".weight", num_layers)}
@@ -135,7 +135,8 @@ def clip_pair(seed=0, **changes):
     config._attn_implementation = "eager"
     model = randomise(transformers.CLIPVisionModel(config), seed)
     weights = {name.removeprefix("vision_model."): w for name, w in arrays(model).items()}
-    return model, ClipConfig.from_hf(fields), vision_tree(weights, "", fields["num_hidden_layers"])
+    params = vision_tree(weights, "", fields["num_hidden_layers"])
+    return model, ClipConfig.from_hf(fields), jax.device_put(params)
 
 
 def llama_pair(seed=0, **changes):
@@ -145,7 +146,7 @@ def llama_pair(seed=0, **changes):
     config._attn_implementation = "eager"
     model = randomise(transformers.LlamaForCausalLM(config), seed)
     tree = language_tree(arrays(model), "model.", fields["num_hidden_layers"])
-    return model, LlamaConfig.from_hf(fields), tree
+    return model, LlamaConfig.from_hf(fields), jax.device_put(tree)
 
 
 def llava_pair(seed=0, text=None, vision=None, **changes):
@@ -176,7 +177,7 @@ def llava_pair(seed=0, text=None, vision=None, **changes):
         "projector": projector,
         "language": language_tree(weights, "model.language_model.", ours.text.num_layers),
     }
-    return model, ours, tree
+    return model, ours, jax.device_put(tree)
 
 
 def as_torch(array):
@@ -186,7 +187,7 @@ def as_torch(array):
 def as_numpy(array):
     if isinstance(array, torch.Tensor):
         return array.detach().float().numpy()
-    return np.asarray(jnp.asarray(array), np.float32 if array.dtype == jnp.bfloat16 else None)
+    return np.asarray(array, np.float32 if array.dtype == jnp.bfloat16 else None)
 
 
 def error(ours, reference):
@@ -202,4 +203,4 @@ def assert_close(ours, reference, tolerance=1e-5, what=""):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -8,6 +9,8 @@ from hf_reference import arrays, as_torch, assert_close, clip_pair, normal, rand
 from stepprune_jax.config import ClipConfig
 from stepprune_jax.models import clip
 from stepprune_jax.models.layers import Tap
+
+encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "attention"))
 
 
 def reference(model, pixels):
@@ -30,7 +33,7 @@ def test_every_intermediate_equals_the_reference(activation):
     pixels = normal(1, 3, 3, 28, 28)
     taps = [Tap("hidden", layer) for layer in range(5)]
     taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
-    _, ours = clip.encode(params, config, pixels, -1, taps)
+    _, ours = encode(params, config, pixels, -1, taps=tuple(taps))
     theirs, keys = reference(model, pixels)
     for layer in range(5):
         assert_close(ours[f"hidden.{layer}"], theirs.hidden_states[layer], what=f"hidden {layer}")
@@ -43,9 +46,9 @@ def test_every_intermediate_equals_the_reference(activation):
 def test_taps_do_not_change_the_result_and_count_from_the_end():
     _, config, params = clip_pair()
     pixels = normal(2, 1, 3, 28, 28)
-    plain, none = clip.encode(params, config, pixels)
+    plain, none = encode(params, config, pixels)
     taps = [Tap("attention", -2), Tap("hidden", -2), Tap("keys", 3)]
-    tapped, found = clip.encode(params, config, pixels, taps=taps)
+    tapped, found = encode(params, config, pixels, taps=tuple(taps))
     assert none == {}
     assert set(found) == {"attention.-2", "hidden.-2", "keys.3"}
     assert_close(tapped, plain, 1e-6)
@@ -55,30 +58,34 @@ def test_taps_do_not_change_the_result_and_count_from_the_end():
 def test_blocks_after_the_wanted_state_do_not_run():
     _, config, params = clip_pair()
     pixels = normal(3, 1, 3, 28, 28)
-    broken = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), params["layers"])
-    features, _ = clip.encode({**params, "layers": broken}, config, pixels, -2)
+    last = np.arange(4) == 3
+    broken = jax.tree.map(
+        lambda leaf: np.where(last.reshape(-1, *[1] * (leaf.ndim - 1)), np.nan, leaf),
+        params["layers"],
+    )
+    features, _ = encode({**params, "layers": broken}, config, pixels, -2)
     assert jnp.isfinite(features).all()
 
 
 def test_a_border_that_holds_no_whole_patch_is_left_out_as_in_the_reference():
     model, config, params = clip_pair(image_size=30)
     pixels = normal(4, 2, 3, 30, 30)
-    ours, _ = clip.encode(params, config, pixels, -1)
+    ours, _ = encode(params, config, pixels, -1)
     assert_close(ours, reference(model, pixels)[0].hidden_states[-1])
 
 
 def test_fused_attention_equals_matrix_products():
     _, config, params = clip_pair()
     pixels = normal(5, 2, 3, 28, 28)
-    plain, _ = clip.encode(params, config, pixels)
-    fused, _ = clip.encode(params, config, pixels, attention="xla")
+    plain, _ = encode(params, config, pixels)
+    fused, _ = encode(params, config, pixels, attention="xla")
     assert_close(fused, plain)
 
 
 def test_bfloat16_is_within_its_rounding_of_float32():
     _, config, params = clip_pair()
     pixels = normal(6, 2, 3, 28, 28)
-    wide, _ = clip.encode(params, config, pixels, -1)
+    wide, _ = encode(params, config, pixels, -1)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     ours, _ = clip.encode(narrow, config, pixels, -1)
     assert ours.dtype == jnp.bfloat16
@@ -94,17 +101,18 @@ def test_one_block_at_the_width_of_clip_l_equals_the_reference():
     layer = randomise(layer)
     weights = {f"encoder.layers.0.{name}": w for name, w in arrays(layer).items()}
     for name in ("pre_layrnorm.weight", "pre_layrnorm.bias"):
-        weights[name] = jnp.ones(1)
+        weights[name] = np.ones(1)
     for name in ("post_layernorm.weight", "post_layernorm.bias", "embeddings.class_embedding"):
-        weights[name] = jnp.ones(1)
-    weights["embeddings.patch_embedding.weight"] = jnp.ones((1, 1, 1, 1))
-    weights["embeddings.position_embedding.weight"] = jnp.ones(1)
+        weights[name] = np.ones(1)
+    weights["embeddings.patch_embedding.weight"] = np.ones((1, 1, 1, 1))
+    weights["embeddings.position_embedding.weight"] = np.ones(1)
     params = jax.tree.map(lambda leaf: leaf[0], vision_tree(weights, "", 1)["layers"])
     hidden = normal(7, 1, 577, 1024)
     with torch.no_grad():
         theirs = layer(as_torch(hidden), attention_mask=None)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    ours = clip.ClipBlock(ClipConfig.from_hf(fields)).apply({"params": params}, hidden)
+    block = clip.ClipBlock(ClipConfig.from_hf(fields))
+    ours = jax.jit(block.apply)({"params": params}, hidden)
     assert_close(ours.hidden, theirs.reshape(1, 577, 1024))
 
 

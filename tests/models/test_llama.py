@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,7 @@ def inputs(b=2, s=11, seed=0):
     return ids, position, jnp.ones((b, s), bool)
 
 
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "attention"))
 def run(params, config, ids, position, valid, **options):
     hidden = llama.embed(params, ids)
     last = config.num_layers
@@ -40,7 +43,9 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
     taps = [Tap("hidden", layer) for layer in range(5)]
     taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
     query_index = jnp.array([[10, 3], [0, 7]])
-    ours, stage = run(params, config, ids, position, valid, taps=taps, query_index=query_index)
+    ours, stage = run(
+        params, config, ids, position, valid, taps=tuple(taps), query_index=query_index
+    )
     theirs = model(as_torch(ids), output_hidden_states=True, output_attentions=True, use_cache=True)
     assert_close(ours, theirs.logits, what="logits")
     for layer in range(4):
@@ -112,7 +117,7 @@ def test_one_block_at_the_width_of_vicuna_7b_equals_the_reference():
             scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.2
             weight.copy_(torch.from_numpy(values * scale + (weight.ndim == 1)))
     weights = {f"layers.0.{name}": w for name, w in arrays(layer).items()}
-    weights |= {"embed_tokens.weight": jnp.ones(1), "norm.weight": jnp.ones(1)}
+    weights |= {"embed_tokens.weight": np.ones(1), "norm.weight": np.ones(1)}
     params = language_tree(weights, "", 1)
     hidden, position = normal(1, 1, 64, 4096), jnp.arange(64)[None]
     mask = torch.full((64, 64), torch.finfo(torch.float32).min).triu(1)[None, None]
