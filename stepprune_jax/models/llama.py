@@ -181,17 +181,22 @@ def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
 
 def _write(cache: Cache, key: Array, value: Array, count: Array, next_position: Array) -> Cache:
     """Appends [layers, b, h_kv, s, c] to every row at its own length; beyond capacity is lost."""
-    b, s = key.shape[1], key.shape[3]
-    rows = jnp.arange(b)[:, None]
-    slots = cache.length[:, None] + jnp.arange(s)
-    # Advanced indices around a slice move to the front of the updates: [b, s, layers, h_kv, c].
-    key, value = (x.transpose(1, 3, 0, 2, 4) for x in (key, value))
-    return Cache(
-        cache.key.at[:, rows, :, slots].set(key, mode="drop"),
-        cache.value.at[:, rows, :, slots].set(value, mode="drop"),
-        cache.length + count,
-        next_position,
+    slots = cache.length[:, None, None] + jnp.arange(key.shape[3])[:, None]
+    # The batch is declared as such, so that on a mesh each device writes its own rows.
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3, 4),
+        inserted_window_dims=(3,),
+        scatter_dims_to_operand_dims=(3,),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
     )
+
+    def append(buffer, new):
+        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, h_kv, c]
+        return jax.lax.scatter(buffer, slots, new, numbers, unique_indices=True, mode="drop")
+
+    key, value = append(cache.key, key), append(cache.value, value)
+    return Cache(key, value, cache.length + count, next_position)
 
 
 def _collect_taps(

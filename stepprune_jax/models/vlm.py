@@ -213,7 +213,8 @@ def assemble(
     length = jnp.minimum(total, s).astype(jnp.int32)
     filled = jnp.arange(s) < length[:, None]
     text = embed_text(params, config, ids)
-    tokens = jnp.concatenate([text, visual.reshape(b, j * k, -1).astype(text.dtype)], axis=1)
+    visual = visual.reshape(b, j * k, visual.shape[3]).astype(text.dtype)
+    tokens = jnp.concatenate([text, visual], axis=1)
     embeddings = jnp.take_along_axis(tokens, source[..., None], axis=1)
     position = jnp.where(filled, jnp.take_along_axis(position, source, axis=1), 0)
     position = position.astype(jnp.int32)
