@@ -9,8 +9,10 @@ import huggingface_hub
 
 from stepprune_jax.config import LlavaConfig
 
-# What is fetched from the hub. Pickled weights are left out: they are never read.
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+# What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickled weights
+# are left out, as they are never read.
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+WEIGHT_FILES = ("*.safetensors",)
 
 _SUPPORTED = (
     "supported: LLaVA-1.5 in the Hugging Face layout (model_type 'llava' with text_config and "
@@ -25,18 +27,21 @@ class Source(NamedTuple):
         folder: where the weights lie.
         config: the model.
         vision_folder: the CLIP folder of an original LLaVA-v1.5; None in the Hugging Face layout.
+        origins: the folders or hub ids that these were found by.
     """
 
     folder: Path
     config: LlavaConfig
     vision_folder: Path | None
+    origins: tuple[str, ...]
 
 
-def find_folder(folder_or_hub_id: str | Path) -> Path:
-    """Returns a local folder, downloading a hub repository when the argument is not a folder.
+def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
+    """Returns a local folder, downloading from the hub when the argument is not a folder.
 
     Args:
         folder_or_hub_id: a folder, or a hub id such as ``llava-hf/llava-1.5-7b-hf``.
+        patterns: the files to download.
 
     Returns:
         The local folder.
@@ -54,7 +59,7 @@ def find_folder(folder_or_hub_id: str | Path) -> Path:
     if name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise FileNotFoundError(f"no folder {name}, and it is not a hub id (owner/name)")
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name!r} is not a folder here, and fetching it from the Hugging Face hub failed: "
@@ -63,7 +68,7 @@ def find_folder(folder_or_hub_id: str | Path) -> Path:
 
 
 def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | None = None) -> Source:
-    """Finds out what kind of checkpoint a folder is and reads its configuration.
+    """Finds out what kind of checkpoint a folder is and reads its configuration, not its weights.
 
     Args:
         folder_or_hub_id: as in `find_folder`.
@@ -80,8 +85,9 @@ def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | Non
     folder = find_folder(folder_or_hub_id)
     config = _read_config(folder)
     if "mm_vision_tower" in config or "mm_projector_type" in config:
-        vision = _vision_folder(folder, config, vision_folder)
-        return Source(folder, LlavaConfig.from_original(config, _read_config(vision)), vision)
+        vision, origin = _vision_folder(folder, config, vision_folder)
+        combined = LlavaConfig.from_original(config, _read_config(vision))
+        return Source(folder, combined, vision, (str(folder_or_hub_id), origin))
     if vision_folder is not None:
         raise ValueError(
             f"{folder} is in the Hugging Face layout and has its own image tower; vision_folder "
@@ -92,17 +98,33 @@ def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | Non
             f"{folder}: unsupported architecture: model_type {config.get('model_type')!r}, "
             f"architectures {config.get('architectures')!r}; {_SUPPORTED}"
         )
-    return Source(folder, LlavaConfig.from_hf(config), None)
+    return Source(folder, LlavaConfig.from_hf(config), None, (str(folder_or_hub_id),))
 
 
-def _vision_folder(folder: Path, config: dict[str, Any], given: str | Path | None) -> Path:
-    """The CLIP folder of an original LLaVA-v1.5: given, next to the checkpoint, or on the hub."""
+def fetch_weights(source: Source) -> None:
+    """Downloads the weights of what was found on the hub; local folders are left alone.
+
+    Args:
+        source: from `inspect_folder`.
+
+    Raises:
+        FileNotFoundError: the download failed.
+    """
+    for origin in source.origins:
+        find_folder(origin, WEIGHT_FILES)
+
+
+def _vision_folder(
+    folder: Path, config: dict[str, Any], given: str | Path | None
+) -> tuple[Path, str]:
+    """The CLIP folder of an original LLaVA-v1.5 (given, inside the checkpoint's, or on the hub)."""
     name = given or config.get("mm_vision_tower")
     if not name:
         raise ValueError(f"{folder / 'config.json'}: mm_vision_tower is empty; pass vision_folder=")
     beside = folder / name
     try:
-        return beside if given is None and beside.is_dir() else find_folder(name)
+        name = beside if given is None and beside.is_dir() else name
+        return find_folder(name), str(name)
     except (FileNotFoundError, NotADirectoryError) as error:
         source = "vision_folder" if given else f"mm_vision_tower of {folder / 'config.json'}"
         raise FileNotFoundError(

@@ -8,8 +8,6 @@ weights are put together on the host, which saves compiling a program for each o
 import collections
 import concurrent.futures
 import math
-import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,13 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from stepprune_jax import sharding
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints import names, safetensors
+from stepprune_jax.checkpoints import names, progress_bar, safetensors
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data import images
 from stepprune_jax.models import vlm
@@ -137,6 +134,7 @@ def load_params(
     """
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype))
     targets = names.targets(abstract, source.config)
+    folders.fetch_weights(source)
     entries = _collect(source, targets)
     layouts = _layouts(abstract, mesh)
     parts = [
@@ -145,7 +143,8 @@ def load_params(
         for part in _parts(target, layouts[target.path], entries, block_bytes)
     ]
     pieces: dict[str, list[Array]] = collections.defaultdict(list)
-    with _Progress(source.folder, parts, progress) as bar:
+    total = sum(_block_bytes(block) for part in parts for block in part.blocks)
+    with progress_bar.ByteBar(source.folder, total, progress) as bar:
         for part, arrays in _fill(parts, jnp.dtype(dtype), block_bytes, bar):
             pieces[part.target.path] += arrays
     flat = {
@@ -259,7 +258,7 @@ def _cut(
 
 
 def _fill(
-    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: "_Progress"
+    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: progress_bar.ByteBar
 ) -> Iterator[tuple[_Part, list[Array]]]:
     """Reads every part and yields it with one array per device, in order."""
     reads = _read_ahead([block for part in parts for block in part.blocks])
@@ -270,7 +269,7 @@ def _fill(
 
 
 def _fill_on_host(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: "_Progress"
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
 ) -> list[Array]:
     """Puts a small part together on the host and copies it to its devices."""
     host = np.empty(part.shape, dtype)
@@ -286,7 +285,7 @@ def _fill_on_host(
 
 
 def _fill_on_device(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: "_Progress"
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
 ) -> list[Array]:
     """Allocates a large part on its devices and writes the blocks into it there."""
     buffers = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
@@ -344,41 +343,6 @@ def _read(block: _Block) -> np.ndarray:
     for row in range(0, len(bits), _TILE):
         out[:, row : row + _TILE] = bits[row : row + _TILE].T
     return out.view(data.dtype)
-
-
-class _Progress:
-    """A bar of bytes on stderr; where stderr is not a terminal, a line at the end."""
-
-    def __init__(self, folder: Path, parts: list[_Part], show: bool):
-        self._folder, self._show, self._done = folder, show, 0
-        total = sum(_block_bytes(block) for part in parts for block in part.blocks)
-        self._bar = tqdm.tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc=f"loading {folder.name}",
-            disable=not (show and sys.stderr.isatty()),
-        )
-        self._start = time.perf_counter()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def add(self, count: int) -> None:
-        """Counts bytes that have arrived."""
-        self._done += count
-        self._bar.update(count)
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self._bar.close()
-        if self._show and kind is None:
-            seconds = time.perf_counter() - self._start
-            size = self._done / 1e9
-            print(
-                f"loaded {size:.2f} GB from {self._folder} in {seconds:.1f} s "
-                f"({size / seconds:.2f} GB/s)",
-                file=sys.stderr,
-            )
 
 
 def _block_bytes(block: _Block) -> int:

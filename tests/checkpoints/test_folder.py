@@ -25,9 +25,12 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert folders.find_folder(here) == here and asked == []
-    assert folders.find_folder("owner/name") == here
-    assert asked[0][0] == "owner/name" and "*.safetensors" in asked[0][1]
-    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked[0][1])
+    model = load_vlm("owner/name", progress=False)
+    assert model.folder == here
+    assert [name for name, _ in asked] == ["owner/name", "owner/name"]
+    # The weights come last, and pickles never.
+    assert asked[1][1] == ["*.safetensors"] and "*.safetensors" not in asked[0][1]
+    assert not any(pattern.endswith((".bin", ".pt")) for _, given in asked for pattern in given)
 
 
 def test_a_hub_out_of_reach_is_explained(monkeypatch):

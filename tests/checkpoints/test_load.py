@@ -254,3 +254,15 @@ def test_the_name_table_covers_every_weight_of_a_model():
         names.targets({**abstract, "language/extra": abstract["vision"]["class_embedding"]}, config)
     tied = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_embeddings=True))
     assert len(names.targets(vlm.abstract_params(tied), tied)) == len(names.RULES) - 1
+
+
+def test_a_terminal_sees_a_bar_and_a_failed_load_no_final_line(tmp_path, capsys, monkeypatch):
+    folder = testing.tiny_llava(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    load.load_params(inspect_folder(folder))
+    shown = capsys.readouterr().err
+    assert f"loading {folder.name}: 100%" in shown and "GB/s" in shown
+    monkeypatch.setattr(safetensors, "read_tensor", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load.load_params(inspect_folder(folder))
+    assert "loaded" not in capsys.readouterr().err
