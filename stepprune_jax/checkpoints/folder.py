@@ -9,8 +9,8 @@ import huggingface_hub
 
 from stepprune_jax.config import LlavaConfig
 
-# What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickled weights
-# are left out, as they are never read.
+# What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
+# left out, as they are never read.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
 

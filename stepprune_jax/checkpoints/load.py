@@ -27,7 +27,7 @@ from stepprune_jax.data import images
 from stepprune_jax.models import vlm
 
 # One read, and the largest weight that is put together on the host. A few blocks wait at a time.
-BLOCK_BYTES = 48 << 20
+BLOCK_BYTES = 32 << 20
 _READERS = 3
 _BLOCKS_AHEAD = 4
 # Rows copied at once in a transposition: what a cache line of two-byte numbers holds, halved.
