@@ -26,12 +26,14 @@ from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data import images
 from stepprune_jax.models import vlm
 
-# One read, and the largest weight that is put together on the host. A few blocks wait at a time.
-BLOCK_BYTES = 32 << 20
+# One read, and the largest part that is put together on the host. It holds a layer's largest matrix
+# of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
+BLOCK_BYTES = 96 << 20
 _READERS = 3
 _BLOCKS_AHEAD = 4
-# Rows copied at once in a transposition: what a cache line of two-byte numbers holds, halved.
-_TILE = 16
+# Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
+# would fall on the same few cache lines.
+_TILE, _PAD = 64, 32
 
 
 class VLM(NamedTuple):
@@ -339,9 +341,13 @@ def _read(block: _Block) -> np.ndarray:
     # Strip by strip, ten times as fast as numpy's own copy of a transposed matrix, and done by the
     # reading threads; as integers, since numpy moves those without a call for each element.
     bits = data.view(np.dtype(f"u{data.dtype.itemsize}"))
-    out = np.empty(bits.shape[::-1], bits.dtype)
-    for row in range(0, len(bits), _TILE):
-        out[:, row : row + _TILE] = bits[row : row + _TILE].T
+    rows, columns = bits.shape
+    out = np.empty((columns, rows), bits.dtype)
+    tile = np.empty((_TILE, columns + _PAD), bits.dtype)[:, :columns]
+    for row in range(0, rows, _TILE):
+        count = min(_TILE, rows - row)
+        tile[:count] = bits[row : row + count]
+        out[:, row : row + count] = tile[:count].T
     return out.view(data.dtype)
 
 

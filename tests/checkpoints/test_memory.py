@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import ml_dtypes
 import numpy as np
 
 from stepprune_jax import testing
@@ -35,7 +34,6 @@ print(size, high_water() - before - size)
 
 def _write_sparse(folder, config):
     """A multi-shard folder of zeros that takes no disk: headers, then holes."""
-    dtype = np.dtype(ml_dtypes.bfloat16)
     targets = names.targets(vlm.abstract_params(config), config)
     shapes = {name: target.tensor_shape for target in targets for name in target.names}
     sizes = {name: int(np.prod(shape)) * 2 for name, shape in shapes.items()}
@@ -51,7 +49,7 @@ def _write_sparse(folder, config):
             handle.write(len(raw).to_bytes(8, "little") + raw)
             handle.truncate(8 + len(raw) + end)
     safetensors.write_index(folder, shards, sum(sizes.values()))
-    assert dtype.itemsize == 2 and len(shards) > 3
+    assert len(shards) > 3
     return max(sizes.values())
 
 
