@@ -311,7 +311,9 @@ class LlavaConfig:
         # Ids may stand at the top (newer files) or in the text part; Llama's are the last resort.
         text = {**config["text_config"]}
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-        ids = {name: config.get(name, text.get(name, default)) for name, default in ids.items()}
+        for name, default in ids.items():
+            given = (part[name] for part in (config, text) if part.get(name) is not None)
+            ids[name] = next(given, default)
         text["tie_word_embeddings"] = bool(
             config.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
         )

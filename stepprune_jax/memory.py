@@ -48,7 +48,7 @@ MODELS = {
     "llava-13b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT | _WIDE},
 }
 
-# XLA before jax 0.11 slices bfloat16 on a CPU by way of float32 and moves the conversion of the
+# The XLA of jax 0.10 slices bfloat16 on a CPU by way of float32 and moves the conversion of the
 # whole stack of layers out of their loop. Accelerators do not, so the reports leave that out.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
@@ -120,34 +120,30 @@ def compiled_programs(
     params = vlm.abstract_params(config, dtype)
     placed = shardings(params, VLM_RULES, mesh)
     cache_at = shardings(cache, CACHE_RULES, mesh)
-    rows_at = shardings(row, BATCH_RULES, mesh)
-    sequence_at = shardings(sequence, BATCH_RULES, mesh)
-    pixels_at = shardings(pixels, BATCH_RULES, mesh)
-    jitted = {
-        "encode": (jax.jit(encode, in_shardings=(placed, pixels_at)), (pixels,)),
-        "prefill": (
-            jax.jit(
-                prefill,
-                in_shardings=(placed, sequence_at),
-                out_shardings=vlm.Prefill(None, cache_at, None),
-            ),
-            (sequence,),
-        ),
-        "decode": (
-            jax.jit(
-                decode,
-                in_shardings=(placed, cache_at, rows_at),
-                out_shardings=(None, cache_at),
-                donate_argnums=1,
-            ),
-            (cache, row),
-        ),
+    inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
+    inputs_at = {
+        "encode": shardings((pixels,), BATCH_RULES, mesh),
+        "prefill": shardings((sequence,), BATCH_RULES, mesh),
+        "decode": (cache_at, shardings(row, BATCH_RULES, mesh)),
+    }
+    functions = {
+        "encode": (encode, None),
+        "prefill": (prefill, vlm.Prefill(None, cache_at, None)),
+        "decode": (decode, (None, cache_at)),
     }
     options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
-    return {
-        name: jitted[name][0].lower(params, *jitted[name][1]).compile(compiler_options=options)
-        for name in programs
-    }
+    compiled = {}
+    for name in programs:
+        function, out_shardings = functions[name]
+        jitted = jax.jit(
+            function,
+            in_shardings=(placed, *inputs_at[name]),
+            out_shardings=out_shardings,
+            donate_argnums=1 if name == "decode" else (),
+        )
+        lowered = jitted.lower(params, *inputs[name])
+        compiled[name] = lowered.compile(compiler_options=options)
+    return compiled
 
 
 def usage(program: str, compiled: Any) -> Usage:

@@ -1,7 +1,7 @@
 """Norms, projections, attention and the scan over stacked layers, shared by the backbones.
 
 Heads stand before time, [b, h, t, c], so that both attention products are batched matrix products
-with leading batch axes; on a CPU this is several times faster than the [b, t, h, c] layout.
+with leading batch axes, which run on a CPU without transposing keys and values first.
 Norms and softmax are computed in float32 whatever the dtype of the weights.
 """
 

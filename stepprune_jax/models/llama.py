@@ -179,8 +179,17 @@ def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
     return params
 
 
-def _write(cache: Cache, key: Array, value: Array, count: Array, next_position: Array) -> Cache:
-    """Appends [layers, b, h_kv, s, c] to every row at its own length; beyond capacity is lost."""
+def _extended(
+    cache: Cache | None, key: Array, value: Array, position: Array, valid: Array
+) -> Cache:
+    """A new cache of [layers, b, h_kv, s, c], or one that they are appended to.
+
+    Each row is written at its own length; what lies beyond the capacity is lost.
+    """
+    count = valid.sum(-1, dtype=jnp.int32)
+    following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
+    if cache is None:
+        return Cache(key, value, count, following)
     slots = cache.length[:, None, None] + jnp.arange(key.shape[3])[:, None]
     # The batch is declared as such, so that on a mesh each device writes its own rows.
     numbers = jax.lax.ScatterDimensionNumbers(
@@ -196,7 +205,8 @@ def _write(cache: Cache, key: Array, value: Array, count: Array, next_position: 
         return jax.lax.scatter(buffer, slots, new, numbers, unique_indices=True, mode="drop")
 
     key, value = append(cache.key, key), append(cache.value, value)
-    return Cache(key, value, cache.length + count, next_position)
+    following = jnp.maximum(following, cache.next_position)
+    return Cache(key, value, cache.length + count, following)
 
 
 def _collect_taps(
@@ -345,13 +355,7 @@ def _run_stage(
     states = {at: carry[0] for at, carry in carries.items()}
     found = _collect_taps(named, states, outputs, segments, query_index)
     if written is not None:
-        count = valid.sum(-1, dtype=jnp.int32)
-        following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
-        if cache is None:
-            cache = Cache(*carry[1], count, following)
-        else:
-            following = jnp.maximum(following, cache.next_position)
-            cache = _write(cache, *carry[1], count, following)
+        cache = _extended(cache, *carry[1], position, valid)
     return Stage(carry[0], cache, found)
 
 

@@ -136,6 +136,36 @@ def embed_text(
     return llama.embed(params["language"], ids)
 
 
+class _Places(NamedTuple):
+    """What stands at each id: a text token, an image that was given, or nothing."""
+
+    text: Bool[Array, "b l"]
+    shown: Bool[Array, "b l"]
+    image: Int[Array, "b l"]
+
+
+def _places(ids: Array, text_length: Array, num_images: int) -> _Places:
+    """Reads text, images and padding off the ids; `image` is 0 where there is none."""
+    present = jnp.arange(ids.shape[1]) < text_length[:, None]
+    sentinel = (ids == IMAGE_TOKEN) & present
+    image = jnp.cumsum(sentinel, axis=1) - 1
+    shown = sentinel & (image < num_images)
+    return _Places(present & ~sentinel, shown, jnp.where(shown, image, 0))
+
+
+def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Array]:
+    """Where each id [b, l] and each image [b, j] begins, and the end [b], if images span `span`."""
+    (b, j), (text, shown, image) = span.shape, places
+    width = text.astype(jnp.int32)
+    if j:
+        width = jnp.where(shown, jnp.take_along_axis(span, image, axis=1), width)
+    start = jnp.cumsum(width, axis=1) - width
+    # Ids without an image write to slot j, which is cut off.
+    of_image = jnp.zeros((b, j + 1), jnp.int32)
+    of_image = of_image.at[jnp.arange(b)[:, None], jnp.where(shown, image, j)].set(start)[:, :j]
+    return start, of_image, width.sum(1)
+
+
 def assemble(
     params: dict[str, Any],
     config: LlavaConfig,
@@ -173,35 +203,20 @@ def assemble(
         raise ValueError(f"positions is {positions!r}; supported: {', '.join(POSITIONS)}")
     (b, l), (j, k) = ids.shape, visual.shape[1:3]  # noqa: E741
     s = l + j * k if capacity is None else capacity
-    present = jnp.arange(l) < text_length[:, None]
-    sentinel = (ids == IMAGE_TOKEN) & present
-    image = jnp.cumsum(sentinel, axis=1) - 1
-    shown = sentinel & (image < j)
-    image = jnp.where(shown, image, 0)
-
-    def starts(span):
-        """Where each id, and each image, begins; the end of the row. `span` is [b, j] or number."""
-        span = jnp.broadcast_to(jnp.asarray(span, jnp.int32), (b, j))
-        width = jnp.take_along_axis(span, image, axis=1) if j else jnp.zeros_like(image)
-        width = jnp.where(sentinel, jnp.where(shown, width, 0), present).astype(jnp.int32)
-        end = jnp.cumsum(width, axis=1)
-        place = jnp.where(shown, image, j)
-        of_image = jnp.zeros((b, j + 1), jnp.int32)
-        of_image = of_image.at[jnp.arange(b)[:, None], place].set(end - width)[:, :j]
-        return end - width, of_image, width.sum(1)
-
-    text_slot, image_slot, total = starts(visual_valid.sum(-1))
+    places = _places(ids, text_length, j)
+    text_slot, image_slot, total = _starts(places, visual_valid.sum(-1, dtype=jnp.int32))
     visual_slot = image_slot[..., None] + jnp.arange(k)
     if positions == "compact":
         text_position, visual_position, following = text_slot, visual_slot, total
     else:
-        text_position, image_start, following = starts(config.num_image_tokens)
+        full = jnp.full((b, j), config.num_image_tokens, jnp.int32)
+        text_position, image_start, following = _starts(places, full)
         visual_position = image_start[..., None] + visual_index
-    used = jnp.arange(j) < shown.sum(1)[:, None]
+    used = jnp.arange(j) < places.shown.sum(1)[:, None]
     # Every source gets the slot it goes to; what is absent goes to slot s, which is dropped.
     slot = jnp.concatenate(
         [
-            jnp.where(present & ~sentinel, text_slot, s),
+            jnp.where(places.text, text_slot, s),
             jnp.where(visual_valid & used[..., None], visual_slot, s).reshape(b, j * k),
         ],
         axis=1,

@@ -15,6 +15,8 @@ from hf_reference import (
     llava_pair,
     normal,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
@@ -91,6 +93,67 @@ def test_assembled_rows_by_hand():
     np.testing.assert_array_equal(cut.embeddings[..., 0], [r[:5] for r in expected])
     np.testing.assert_array_equal(cut.length, [5, 2])
     np.testing.assert_array_equal(cut.next_position, [19, 17])
+
+
+def loop_assemble(row, kept, n, positions, capacity):
+    """Slots and positions of one row, token by token: (id, -1) or (image, patch)."""
+    sources, place, image = [], 0, 0
+    for token in row:
+        if token != S:
+            sources.append(((token, -1), place))
+            place += 1
+            continue
+        if image < len(kept):
+            for slot, index in enumerate(kept[image]):
+                shift = index if positions == "original" else slot
+                sources.append(((image, index), place + shift))
+            place += n if positions == "original" else len(kept[image])
+        image += 1
+    if len(sources) > capacity:
+        sources = sources[:capacity]
+        place = max(at for _, at in sources) + 1
+    return sources, place
+
+
+assemble_marked = jax.jit(vlm.assemble, static_argnums=(1, 7, 8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_assembled_rows_equal_a_plain_loop(data):
+    config = LlavaConfig.from_hf(
+        {"model_type": "llava", "vision_config": VISION, "text_config": TEXT}
+    )
+    table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
+    params = {"language": {"embed": {"embedding": table}}}
+    positions = data.draw(st.sampled_from(vlm.POSITIONS))
+    capacity = data.draw(st.sampled_from([6, 15]))
+    token = st.one_of(st.just(S), st.integers(0, 90))
+    rows = [data.draw(st.lists(token, min_size=1, max_size=7)) for _ in range(2)]
+    patches = st.lists(st.integers(0, 15), max_size=4, unique=True)
+    kept = [[data.draw(patches) for _ in range(2)] for _ in range(2)]
+    ids = np.array(
+        [
+            row + data.draw(st.lists(token, min_size=7 - len(row), max_size=7 - len(row)))
+            for row in rows
+        ]
+    )
+    index, valid = np.full((2, 2, 4), 7), np.zeros((2, 2, 4), bool)
+    for b, j in np.ndindex(2, 2):
+        index[b, j, : len(kept[b][j])] = kept[b][j]
+        valid[b, j, : len(kept[b][j])] = True
+    visual = np.broadcast_to(
+        (1000.0 * (1 + np.arange(2)[:, None]) + index)[..., None], (2, 2, 4, 64)
+    ).astype(np.float32)
+    lengths = np.array([len(row) for row in rows])
+    found = assemble_marked(params, config, ids, lengths, visual, valid, index, positions, capacity)
+    for b in range(2):
+        sources, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
+        marks = [t if i < 0 else 1000 * (t + 1) + i for (t, i), _ in sources]
+        padding = [0] * (capacity - len(sources))
+        np.testing.assert_array_equal(found.embeddings[b, :, 5], marks + padding)
+        np.testing.assert_array_equal(found.position[b], [at for _, at in sources] + padding)
+        assert (found.length[b], found.next_position[b]) == (len(sources), place)
 
 
 def test_more_sentinels_than_images_vanish_and_rows_without_images_work(llava):
