@@ -1,0 +1,6 @@
+"""Published checkpoints in and out: LLaVA-1.5 folders to sharded parameters and back."""
+
+from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
+
+__all__ = ["VLM", "load_params", "load_vlm", "save_vlm"]

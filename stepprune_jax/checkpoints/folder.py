@@ -1,0 +1,228 @@
+"""What lies in a checkpoint folder besides the weights: its kind, configuration and tokenizer."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+
+from stepprune_jax.config import LlavaConfig
+
+# What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
+# left out, as they are never read.
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+WEIGHT_FILES = ("*.safetensors",)
+
+_SUPPORTED = (
+    "supported: LLaVA-1.5 in the Hugging Face layout (model_type 'llava' with text_config and "
+    "vision_config) or in the original one (a Llama config.json with mm_vision_tower)"
+)
+
+
+class Source(NamedTuple):
+    """A checkpoint folder that has been looked at.
+
+    Attributes:
+        folder: where the weights lie.
+        config: the model.
+        vision_folder: the CLIP folder of an original LLaVA-v1.5; None in the Hugging Face layout.
+        origins: the folders or hub ids that these were found by.
+    """
+
+    folder: Path
+    config: LlavaConfig
+    vision_folder: Path | None
+    origins: tuple[str, ...]
+
+
+def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
+    """Returns a local folder, downloading from the hub when the argument is not a folder.
+
+    Args:
+        folder_or_hub_id: a folder, or a hub id such as ``llava-hf/llava-1.5-7b-hf``.
+        patterns: the files to download.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        FileNotFoundError: no such folder, and no such repository within reach.
+        NotADirectoryError: the argument is a file.
+    """
+    folder = Path(folder_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise NotADirectoryError(f"{folder} is a file: give the folder it lies in")
+    name = str(folder_or_hub_id)
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise FileNotFoundError(f"no folder {name}, and it is not a hub id (owner/name)")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name!r} is not a folder here, and fetching it from the Hugging Face hub failed: "
+            f"{error}. Without a network, download the repository elsewhere and give its folder"
+        ) from error
+
+
+def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | None = None) -> Source:
+    """Finds out what kind of checkpoint a folder is and reads its configuration, not its weights.
+
+    Args:
+        folder_or_hub_id: as in `find_folder`.
+        vision_folder: the CLIP folder or hub id of an original LLaVA-v1.5, in place of the one its
+            ``config.json`` names.
+
+    Returns:
+        The folder, its configuration, and the CLIP folder if one is needed.
+
+    Raises:
+        FileNotFoundError: a folder or its ``config.json`` is missing.
+        ValueError: the folder is of another kind, or the architecture is not supported.
+    """
+    folder = find_folder(folder_or_hub_id)
+    config = _read_config(folder)
+    if "mm_vision_tower" in config or "mm_projector_type" in config:
+        vision, origin = _vision_folder(folder, config, vision_folder)
+        combined = LlavaConfig.from_original(config, _read_config(vision))
+        return Source(folder, combined, vision, (str(folder_or_hub_id), origin))
+    if vision_folder is not None:
+        raise ValueError(
+            f"{folder} is in the Hugging Face layout and has its own image tower; vision_folder "
+            "is for the original LLaVA-v1.5 layout only"
+        )
+    if config.get("model_type") != "llava" or "text_config" not in config:
+        raise ValueError(
+            f"{folder}: unsupported architecture: model_type {config.get('model_type')!r}, "
+            f"architectures {config.get('architectures')!r}; {_SUPPORTED}"
+        )
+    return Source(folder, LlavaConfig.from_hf(config), None, (str(folder_or_hub_id),))
+
+
+def fetch_weights(source: Source) -> None:
+    """Downloads the weights of what was found on the hub; local folders are left alone.
+
+    Args:
+        source: from `inspect_folder`.
+
+    Raises:
+        FileNotFoundError: the download failed.
+    """
+    for origin in source.origins:
+        find_folder(origin, WEIGHT_FILES)
+
+
+def _vision_folder(
+    folder: Path, config: dict[str, Any], given: str | Path | None
+) -> tuple[Path, str]:
+    """The CLIP folder of an original LLaVA-v1.5 (given, inside the checkpoint's, or on the hub)."""
+    name = given or config.get("mm_vision_tower")
+    if not name:
+        raise ValueError(f"{folder / 'config.json'}: mm_vision_tower is empty; pass vision_folder=")
+    beside = folder / name
+    try:
+        name = beside if given is None and beside.is_dir() else name
+        return find_folder(name), str(name)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        source = "vision_folder" if given else f"mm_vision_tower of {folder / 'config.json'}"
+        raise FileNotFoundError(
+            f"{source}: {error}. Pass vision_folder= with the folder of the CLIP tower"
+        ) from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Parses a folder's ``config.json`` and refuses what can be told from it at once."""
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise FileNotFoundError(
+                f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its "
+                "base model first"
+            )
+        found = sorted(p.name for p in folder.iterdir())
+        raise FileNotFoundError(
+            f"{folder} has no config.json, so it is not a model folder; it holds: "
+            f"{', '.join(found[:8]) or 'nothing'}"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"{path}: quantised weights ({method!r}) are not supported")
+    return config
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Loads a folder's tokenizer, so that ids are those of the reference programs.
+
+    A ``tokenizer.json`` is used as it stands. A ``tokenizer.model`` alone is read with Llama's
+    rules: begin-of-sequence id in front and a blank before the text, unless
+    ``tokenizer_config.json`` says otherwise. The automatic class of `transformers` 5 does neither
+    for a folder of model type "llava".
+
+    Args:
+        folder: the checkpoint folder.
+
+    Returns:
+        A `transformers` tokenizer.
+
+    Raises:
+        FileNotFoundError: there are no tokenizer files.
+        ImportError: only ``tokenizer.model`` is there and its reader is not installed.
+        ValueError: the files are damaged.
+    """
+    import transformers  # half a second, and weights alone do not need it
+
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        path = folder / "tokenizer.model"
+        if path.is_file():
+            return _sentencepiece_tokenizer(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # the Rust tokenizer raises bare Exceptions
+        raise ValueError(f"{path} could not be read as a tokenizer: {error}") from error
+    raise FileNotFoundError(
+        f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
+    )
+
+
+def _sentencepiece_tokenizer(folder: Path) -> Any:
+    """Reads ``tokenizer.model`` as the slow Llama tokenizer of earlier versions did."""
+    import tokenizers
+    import transformers
+
+    absent = [
+        package
+        for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google"))
+        if importlib.util.find_spec(module) is None
+    ]
+    if absent:
+        raise ImportError(
+            f"{folder} has tokenizer.model but no tokenizer.json; reading it needs "
+            f"pip install {' '.join(absent)}"
+        )
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    legacy = config.get("legacy")
+    legacy = True if legacy is None else bool(legacy)
+    tokenizer = transformers.LlamaTokenizer.from_pretrained(
+        folder, legacy=legacy, add_bos_token=config.get("add_bos_token", True)
+    )
+    if legacy:
+        # SentencePiece puts its blank before any text, also one that starts with a blank.
+        normalizers = tokenizers.normalizers
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        tokenizer.backend_tokenizer.pre_tokenizer = None
+    return tokenizer

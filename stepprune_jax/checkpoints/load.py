@@ -1,0 +1,358 @@
+"""Checkpoint files to sharded arrays, a block at a time.
+
+Nothing on the host is ever larger than a few blocks: a big weight is allocated on its devices and
+filled there block by block, each block read from the file only as far as a device needs it. Small
+weights are put together on the host, which saves compiling a program for each of their shapes.
+"""
+
+import collections
+import concurrent.futures
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from stepprune_jax import sharding
+from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.checkpoints import names, progress_bar, safetensors
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data import images
+from stepprune_jax.models import vlm
+
+# One read, and the largest part that is put together on the host. It holds a layer's largest matrix
+# of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
+BLOCK_BYTES = 96 << 20
+_READERS = 3
+_BLOCKS_AHEAD = 4
+# Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
+# would fall on the same few cache lines.
+_TILE, _PAD = 64, 32
+
+
+class VLM(NamedTuple):
+    """A loaded model and what goes with it.
+
+    Attributes:
+        params: the parameter tree of `stepprune_jax.models.vlm`.
+        config: its configuration.
+        tokenizer: a `transformers` tokenizer, or None.
+        image_settings: how pictures become pixels, or None.
+        folder: where it was loaded from, or None.
+    """
+
+    params: dict[str, Any]
+    config: LlavaConfig
+    tokenizer: Any = None
+    image_settings: images.ImageSettings | None = None
+    folder: Path | None = None
+
+
+class _Block(NamedTuple):
+    """One read: a part of one tensor and where it goes in a device's part of the weight."""
+
+    entry: safetensors.TensorEntry
+    index: tuple[slice, ...]
+    start: tuple[int, ...]
+    transform: str
+
+
+class _Part(NamedTuple):
+    """The part of one weight that a group of devices holds; replicas share one reading."""
+
+    target: names.Target
+    shape: tuple[int, ...]
+    devices: tuple[Any, ...]
+    blocks: tuple[_Block, ...]
+    patches: tuple[slice, ...] | None
+
+
+def load_vlm(
+    folder_or_hub_id: str | Path,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.bfloat16,
+    *,
+    vision_folder: str | Path | None = None,
+    progress: bool = True,
+) -> VLM:
+    """Loads a LLaVA-1.5 checkpoint with everything needed to answer.
+
+    Both the Hugging Face layout and the original LLaVA-v1.5 layout (with its separate CLIP folder)
+    are read, from safetensors files. Configuration, tokenizer and every tensor's name and shape are
+    checked before the first weight is read.
+
+    Args:
+        folder_or_hub_id: a folder, or a Hugging Face hub id.
+        mesh: devices to shard over by `stepprune_jax.sharding.VLM_RULES`; None for the default
+            device.
+        dtype: floating dtype of the parameters.
+        vision_folder: original layout only: the CLIP folder, in place of the configured one.
+        progress: whether to show a progress bar (a line, if not a terminal) on stderr.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: a folder or file is missing; the message says which.
+        ValueError: an unsupported or damaged checkpoint; weights that do not fit are listed all in
+            one message.
+    """
+    source = folders.inspect_folder(folder_or_hub_id, vision_folder)
+    tokenizer = folders.load_tokenizer(source.folder)
+    settings = images.image_settings(source.vision_folder or source.folder)
+    params = load_params(source, mesh, dtype, progress=progress)
+    return VLM(params, source.config, tokenizer, settings, source.folder)
+
+
+def load_params(
+    source: folders.Source,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.bfloat16,
+    *,
+    progress: bool = True,
+    block_bytes: int = BLOCK_BYTES,
+) -> dict[str, Any]:
+    """Loads the weights alone.
+
+    Args:
+        source: from `stepprune_jax.checkpoints.folder.inspect_folder`.
+        mesh: as in `load_vlm`.
+        dtype: as in `load_vlm`.
+        progress: as in `load_vlm`.
+        block_bytes: bytes read at once; host memory in use is a few times this.
+
+    Returns:
+        The parameter tree.
+
+    Raises:
+        ValueError: weights are missing, unused, mis-shaped or of a non-floating dtype; all are
+            listed. Also a truncated or corrupt file.
+    """
+    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype))
+    targets = names.targets(abstract, source.config)
+    folders.fetch_weights(source)
+    entries = _collect(source, targets)
+    layouts = _layouts(abstract, mesh)
+    parts = [
+        part
+        for target in targets
+        for part in _parts(target, layouts[target.path], entries, block_bytes)
+    ]
+    pieces: dict[str, list[Array]] = collections.defaultdict(list)
+    total = sum(_block_bytes(block) for part in parts for block in part.blocks)
+    with progress_bar.ByteBar(source.folder, total, progress) as bar:
+        for part, arrays in _fill(parts, jnp.dtype(dtype), block_bytes, bar):
+            pieces[part.target.path] += arrays
+    flat = {
+        target.path: jax.make_array_from_single_device_arrays(
+            target.shape, layouts[target.path], pieces.pop(target.path)
+        )
+        for target in targets
+    }
+    return names.unflatten({path: flat[path] for path in names.flatten(abstract)})
+
+
+def _layouts(abstract: dict, mesh: Mesh | None) -> dict[str, Sharding]:
+    """A sharding for every weight."""
+    if mesh is not None:
+        return names.flatten(sharding.shardings(abstract, sharding.VLM_RULES, mesh))
+    device = jnp.zeros(()).devices().pop()  # honours jax.default_device
+    return {path: SingleDeviceSharding(device) for path in names.flatten(abstract)}
+
+
+def _collect(
+    source: folders.Source, targets: list[names.Target]
+) -> dict[str, safetensors.TensorEntry]:
+    """Finds the tensor of every name, and reports everything that does not fit in one error."""
+    problems: dict[str, list[str]] = collections.defaultdict(list)
+    found: dict[str, safetensors.TensorEntry] = {}
+
+    def add(name: str, entry: safetensors.TensorEntry) -> None:
+        if name in found:
+            problems["stored twice"].append(f"{found[name].name} and {entry.name}")
+        found[name] = entry
+
+    for name, entry in safetensors.read_folder(source.folder).items():
+        add(names.canonical_name(name), entry)
+    if source.vision_folder and not any(map(names.is_vision_name, found)):
+        for name, entry in safetensors.read_folder(source.vision_folder).items():
+            canonical = names.canonical_clip_name(name)
+            if canonical is not None:
+                add(canonical, entry)
+    wanted = {name: target for target in targets for name in target.names}
+    for name, target in wanted.items():
+        entry = found.get(name)
+        if entry is None:
+            problems["missing"].append(f"{name} (for {target.path})")
+        elif entry.shape != target.tensor_shape:
+            problems["wrong shape"].append(
+                f"{entry.name} is {list(entry.shape)} in {entry.path.name}, "
+                f"expected {list(target.tensor_shape)}"
+            )
+        elif not jnp.issubdtype(entry.dtype, jnp.floating):
+            problems["wrong dtype"].append(
+                f"{entry.name} is {entry.dtype}, expected floating point"
+            )
+    for name, entry in found.items():
+        if name not in wanted and not names.is_harmless(name, source.config):
+            problems["unused"].append(f"{entry.name} in {entry.path.name}")
+    if problems:
+        lines = [f"the weights in {source.folder} do not fit its configuration:"]
+        for kind, items in problems.items():
+            lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items)]
+        raise ValueError("\n".join(lines))
+    return found
+
+
+def _parts(
+    target: names.Target,
+    layout: Sharding,
+    entries: dict[str, safetensors.TensorEntry],
+    block_bytes: int,
+) -> Iterator[_Part]:
+    """The distinct parts of one weight over this process's devices, with the reads of each."""
+    groups: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
+    for device, index in layout.addressable_devices_indices_map(target.shape).items():
+        spans = zip(index, target.shape, strict=True)
+        groups[tuple(cut.indices(size)[:2] for cut, size in spans)].append(device)
+    for spans, devices in groups.items():
+        shape = tuple(stop - start for start, stop in spans)
+        layers = range(*spans[0]) if target.stacked else range(1)
+        inner = tuple(slice(*span) for span in (spans[1:] if target.stacked else spans))
+        if target.transform == "patches":  # small: read whole, cut after the transform
+            block = _Block(entries[target.names[0]], (), (0,) * len(shape), target.transform)
+            yield _Part(target, shape, tuple(devices), (block,), inner)
+            continue
+        blocks = [
+            block
+            for number, layer in enumerate(layers)
+            for block in _cut(target, entries[target.names[layer]], inner, number, block_bytes)
+        ]
+        yield _Part(target, shape, tuple(devices), tuple(blocks), None)
+
+
+def _cut(
+    target: names.Target,
+    entry: safetensors.TensorEntry,
+    inner: tuple[slice, ...],
+    number: int,
+    block_bytes: int,
+) -> Iterator[_Block]:
+    """Cuts one tensor's wanted region into blocks of rows of the file."""
+    transposed = target.transform == "transpose"
+    region = inner[::-1] if transposed else inner
+    columns = math.prod(cut.stop - cut.start for cut in region[1:])
+    total = region[0].stop - region[0].start
+    count = -(-total * columns * entry.dtype.itemsize // block_bytes)
+    rows = -(-total // min(count, total))  # equal blocks: each other shape is one more compilation
+    for row in range(region[0].start, region[0].stop, rows):
+        index = (slice(row, min(row + rows, region[0].stop)), *region[1:])
+        start = [0] * len(inner)
+        start[-1 if transposed else 0] = row - region[0].start
+        lead = (number,) if target.stacked else ()
+        yield _Block(entry, index, (*lead, *start), target.transform)
+
+
+def _fill(
+    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: progress_bar.ByteBar
+) -> Iterator[tuple[_Part, list[Array]]]:
+    """Reads every part and yields it with one array per device, in order."""
+    reads = _read_ahead([block for part in parts for block in part.blocks])
+    for part in parts:
+        small = math.prod(part.shape) * dtype.itemsize <= block_bytes
+        fill = _fill_on_host if small else _fill_on_device
+        yield part, fill(part, dtype, reads, bar)
+
+
+def _fill_on_host(
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
+) -> list[Array]:
+    """Puts a small part together on the host and copies it to its devices."""
+    host = np.empty(part.shape, dtype)
+    for block in part.blocks:
+        data = next(reads)
+        bar.add(data.nbytes)
+        data = data if part.patches is None else data[part.patches]
+        lead = (block.start[0],) if part.target.stacked else ()
+        inner = block.start[len(lead) :]
+        cut = tuple(slice(at, at + size) for at, size in zip(inner, data.shape, strict=True))
+        host[lead + cut] = data
+    return [jax.device_put(host, device) for device in part.devices]
+
+
+def _fill_on_device(
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
+) -> list[Array]:
+    """Allocates a large part on its devices and writes the blocks into it there."""
+    buffers = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
+    for block in part.blocks:
+        data = next(reads)
+        start = tuple(np.int32(at) for at in block.start)
+        buffers = [
+            _write(buffer, jax.device_put(data, device), start)
+            for buffer, device in zip(buffers, part.devices, strict=True)
+        ]
+        # The host block is free once the copies are done; without this wait they would pile up.
+        jax.block_until_ready(buffers)
+        bar.add(data.nbytes)
+    return buffers
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write(buffer: Array, block: Array, start: tuple) -> Array:
+    """Converts a block and writes it into a donated buffer, where the weight lives."""
+    block = block.astype(buffer.dtype)
+    block = block.reshape((1,) * (buffer.ndim - block.ndim) + block.shape)
+    # As integers: on a CPU, XLA would widen all of a bfloat16 buffer to float32 and back per write.
+    bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
+    as_bits = partial(jax.lax.bitcast_convert_type, new_dtype=bits)
+    written = jax.lax.dynamic_update_slice(as_bits(buffer), as_bits(block), start)
+    return jax.lax.bitcast_convert_type(written, buffer.dtype)
+
+
+def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
+    """Reads blocks in order, a few ahead of the consumer."""
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        waiting: collections.deque = collections.deque()
+        try:
+            for block in blocks:
+                waiting.append(pool.submit(_read, block))
+                if len(waiting) >= _BLOCKS_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _read(block: _Block) -> np.ndarray:
+    """Reads one block and brings it from the file's axes to ours."""
+    data = safetensors.read_tensor(block.entry, block.index)
+    if block.transform == "patches":
+        return data.transpose(2, 3, 1, 0).reshape(-1, data.shape[0])
+    if block.transform == "copy":
+        return data
+    # Strip by strip, ten times as fast as numpy's own copy of a transposed matrix, and done by the
+    # reading threads; as integers, since numpy moves those without a call for each element.
+    bits = data.view(np.dtype(f"u{data.dtype.itemsize}"))
+    rows, columns = bits.shape
+    out = np.empty((columns, rows), bits.dtype)
+    tile = np.empty((_TILE, columns + _PAD), bits.dtype)[:, :columns]
+    for row in range(0, rows, _TILE):
+        count = min(_TILE, rows - row)
+        tile[:count] = bits[row : row + count]
+        out[:, row : row + count] = tile[:count].T
+    return out.view(data.dtype)
+
+
+def _block_bytes(block: _Block) -> int:
+    """Bytes that reading a block takes."""
+    spans = [cut.indices(size) for cut, size in zip(block.index, block.entry.shape, strict=False)]
+    cells = math.prod(stop - start for start, stop, _ in spans)
+    return cells * math.prod(block.entry.shape[len(spans) :]) * block.entry.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Images and prompts, turned into what the models take."""

@@ -1,0 +1,203 @@
+"""Memory per device of a backbone's programs, from their compilation alone.
+
+    python -m stepprune_jax.memory --model llava-7b llava-13b --mesh single data tensor data_tensor
+
+Nothing is allocated and no weights are needed: the programs are compiled for virtual CPU devices.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llama import Cache
+from stepprune_jax.sharding import (
+    BATCH_RULES,
+    CACHE_RULES,
+    PRESETS,
+    VLM_RULES,
+    build_mesh,
+    shardings,
+)
+
+_VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+_TEXT = {"vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_WIDE = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
+
+MODELS = {
+    "llava-7b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT},
+    "llava-13b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT | _WIDE},
+}
+
+# The XLA of jax 0.10 slices bfloat16 on a CPU by way of float32 and moves the conversion of the
+# whole stack of layers out of their loop. Accelerators do not, so the reports leave that out.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+class Usage(NamedTuple):
+    """Bytes on one device while one program runs.
+
+    Attributes:
+        program: "encode", "prefill" or "decode".
+        arguments: weights and inputs.
+        outputs: results that do not reuse an argument's memory.
+        temporary: intermediates. On virtual CPU devices this holds float32 copies of the layer
+            in work (and, when decoding, of the cache) that an accelerator does without.
+        total: the sum.
+    """
+
+    program: str
+    arguments: int
+    outputs: int
+    temporary: int
+    total: int
+
+
+def compiled_programs(
+    config: LlavaConfig,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    max_new_tokens: int,
+    programs: Iterable[str] = ("encode", "prefill", "decode"),
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, Any]:
+    """Compiles the backbone's programs for a mesh from shapes only.
+
+    Args:
+        config: the model's shape.
+        mesh: from `build_mesh`.
+        batch: rows, one image each; divisible by the mesh's "data" and "fsdp" axes.
+        length: tokens of the assembled sequence.
+        max_new_tokens: further slots of the cache.
+        programs: which of "encode" (tower and projector), "prefill", "decode" (cache donated).
+        dtype: of weights and cache.
+
+    Returns:
+        `jax.stages.Compiled` by program.
+
+    Raises:
+        ValueError: a sharded dimension that the mesh does not divide.
+    """
+    text, side = config.text, config.vision.image_size
+    slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
+    shape = jax.ShapeDtypeStruct
+    row = shape((batch,), jnp.int32)
+    sequence = vlm.Sequence(
+        shape((batch, length, text.hidden_size), dtype), shape((batch, length), jnp.int32), row, row
+    )
+    cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
+    pixels = shape((batch, 3, side, side), jnp.float32)
+
+    def encode(params, pixels):
+        return vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
+
+    def prefill(params, sequence):
+        return vlm.prefill(params, config, sequence, max_new_tokens)
+
+    def decode(params, cache, token):
+        return vlm.decode_step(params, config, token, cache)
+
+    params = vlm.abstract_params(config, dtype)
+    placed = shardings(params, VLM_RULES, mesh)
+    cache_at = shardings(cache, CACHE_RULES, mesh)
+    inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
+    inputs_at = {
+        "encode": shardings((pixels,), BATCH_RULES, mesh),
+        "prefill": shardings((sequence,), BATCH_RULES, mesh),
+        "decode": (cache_at, shardings(row, BATCH_RULES, mesh)),
+    }
+    functions = {
+        "encode": (encode, None),
+        "prefill": (prefill, vlm.Prefill(None, cache_at, None)),
+        "decode": (decode, (None, cache_at)),
+    }
+    options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+    compiled = {}
+    for name in programs:
+        function, out_shardings = functions[name]
+        jitted = jax.jit(
+            function,
+            in_shardings=(placed, *inputs_at[name]),
+            out_shardings=out_shardings,
+            donate_argnums=1 if name == "decode" else (),
+        )
+        lowered = jitted.lower(params, *inputs[name])
+        compiled[name] = lowered.compile(compiler_options=options)
+    return compiled
+
+
+def usage(program: str, compiled: Any) -> Usage:
+    """Memory of one compiled program per device, in bytes."""
+    sizes = compiled.memory_analysis()
+    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)
+    return Usage(program, *parts, sum(parts))
+
+
+def _config(name: str) -> LlavaConfig:
+    """The config of a known model or of a folder or file in the Hugging Face layout."""
+    if name in MODELS:
+        return LlavaConfig.from_hf(MODELS[name])
+    path = pathlib.Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"--model {name!r} is neither a file nor one of {', '.join(MODELS)}")
+    return LlavaConfig.from_hf(json.loads(path.read_text()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table: one line for each model, mesh and program, in GiB per device."""
+    parser = argparse.ArgumentParser(prog="stepprune_jax.memory", description=__doc__)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
+    parser.add_argument(
+        "--mesh", nargs="+", default=["single", "data", "tensor", "data_tensor"], choices=PRESETS
+    )
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=640, help="tokens after expansion")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    options = parser.parse_args(arguments)
+    print(
+        f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
+        "GiB per device"
+    )
+    columns = ("model", "mesh", "devices", *Usage._fields)
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for name in options.model:
+        config = _config(name)
+        for preset in options.mesh:
+            count = {"single": 1}.get(preset, 4 if "_" in preset else 2)
+            mesh = build_mesh(preset, jax.devices()[:count])
+            compiled = compiled_programs(
+                config, mesh, options.batch, options.length, options.max_new_tokens
+            )
+            for program, executable in compiled.items():
+                row = usage(program, executable)
+                sizes = " | ".join(f"{size / 2**30:.2f}" for size in row[1:])
+                print(f"| {name} | {preset} | {count} | {program} | {sizes} |", flush=True)
+
+
+if __name__ == "__main__":
+    # Before anything asks jax for devices.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    main()

@@ -1,0 +1,1 @@
+"""Frozen backbones: pure functions over plain trees of weights."""

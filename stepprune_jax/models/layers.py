@@ -1,0 +1,317 @@
+"""Norms, projections, attention and the scan over stacked layers, shared by the backbones.
+
+Heads stand before time, [b, h, t, c], so that both attention products are batched matrix products
+with leading batch axes, which run on a CPU without transposing keys and values first.
+Norms and softmax are computed in float32 whatever the dtype of the weights.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+ATTENTIONS = ("matmul", "xla", "cudnn")
+
+
+class Tap(NamedTuple):
+    """Names one intermediate that a forward pass shall return besides its result.
+
+    Attributes:
+        kind: "hidden", "keys" or "attention".
+        layer: for "hidden" the number of blocks run before it, 0 to L; for the others the block,
+            0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of the last
+            block, -2 that of the one before.
+    """
+
+    kind: str
+    layer: int
+
+
+class BlockOutput(NamedTuple):
+    """What a block computes; results that nobody reads are removed by the compiler.
+
+    Attributes:
+        hidden: [b, t, width] the residual stream after the block.
+        query: [b, h, t, c] queries (after rotary positions where there are such).
+        key: [b, h_kv, t, c] keys, likewise.
+        value: [b, h_kv, t, c] values.
+    """
+
+    hidden: Float[Array, "b t width"]
+    query: Float[Array, "b h t c"]
+    key: Float[Array, "b g t c"]
+    value: Float[Array, "b g t c"]
+
+
+class Segment(NamedTuple):
+    """Keys that may be attended to.
+
+    Attributes:
+        key: [b, h_kv, t, c].
+        value: [b, h_kv, t, c].
+        mask: [b or 1, q or 1, t], True = attend; None = attend to all.
+    """
+
+    key: Float[Array, "b g t c"]
+    value: Float[Array, "b g t c"]
+    mask: Bool[Array, "#b #q t"] | None
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with scale and bias, statistics in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
+        """Normalises the last axis; the result has the dtype of the input."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        centred = x.astype(jnp.float32)
+        centred = centred - centred.mean(-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        return (normed * scale + bias).astype(x.dtype)
+
+
+class RmsNorm(nn.Module):
+    """Division by the root mean square, with scale, statistics in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
+        """Normalises the last axis; the result has the dtype of the input."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        # Rounded before the scale, as Llama was trained.
+        return scale * normed.astype(x.dtype)
+
+
+def activate(name: str, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
+    """Applies a named activation.
+
+    Args:
+        name: "gelu" (exact, by the error function) or "quick_gelu" (x * sigmoid(1.702 x)).
+        x: any array.
+
+    Returns:
+        An array of the same shape and dtype.
+    """
+    if name == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def split_heads(x: Float[Array, "b t width"], num_heads: int) -> Float[Array, "b h t c"]:
+    """Splits the last axis into heads and puts them before time."""
+    b, t, width = x.shape
+    return x.reshape(b, t, num_heads, width // num_heads).swapaxes(1, 2)
+
+
+def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t width"]:
+    """The inverse of `split_heads`."""
+    b, h, t, c = x.shape
+    return x.swapaxes(1, 2).reshape(b, t, h * c)
+
+
+def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: Any) -> Array:
+    """Product over one axis of each, with the two leading axes as batch."""
+    dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
+
+
+def attention_weights(
+    query: Float[Array, "b h q c"], segments: Sequence[Segment]
+) -> Float[Array, "b h q t"]:
+    """Softmax attention over the concatenated keys of all segments.
+
+    Grouped queries are folded into the query axis, so that keys are never repeated.
+
+    Args:
+        query: [b, h, q, c] queries, not yet scaled.
+        segments: keys with their masks; h must be a multiple of their heads.
+
+    Returns:
+        [b, h, q, t] float32 weights, t the sum of the segments' lengths. A query that may attend to
+        nothing gets equal weights rather than NaN.
+    """
+    b, h, q, c = query.shape
+    groups = segments[0].key.shape[1]
+    folded = query.reshape(b, groups, h // groups * q, c)
+    scores = []
+    for segment in segments:
+        score = _batched_matmul(folded, segment.key, (3, 3), jnp.float32) * c**-0.5
+        score = score.reshape(b, h, q, segment.key.shape[2])
+        if segment.mask is not None:
+            # The lowest finite number: with -inf an empty row would give NaN.
+            score = jnp.where(segment.mask[:, None], score, jnp.finfo(jnp.float32).min)
+        scores.append(score)
+    scores = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
+    """Attention of queries to one or several segments of keys.
+
+    Args:
+        query: [b, h, q, c] queries.
+        segments: keys, values and masks.
+
+    Returns:
+        [b, h, q, c] weighted values in the dtype of the values.
+    """
+    b, h, q, c = query.shape
+    weights = attention_weights(query, segments).astype(segments[0].value.dtype)
+    result, start = 0, 0
+    for _, value, _ in segments:
+        groups, length = value.shape[1:3]
+        part = jax.lax.slice_in_dim(weights, start, start + length, axis=-1)
+        part = part.reshape(b, groups, h // groups * q, length)
+        result = result + _batched_matmul(part, value, (3, 2), value.dtype)
+        start += length
+    return result.reshape(b, h, q, c)
+
+
+def fused_attend(
+    query: Float[Array, "b h t c"],
+    key: Float[Array, "b g t c"],
+    value: Float[Array, "b g t c"],
+    causal: bool,
+    implementation: str,
+) -> Float[Array, "b h t c"]:
+    """Attention of a sequence to itself by `jax.nn.dot_product_attention`.
+
+    Args:
+        query: [b, h, t, c] queries.
+        key: [b, h_kv, t, c] keys.
+        value: [b, h_kv, t, c] values.
+        causal: attend to the own and earlier slots only. No other mask is applied: with padding at
+            the right end the causal order alone keeps valid tokens clear of it.
+        implementation: "xla", or "cudnn" for the fused kernel (GPU, bfloat16 or float16).
+
+    Returns:
+        [b, h, t, c].
+    """
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    result = jax.nn.dot_product_attention(
+        query, key, value, is_causal=causal, implementation=implementation
+    )
+    return result.swapaxes(1, 2)
+
+
+def check_attention(attention: str) -> None:
+    """Raises a ValueError unless `attention` names an implementation."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention is {attention!r}; supported: {', '.join(ATTENTIONS)}")
+
+
+def resolve_taps(
+    taps: Sequence[Tap], num_layers: int, kinds: Sequence[str]
+) -> dict[str, tuple[str, int]]:
+    """Names taps and makes their layers absolute.
+
+    Args:
+        taps: the intermediates asked for.
+        num_layers: L.
+        kinds: those the backbone offers.
+
+    Returns:
+        From the tap's name as the caller wrote it, such as "hidden.-2", to its kind and its layer
+        counted from the start.
+
+    Raises:
+        ValueError: an unknown kind, or a layer that does not exist.
+    """
+    resolved = {}
+    for kind, layer in taps:
+        if kind not in kinds:
+            raise ValueError(f"tap kind {kind!r} is not offered here; supported: {tuple(kinds)}")
+        count = num_layers + (kind == "hidden")
+        if not -count <= layer < count:
+            raise ValueError(f"tap {kind!r} of layer {layer}: there are {count} of these")
+        resolved[f"{kind}.{layer}"] = (kind, layer % count)
+    return resolved
+
+
+def take_layer(stack: Any, index: Int[Array, ""] | int) -> Any:
+    """One layer's weights out of a tree of stacked ones.
+
+    Args:
+        stack: tree whose leaves have a leading axis of layers.
+        index: the layer; may be traced.
+
+    Returns:
+        The tree without that axis. The slice is taken inside the layer loop, so that no part of
+        the stack is copied as a whole.
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), stack
+    )
+
+
+def scan_layers(
+    body: Callable[[Any, Array | int], tuple[Any, Any]],
+    carry: Any,
+    first: int,
+    last: int,
+    watched: Sequence[int] = (),
+    cuts: Sequence[int] = (),
+) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    """Runs blocks first to last - 1 as scans, cut where an intermediate is asked for.
+
+    Without `watched` and `cuts` this is one scan and so one compiled body however deep the model.
+
+    Args:
+        body: maps (carry, layer) to (carry, what may be watched).
+        carry: what passes from block to block.
+        first: first block to run.
+        last: block to stop before.
+        watched: blocks whose second result is wanted; each is run on its own.
+        cuts: layers before which the carry is wanted.
+
+    Returns:
+        The last carry; the watched results by block; the carries by layer.
+    """
+    watched, cuts = set(watched), set(cuts)
+    edges = sorted({first, last, *cuts, *watched, *(layer + 1 for layer in watched)})
+    seen, carries = {}, {}
+    for start, stop in itertools.pairwise(edges):
+        if start in cuts:
+            carries[start] = carry
+        if start in watched:
+            carry, seen[start] = body(carry, start)
+        else:
+            indices = jnp.arange(start, stop, dtype=jnp.int32)
+            carry, _ = jax.lax.scan(lambda c, i: (body(c, i)[0], None), carry, indices)
+    if last in cuts:
+        carries[last] = carry
+    return carry, seen, carries
+
+
+def _save_all_but_weights(primitive: Any, *_, **__) -> bool:
+    """Whether a forward result is stored for the backward pass when nothing is recomputed.
+
+    A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
+    again costs nothing.
+    """
+    return primitive.name not in ("dynamic_slice", "squeeze", "reshape")
+
+
+def checkpoint_layer(body: Callable, remat: bool) -> Callable:
+    """Wraps a layer body for training through it.
+
+    Args:
+        body: maps (carry, layer) to (carry, anything), slicing its weights inside.
+        remat: True stores the carries only and recomputes the block in the backward pass; False
+            stores the block's intermediates, yet never its weights.
+
+    Returns:
+        A function with the same results and gradients. Inference is not changed by it.
+    """
+    policy = None if remat else _save_all_but_weights
+    return jax.checkpoint(body, prevent_cse=False, policy=policy)

@@ -1,0 +1,151 @@
+"""Device meshes and path rules: which axis of which weight lies on which axis of the mesh.
+
+Model code knows nothing of meshes. Weights and batches are placed by the rules below, and the
+compiler derives the rest.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "tensor")
+PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor")
+
+Rules = Sequence[tuple[str, P]]
+
+BATCH = ("data", "fsdp")
+
+# Ordered, first match wins; paths are keys joined by "/". Projections that open heads or MLP
+# channels are cut by column, those that close them by row, so that a block needs two sums only.
+VLM_RULES: Rules = (
+    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
+    (r"layers/(attention/(query|key|value)|mlp/up)/bias", P(None, "tensor")),
+    (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
+    (r"layers/(attention/out|mlp/down)/bias", P()),
+    (r"layers/norm[12]/(scale|bias)", P()),
+    (r"projector/up/kernel", P("fsdp", "tensor")),
+    (r"projector/up/bias", P("tensor")),
+    (r"projector/down/kernel", P("tensor", "fsdp")),
+    (r"projector/down/bias", P()),
+    (r"language/embed/embedding", P("tensor", "fsdp")),
+    (r"language/head/kernel", P("fsdp", "tensor")),
+    (r"language/norm/scale", P()),
+    # Small, and with sides (577 positions, 588 values of a patch) that few meshes divide.
+    (r"vision/(class_embedding|position_embedding|patch_embedding/kernel)", P()),
+    (r"vision/(pre|post)_norm/(scale|bias)", P()),
+)
+
+CACHE_RULES: Rules = (
+    (r"(.*/)?(key|value)", P(None, BATCH, "tensor")),
+    (r"(.*/)?(length|next_position)", P(BATCH)),
+)
+
+# Anything whose first axis is the batch: token ids, a `Sequence`, pixels.
+BATCH_RULES: Rules = ((r".*", P(BATCH)),)
+
+
+def build_mesh(
+    preset: str | Mapping[str, int] = "single", devices: Sequence[Any] | None = None
+) -> Mesh:
+    """Builds a mesh with the axes "data", "fsdp" and "tensor".
+
+    Args:
+        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for what is left).
+            "single": the first device. "data", "fsdp", "tensor": all devices on that axis.
+            "data_tensor", "fsdp_tensor": two devices on "tensor", the others on the first.
+        devices: devices to use in order; by default all that jax sees.
+
+    Returns:
+        A mesh of three axes with automatic sharding.
+
+    Raises:
+        ValueError: an unknown preset or axis, or sizes that do not fit the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if isinstance(preset, str):
+        if preset not in PRESETS:
+            raise ValueError(f"mesh preset {preset!r} is unknown; presets: {', '.join(PRESETS)}")
+        if preset == "single":
+            devices = devices[:1]
+        first, _, second = preset.partition("_")
+        sizes = {} if preset == "single" else {first: -1}
+        sizes |= {second: 2} if second else {}
+    else:
+        sizes = dict(preset)
+    unknown = set(sizes) - set(AXES)
+    if unknown:
+        raise ValueError(f"mesh axes {sorted(unknown)} are unknown; axes: {', '.join(AXES)}")
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    known = math.prod(size for size in shape if size != -1)
+    if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
+        shape[shape.index(-1)] = len(devices) // known
+    if min(shape) < 1 or math.prod(shape) != len(devices):
+        raise ValueError(
+            f"mesh sizes {dict(zip(AXES, shape, strict=True))} do not fit {len(devices)} devices"
+        )
+    return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A tree path as keys joined by "/", such as "vision/layers/norm1/scale"."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def spec_of(name: str, rules: Rules) -> P:
+    """The spec of the first rule whose pattern matches the end of a path after a "/" or its start.
+
+    Args:
+        name: path joined by "/".
+        rules: ordered (pattern, spec) pairs.
+
+    Returns:
+        The spec.
+
+    Raises:
+        ValueError: no rule matches.
+    """
+    for pattern, spec in rules:
+        if matches(name, pattern):
+            return spec
+    raise ValueError(f"no sharding rule matches {name!r}")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a rule's pattern matches a whole path or its last keys."""
+    return re.fullmatch(rf"(.*/)?({pattern})", name) is not None
+
+
+def shardings(tree: Any, rules: Rules, mesh: Mesh) -> Any:
+    """Shardings of every leaf of a tree of arrays or shapes.
+
+    Args:
+        tree: nested dicts, tuples and NamedTuples of anything with a `shape`.
+        rules: ordered (pattern on the path, spec) pairs.
+        mesh: from `build_mesh`.
+
+    Returns:
+        The same tree with a `NamedSharding` for each leaf.
+
+    Raises:
+        ValueError: a path that no rule matches, or a dimension that its mesh axes do not divide.
+    """
+
+    def sharding(path, leaf):
+        name = path_name(path)
+        spec = spec_of(name, rules)
+        for size, axes in zip(leaf.shape, spec, strict=False):
+            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if size % parts:
+                raise ValueError(
+                    f"{name} of shape {tuple(leaf.shape)}: {size} is not divisible by the {parts} "
+                    f"devices of mesh axes {axes}"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)

@@ -1,0 +1,112 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import convert, load_vlm, safetensors
+
+
+def _to_pickles(folder, shards):
+    """Replaces a folder's safetensors by pickles of the same tensors."""
+    entries = list(safetensors.read_folder(folder).items())
+    size = -(-len(entries) // shards)
+    weight_map = {}
+    for number in range(shards):
+        file = "pytorch_model.bin"
+        if shards > 1:
+            file = f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
+        part = dict(entries[number * size : (number + 1) * size])
+        tensors = {
+            name: torch.tensor(safetensors.read_tensor(entry)).to(torch.bfloat16)
+            for name, entry in part.items()
+        }
+        torch.save(tensors, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    if shards > 1:
+        index = folder / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_converted_folders_load_like_the_weights_they_held(tmp_path, shards):
+    folder = testing.tiny_llava(tmp_path / "source")
+    expected = load_vlm(folder, progress=False).params
+    _to_pickles(folder, shards)
+    with pytest.raises(FileNotFoundError, match=r"checkpoints\.convert"):
+        load_vlm(folder, progress=False)
+    files = convert.convert(folder, tmp_path / "new", progress=False)
+    assert len(files) == shards
+    assert not list((tmp_path / "new").glob("pytorch*"))
+    got = load_vlm(tmp_path / "new", progress=False).params
+    leaves = zip(_leaves(got), _leaves(expected), strict=True)
+    assert all(np.array_equal(a, b) for a, b in leaves)
+
+
+def _leaves(tree):
+    for value in tree.values():
+        yield from _leaves(value) if isinstance(value, dict) else [np.asarray(value)]
+
+
+def test_the_command_converts_and_reports_errors(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "source")
+    command = [sys.executable, "-m", "stepprune_jax.checkpoints.convert", str(folder)]
+    run = subprocess.run([*command, str(tmp_path / "new")], capture_output=True, text=True)
+    assert run.returncode == 1 and "error:" in run.stderr and "pickled weights" in run.stderr
+    _to_pickles(folder, 2)
+    assert convert.main([str(folder), str(tmp_path / "new")]) == 0
+    assert convert.main([str(folder), str(tmp_path / "new")]) == 1  # already there
+
+
+class _Spy:
+    def __reduce__(self):
+        return (print, ("unpickled!",))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys):
+    torch.save({"w": _Spy()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin could not be read as plain tensors"):
+        convert.convert(tmp_path, tmp_path / "new", progress=False)
+    assert "unpickled!" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [([1], "holds a list"), ({"a": 1}, "entries that are not tensors: a")],
+)
+def test_a_pickle_of_something_else_is_refused(tmp_path, value, message):
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        convert.convert(tmp_path, tmp_path / "new", progress=False)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin could not be read"):
+        convert.convert(tmp_path, tmp_path / "new", progress=False)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
+    with pytest.raises(FileNotFoundError, match=r"gone\.bin"):
+        convert.convert(tmp_path, tmp_path / "new", progress=False)
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="not a shard index"):
+        convert.convert(tmp_path, tmp_path / "new", progress=False)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        convert.convert(tmp_path / "nowhere", tmp_path / "new")
+
+
+def test_files_from_before_archives_and_shared_tensors_convert(tmp_path):
+    shared = torch.arange(6.0).reshape(2, 3)
+    torch.save(
+        {"a": shared, "b": shared.T},
+        tmp_path / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    convert.convert(tmp_path, tmp_path, progress=False)
+    entries = safetensors.read_folder(tmp_path)
+    np.testing.assert_array_equal(safetensors.read_tensor(entries["b"]), shared.T.numpy())

@@ -1,0 +1,66 @@
+"""From a picture and a question to logits, against the reference model on the same folder."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import load_vlm, save_vlm
+from stepprune_jax.data.images import open_image, preprocess_batch
+from stepprune_jax.data.prompts import (
+    IMAGE_TOKEN,
+    expanded_length,
+    pad_batch,
+    place_images,
+    tokenize_with_images,
+    vicuna_v1,
+)
+from stepprune_jax.models import vlm
+
+
+def _ours(model, ids, pixels):
+    features, _ = vlm.encode_image(model.params, model.config, jnp.asarray(pixels))
+    visual = vlm.project(model.params, model.config, features)[None]
+    count = visual.shape[2]
+    sequence = vlm.assemble(
+        model.params,
+        model.config,
+        jnp.asarray(ids.ids),
+        jnp.asarray(ids.length),
+        visual,
+        jnp.ones(visual.shape[:3], bool),
+        jnp.broadcast_to(jnp.arange(count), visual.shape[:3]),
+    )
+    result = vlm.prefill(model.params, model.config, sequence, 1, all_logits=True)
+    return sequence, np.asarray(result.logits[0])
+
+
+@pytest.mark.parametrize("layout", ["hf", "hf_new", "original"])
+def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
+    model = load_vlm(
+        testing.tiny_llava(tmp_path / "source", layout), dtype=jnp.float32, progress=False
+    )
+    random = np.random.default_rng(1)
+    paths = [tmp_path / "wide.png", tmp_path / "tall.jpg"]
+    for path, shape in zip(paths, [(20, 50, 3), (64, 30, 3)], strict=True):
+        Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(path)
+    pixels = preprocess_batch([open_image(path) for path in paths], model.image_settings)
+    prompt = vicuna_v1([place_images("What is in this picture?", 2)])
+    row = tokenize_with_images(model.tokenizer, prompt, 2)
+    sequence, logits = _ours(model, pad_batch([row], multiple=8), pixels)
+
+    save_vlm(model, tmp_path / "saved")
+    reference = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    count, token = model.config.num_image_tokens, reference.config.image_token_index
+    expanded = [t for x in row for t in ([token] * count if x == IMAGE_TOKEN else [x])]
+    assert len(expanded) == int(sequence.length[0]) == expanded_length(row, [count, count])
+    with torch.no_grad():
+        expected = reference.eval()(
+            input_ids=torch.tensor([expanded]), pixel_values=torch.tensor(pixels)
+        ).logits[0]
+    expected = expected.numpy()[:, : model.config.text.vocab_size]
+    error = np.abs(logits[: len(expanded)] - expected).max() / np.abs(expected).max()
+    assert error < 1e-5

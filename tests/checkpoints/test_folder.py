@@ -1,0 +1,176 @@
+import json
+
+import huggingface_hub
+import pytest
+import sentencepiece
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.checkpoints import load_vlm
+
+
+def _config(folder, **fields):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch):
+    here = testing.tiny_llava(tmp_path / "here")
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(here)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert folders.find_folder(here) == here and asked == []
+    model = load_vlm("owner/name", progress=False)
+    assert model.folder == here
+    assert [name for name, _ in asked] == ["owner/name", "owner/name"]
+    # The weights come last, and pickles never.
+    assert asked[1][1] == ["*.safetensors"] and "*.safetensors" not in asked[0][1]
+    assert not any(pattern.endswith((".bin", ".pt")) for _, given in asked for pattern in given)
+
+
+def test_a_hub_out_of_reach_is_explained(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"'owner/none' is not a folder.*hub failed"):
+        folders.find_folder("owner/none")
+
+
+def test_paths_are_not_taken_for_hub_ids(tmp_path):
+    for name in (tmp_path / "none", "./none", "none", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="no folder"):
+            folders.find_folder(name)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="give the folder it lies in"):
+        folders.find_folder(tmp_path / "model.safetensors")
+
+
+def test_folders_of_another_kind_are_refused(tmp_path):
+    (tmp_path / "checkpoint_10").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json.*it holds: checkpoint_10"):
+        folders.inspect_folder(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="merge it into its base model"):
+        folders.inspect_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        folders.inspect_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected a JSON object, got list"):
+        folders.inspect_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        {"model_type": "llava_next", "text_config": {}, "vision_config": {}},
+        {"model_type": "llama"},
+        {"model_type": "clip", "vision_config": {}},
+        {"model_type": "llava"},
+        {},
+    ],
+)
+def test_unsupported_architectures_are_named_with_the_supported(tmp_path, fields):
+    _config(tmp_path, **fields)
+    with pytest.raises(
+        ValueError, match=r"unsupported architecture.*supported: LLaVA-1\.5"
+    ) as error:
+        folders.inspect_folder(tmp_path)
+    assert repr(fields.get("model_type")) in str(error.value)
+
+
+def test_parts_of_another_kind_are_refused(tmp_path):
+    raw = testing.tiny_hf_config(text={"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    with pytest.raises(ValueError, match="'yarn' is not supported"):
+        folders.inspect_folder(_config(tmp_path, **raw))
+    raw = testing.tiny_hf_config(vision={"model_type": "siglip_vision_model"})
+    with pytest.raises(ValueError, match="siglip"):
+        folders.inspect_folder(_config(tmp_path, **raw))
+    raw = testing.tiny_hf_config() | {"quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(ValueError, match=r"quantised weights \('awq'\)"):
+        folders.inspect_folder(_config(tmp_path, **raw))
+
+
+def test_the_clip_folder_of_an_original_model_must_be_given(tmp_path):
+    fields = {"model_type": "llava_llama", "mm_projector_type": "mlp2x_gelu"}
+    with pytest.raises(ValueError, match="mm_vision_tower is empty; pass vision_folder="):
+        folders.inspect_folder(_config(tmp_path, **fields))
+    plain = testing.tiny_llava(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"original LLaVA-v1\.5 layout only"):
+        folders.inspect_folder(plain, plain)
+
+
+def test_missing_and_damaged_companions_are_named_before_weights_are_read(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+    (folder / "model.safetensors").unlink()  # would fail too, but only later
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config\.json"):
+        load_vlm(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json could not be read as a tokenizer"):
+        load_vlm(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer: expected tokenizer\.json"):
+        load_vlm(folder)
+
+
+def test_a_tokenizer_without_its_reader_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    monkeypatch.setattr(folders.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install sentencepiece protobuf"):
+        folders.load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_folder(tmp_path_factory):
+    """A folder with a small `tokenizer.model` of Llama's kind, as the original LLaVA has it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["USER: What is in this picture? ASSISTANT: a red dog"] * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=320,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return folder
+
+
+# A text-only prefix, both pieces around an image, a leading blank, runs of blanks, bytes.
+TEXTS = ("What is this?", "A chat. USER: ", "\nWhat is in this", " What", "a  dog\n\n", "é 狗", "")
+
+
+@pytest.mark.parametrize("fields", [{}, {"legacy": True, "add_bos_token": True}])
+def test_a_tokenizer_model_alone_gives_the_ids_of_sentencepiece(sentencepiece_folder, fields):
+    written = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(written | fields))
+    # A model type that `transformers` knows changes nothing here, though it does there.
+    (sentencepiece_folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    tokenizer = folders.load_tokenizer(sentencepiece_folder)
+    reference = sentencepiece.SentencePieceProcessor(
+        model_file=str(sentencepiece_folder / "tokenizer.model")
+    )
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids == [1, *reference.encode(text)], text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    # The earlier rule puts a blank behind every special token, too.
+    again = tokenizer("a</s>USER").input_ids
+    assert again == [1, *reference.encode("a"), 2, *reference.encode("USER")]
+
+
+def test_the_newer_rule_puts_no_blank_behind_special_tokens(sentencepiece_folder):
+    (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
+    tokenizer = folders.load_tokenizer(sentencepiece_folder)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("\nWhat").input_ids)[:3] == [
+        *("<s>", "▁", "<0x0A>")
+    ]
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("a</s>USER").input_ids)
+    assert pieces[:3] == ["<s>", "▁a", "</s>"] and not pieces[3].startswith("▁")

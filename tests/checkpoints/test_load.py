@@ -1,0 +1,268 @@
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stepprune_jax import sharding, testing
+from stepprune_jax.checkpoints import load, names, safetensors
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models import vlm
+
+EVEN = {"text": {"vocab_size": 448, "num_key_value_heads": 2}}  # divisible by four devices
+
+
+def _load(folder, mesh=None, dtype=jnp.float32, **options):
+    return load.load_params(inspect_folder(folder), mesh, dtype, progress=False, **options)
+
+
+def _rewrite(folder, change):
+    """Changes the tensors of a folder with one weight file."""
+    entries = safetensors.read_folder(folder)
+    tensors = {name: safetensors.read_tensor(entry) for name, entry in entries.items()}
+    change(tensors)
+    testing.write_tensors(folder, tensors)
+
+
+def _assert_same(left, right):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right
+    )
+
+
+def test_weights_arrive_where_the_tree_says(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+    params = _load(folder)
+    config = inspect_folder(folder).config
+    files = testing.random_tensors(config)
+    tower, llama = "vision_tower.vision_model.", "language_model.model."
+    expected = {
+        "vision/class_embedding": files[tower + "embeddings.class_embedding"],
+        "vision/position_embedding": files[tower + "embeddings.position_embedding.weight"],
+        "vision/layers/norm2/bias": np.stack(
+            [files[f"{tower}encoder.layers.{i}.layer_norm2.bias"] for i in range(3)]
+        ),
+        "vision/layers/mlp/up/kernel": np.stack(
+            [files[f"{tower}encoder.layers.{i}.mlp.fc1.weight"].T for i in range(3)]
+        ),
+        "projector/down/kernel": files["multi_modal_projector.linear_2.weight"].T,
+        "language/embed/embedding": files[llama + "embed_tokens.weight"],
+        "language/layers/attention/key/kernel": np.stack(
+            [files[f"{llama}layers.{i}.self_attn.k_proj.weight"].T for i in range(2)]
+        ),
+        "language/layers/norm2/scale": np.stack(
+            [files[f"{llama}layers.{i}.post_attention_layernorm.weight"] for i in range(2)]
+        ),
+        "language/head/kernel": files["language_model.lm_head.weight"].T,
+    }
+    flat = names.flatten(params)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(np.asarray(flat[path]), value, err_msg=path)
+    # Row, column, channel: the first three rows of the kernel are the corner pixel's channels.
+    patches = files[tower + "embeddings.patch_embedding.weight"]
+    np.testing.assert_array_equal(
+        np.asarray(flat["vision/patch_embedding/kernel"][:6]),
+        np.concatenate([patches[:, :, 0, 0].T, patches[:, :, 0, 1].T]),
+    )
+    abstract = names.flatten(vlm.abstract_params(config, jnp.float32))
+    assert {p: (x.shape, x.dtype) for p, x in flat.items()} == {
+        p: (x.shape, x.dtype) for p, x in abstract.items()
+    }
+
+
+def test_every_dialect_gives_the_same_parameters(tmp_path):
+    plain = testing.tiny_llava(tmp_path / "hf")
+    new = testing.tiny_llava(tmp_path / "new", "hf_new", max_shard_bytes=40_000)
+    assert len(list(new.glob("*.safetensors"))) > 3
+    _assert_same(_load(new), _load(plain))
+    # The original's vocabulary has no image token, so its files are made to the same size here.
+    original = testing.tiny_llava(tmp_path / "original", "original", text={"vocab_size": 448})
+    plain = testing.tiny_llava(tmp_path / "again", text={"vocab_size": 448})
+    _assert_same(_load(original), _load(plain))
+    assert inspect_folder(original).config.image_token_id is None
+
+
+def test_a_tower_inside_the_original_files_is_preferred_to_the_clip_folder(tmp_path):
+    folder = testing.tiny_llava(tmp_path, "original")
+    tower = safetensors.read_folder(folder / "clip")
+    kept = {name: safetensors.read_tensor(entry) + 1 for name, entry in tower.items()}
+
+    def add_tower(tensors):
+        tensors.update({f"model.vision_tower.vision_tower.{k}": v for k, v in kept.items()})
+
+    _rewrite(folder, add_tower)
+    loaded = _load(folder)["vision"]["class_embedding"]
+    np.testing.assert_array_equal(
+        np.asarray(loaded), kept["vision_model.embeddings.class_embedding"]
+    )
+
+
+def test_the_clip_folder_may_hold_a_whole_clip_and_lie_elsewhere(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "model", "original")
+    before = _load(folder)
+
+    def add_text_half(tensors):
+        tensors["text_model.final_layer_norm.weight"] = np.ones(3, np.float32)
+        tensors["text_projection.weight"] = np.ones((3, 3), np.float32)
+        tensors["logit_scale"] = np.float32(1)
+        tensors["vision_model.embeddings.position_ids"] = np.arange(10)
+
+    _rewrite(folder / "clip", add_text_half)
+    (folder / "clip").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"mm_vision_tower of .* vision_folder="):
+        inspect_folder(folder)
+    source = inspect_folder(folder, tmp_path / "elsewhere")
+    _assert_same(load.load_params(source, dtype=jnp.float32, progress=False), before)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_are_rounded_to_the_wanted_dtype(tmp_path, stored):
+    folder = testing.tiny_llava(tmp_path, dtype=stored)
+    exact = _load(folder)
+    half = _load(folder, dtype=jnp.bfloat16)
+    _assert_same(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact))
+
+
+@pytest.mark.parametrize("block_bytes", [999, 4096])
+def test_filling_on_the_device_block_by_block_changes_nothing(tmp_path, block_bytes):
+    vision = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    text = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 440}
+    folder = testing.tiny_llava(tmp_path, vision=vision, text=text)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        got = _load(folder, None, dtype, block_bytes=block_bytes)
+        _assert_same(got, _load(folder, None, dtype))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block_bytes"),
+    [({"tensor": 2}, 4000), ({"data": 2, "fsdp": 2, "tensor": 2}, load.BLOCK_BYTES)],
+)
+def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes, block_bytes):
+    folder = testing.tiny_llava(tmp_path, **EVEN)
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = sharding.build_mesh(sizes, devices)
+    params = _load(folder, mesh, block_bytes=block_bytes)
+    _assert_same(params, _load(folder))
+    wanted = sharding.shardings(params, sharding.VLM_RULES, mesh)
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(), params, wanted
+    )
+
+
+def test_each_byte_is_read_once_and_only_by_who_needs_it(tmp_path, monkeypatch):
+    folder = testing.tiny_llava(tmp_path, **EVEN)
+    total = sum(entry.nbytes for entry in safetensors.read_folder(folder).values())
+    reads = []
+
+    def recorded(entry, index=None):
+        data = read_tensor(entry, index)
+        reads.append((entry.name, data.nbytes, entry.nbytes))
+        return data
+
+    read_tensor = safetensors.read_tensor
+    monkeypatch.setattr(safetensors, "read_tensor", recorded)
+    mesh = sharding.build_mesh({"data": 2, "tensor": 4}, jax.devices())
+    _load(folder, mesh)
+    assert sum(count for _, count, _ in reads) == total
+    kernels = [read for read in reads if read[0].endswith("mlp.up_proj.weight")]
+    assert len(kernels) == 8 and all(count * 4 == whole for _, count, whole in kernels)
+
+
+def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+
+    def spoil(tensors):
+        del tensors["language_model.model.norm.weight"]
+        del tensors["multi_modal_projector.linear_1.bias"]
+        tensors["language_model.model.layers.7.mlp.up_proj.weight"] = np.zeros((1,), np.float32)
+        tensors["language_model.lm_head.weight"] = tensors["language_model.lm_head.weight"].T
+        tensors["vision_tower.vision_model.embeddings.class_embedding"] = np.zeros(32, np.int8)
+        tensors["model.language_model.embed_tokens.weight"] = np.zeros(1, np.float32)
+
+    _rewrite(folder, spoil)
+    with pytest.raises(ValueError) as error:
+        _load(folder)
+    message = str(error.value)
+    for part in (
+        str(folder),
+        "missing (2):",
+        "language_model.model.norm.weight (for language/norm/scale)",
+        "multi_modal_projector.linear_1.bias (for projector/up/bias)",
+        "unused (1):",
+        "layers.7.mlp.up_proj.weight in model.safetensors",
+        "language_model.lm_head.weight is [48, ",
+        "embeddings.class_embedding is int8, expected floating point",
+        "stored twice (1):",
+    ):
+        assert part in message
+
+
+def test_known_extras_are_harmless_and_others_are_not(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+
+    def add(tensors):
+        tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(6)
+        tensors["vision_tower.vision_model.embeddings.position_ids"] = np.arange(10)
+
+    _rewrite(folder, add)
+    _load(folder)
+    _rewrite(folder, lambda tensors: tensors.update(adapter=np.ones(1)))
+    with pytest.raises(ValueError, match=r"unused \(1\):\n    adapter in"):
+        _load(folder)
+
+
+def test_tied_embeddings_need_no_head_and_ignore_a_stored_one(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert "head" not in _load(folder)["language"]
+    _rewrite(folder, lambda tensors: tensors.pop("language_model.lm_head.weight"))
+    assert "head" not in _load(folder)["language"]
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    folder = testing.tiny_llava(tmp_path, max_shard_bytes=60_000)
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{shard.name} is truncated"):
+        _load(folder)
+
+
+def test_load_vlm_brings_tokenizer_and_image_settings(tmp_path, capsys):
+    folder = testing.tiny_llava(tmp_path / "a")
+    model = load.load_vlm(folder)
+    assert model.params["language"]["norm"]["scale"].dtype == jnp.bfloat16
+    assert model.image_settings.resize_to == 24 and model.image_settings.pad_to_square
+    assert model.tokenizer("▁").input_ids[0] == model.config.bos_token_id == 1
+    assert model.folder == folder
+    assert "GB/s" in capsys.readouterr().err
+    original = testing.tiny_llava(tmp_path / "b", "original")
+    assert load.load_vlm(original, progress=False).image_settings == model.image_settings
+    assert capsys.readouterr().err == ""
+
+
+def test_the_name_table_covers_every_weight_of_a_model():
+    config = LlavaConfig.from_hf(testing.tiny_hf_config())
+    abstract = vlm.abstract_params(config)
+    assert {t.path for t in names.targets(abstract, config)} == set(names.flatten(abstract))
+    assert names.unflatten(names.flatten(abstract)) == abstract
+    with pytest.raises(ValueError, match="no rule in the name table for language/extra"):
+        names.targets({**abstract, "language/extra": abstract["vision"]["class_embedding"]}, config)
+    tied = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_embeddings=True))
+    assert len(names.targets(vlm.abstract_params(tied), tied)) == len(names.RULES) - 1
+
+
+def test_a_terminal_sees_a_bar_and_a_failed_load_no_final_line(tmp_path, capsys, monkeypatch):
+    folder = testing.tiny_llava(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    load.load_params(inspect_folder(folder))
+    shown = capsys.readouterr().err
+    assert f"loading {folder.name}: 100%" in shown and "GB/s" in shown
+    monkeypatch.setattr(safetensors, "read_tensor", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load.load_params(inspect_folder(folder))
+    assert "loaded" not in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""The loader's promise on host memory, measured in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import names, safetensors
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models import vlm
+
+# On this backend the weights themselves lie in host memory too: what the loader itself needs is
+# the growth of the high-water mark beyond them.
+_MEASURE = """
+import sys, jax, jax.numpy as jnp
+from stepprune_jax.checkpoints import load
+from stepprune_jax.checkpoints.folder import inspect_folder
+
+def high_water():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+source = inspect_folder(sys.argv[1])
+jnp.zeros(1).block_until_ready()
+before = high_water()
+params = jax.block_until_ready(load.load_params(source, progress=False))
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(size, high_water() - before - size)
+"""
+
+
+def _write_sparse(folder, config):
+    """A multi-shard folder of zeros that takes no disk: headers, then holes."""
+    targets = names.targets(vlm.abstract_params(config), config)
+    shapes = {name: target.tensor_shape for target in targets for name in target.names}
+    sizes = {name: int(np.prod(shape)) * 2 for name, shape in shapes.items()}
+    shards = safetensors.plan_shards(sizes, 200 << 20)
+    for file, members in shards:
+        header, end = {}, 0
+        for name in members:
+            begin, end = end, end + sizes[name]
+            shape = list(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        raw = json.dumps(header).encode()
+        with open(folder / file, "wb") as handle:
+            handle.write(len(raw).to_bytes(8, "little") + raw)
+            handle.truncate(8 + len(raw) + end)
+    safetensors.write_index(folder, shards, sum(sizes.values()))
+    assert len(shards) > 3
+    return max(sizes.values())
+
+
+def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path):
+    text = {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
+    raw = testing.tiny_hf_config(8192, text=text)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    largest = _write_sparse(tmp_path, LlavaConfig.from_hf(raw))
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    size, extra = map(int, run.stdout.split())
+    # Half the promised margin; a loader that staged the weights would need all of `size` again.
+    margin = 500_000_000
+    assert size > 2 * margin > largest
+    assert extra < largest + margin, f"{extra / 1e6:.0f} MB beyond {size / 1e6:.0f} MB of weights"

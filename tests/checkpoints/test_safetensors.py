@@ -1,0 +1,154 @@
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.checkpoints import safetensors as ours
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def _write(path, **tensors):
+    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    ours.write_file(path, specs, iter(tensors.values()))
+    return path
+
+
+def _raw(path, header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    return path
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path):
+    a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.float16([1, 2])
+    path = _write(tmp_path / "model.safetensors", a=a, b=b)
+    theirs = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(theirs["a"], a)
+    np.testing.assert_array_equal(theirs["b"], b)
+    safetensors.numpy.save_file(
+        {"a": a, "scalar": np.array(3, np.float32)}, tmp_path / "theirs.safetensors"
+    )
+    entries = ours.read_header(tmp_path / "theirs.safetensors")
+    np.testing.assert_array_equal(ours.read_tensor(entries["a"]), a)
+    assert ours.read_tensor(entries["scalar"]) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_block_is_the_slice_of_the_tensor(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    cuts = [
+        slice(*sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size)))))
+        for size in shape[:2]
+    ]
+    tensor = np.arange(np.prod(shape)).reshape(shape).astype(BF16)
+    path = _write(tmp_path_factory.mktemp("block") / "x.safetensors", pad=np.int8([1]), x=tensor)
+    entry = ours.read_header(path)["x"]
+    np.testing.assert_array_equal(ours.read_tensor(entry, tuple(cuts)), tensor[tuple(cuts)])
+    np.testing.assert_array_equal(ours.read_tensor(entry), tensor)
+
+
+def test_later_axes_cannot_be_cut(tmp_path):
+    path = _write(tmp_path / "x.safetensors", x=np.zeros((2, 2, 2), np.float32))
+    with pytest.raises(ValueError, match="first two axes"):
+        ours.read_tensor(ours.read_header(path)["x"], (slice(None), slice(None), slice(0, 1)))
+
+
+RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a safetensors file"),
+        (b"PK\x03\x04 a zip archive", "not a safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ((99).to_bytes(8, "little") + b"{}", "is truncated"),
+        ((4).to_bytes(8, "little") + b"{]}}", "corrupt safetensors header"),
+        ((2).to_bytes(8, "little") + b"[]", "corrupt safetensors header"),
+    ],
+)
+def test_a_file_without_a_good_header_is_named(tmp_path, content, message):
+    path = tmp_path / "model-00002-of-00003.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        ours.read_header(path)
+    assert path.name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "size", "message"),
+    [
+        (RECORD, 4, "'w' ends at byte"),
+        (RECORD | {"data_offsets": [0, 4]}, 8, "'w' is corrupt"),
+        (RECORD | {"data_offsets": [0]}, 8, "record of 'w' is corrupt"),
+        (RECORD | {"dtype": "F4"}, 8, "dtype 'F4'"),
+        ({"dtype": "F32"}, 8, "record of 'w' is corrupt"),
+    ],
+)
+def test_a_tensor_that_cannot_be_there_is_named(tmp_path, record, size, message):
+    path = _raw(tmp_path / "shard.safetensors", {"w": record}, bytes(size))
+    with pytest.raises(ValueError, match=message) as error:
+        ours.read_header(path)
+    assert "shard.safetensors" in str(error.value)
+
+
+def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
+    path = _write(tmp_path / "x.safetensors", x=np.zeros(100, np.float32))
+    entry = ours.read_header(path)["x"]
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 8)
+    with pytest.raises(ValueError, match=r"x\.safetensors is truncated"):
+        ours.read_tensor(entry)
+
+
+def test_shards_are_found_through_the_index(tmp_path):
+    _write(tmp_path / "one.safetensors", a=np.zeros(1, np.float32))
+    _write(tmp_path / "two.safetensors", b=np.ones(1, np.float32))
+    shards = [("one.safetensors", ("a",)), ("two.safetensors", ("b",))]
+    ours.write_index(tmp_path, shards, 8)
+    assert sorted(ours.read_folder(tmp_path)) == ["a", "b"]
+
+
+def test_a_folder_with_a_bad_index_is_refused(tmp_path):
+    index = tmp_path / ours.INDEX_NAME
+    index.write_text("{")
+    with pytest.raises(ValueError, match="not a shard index"):
+        ours.read_folder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    _write(tmp_path / "one.safetensors", a=np.zeros(1, np.float32))
+    with pytest.raises(FileNotFoundError, match=r"1 shard\(s\) .* two\.safetensors"):
+        ours.read_folder(tmp_path)
+    _write(tmp_path / "two.safetensors", a=np.zeros(1, np.float32))
+    with pytest.raises(ValueError, match="'a' is both in"):
+        ours.read_folder(tmp_path)
+
+
+def test_pickles_are_not_read_but_the_converter_is_named(tmp_path):
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(FileNotFoundError, match=r"python -m stepprune_jax\.checkpoints\.convert"):
+        ours.read_folder(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no weights"):
+        ours.read_folder(tmp_path)
+
+
+def test_a_failed_write_leaves_no_file(tmp_path):
+    specs = {"a": (np.dtype(np.float32), (2,))}
+    with pytest.raises(ValueError, match="declared"):
+        ours.write_file(tmp_path / "x.safetensors", specs, [np.zeros(3, np.float32)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_stay_below_the_size_where_they_can():
+    sizes = {"a": 4, "b": 4, "c": 10, "d": 1}
+    assert ours.plan_shards(sizes, 100) == [("model.safetensors", ("a", "b", "c", "d"))]
+    assert [members for _, members in ours.plan_shards(sizes, 8)] == [("a", "b"), ("c",), ("d",)]
+    assert ours.plan_shards(sizes, 8)[1][0] == "model-00002-of-00003.safetensors"

@@ -1,0 +1,194 @@
+import json
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+from stepprune_jax.data import images
+from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+
+SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+
+
+def _picture(width, height, seed=0):
+    random = np.random.default_rng(seed)
+    smooth = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None] % 256
+    noise = random.integers(0, 90, (height, width, 3))
+    return Image.fromarray(np.clip(smooth + noise - 40, 0, 255).astype(np.uint8))
+
+
+def _theirs(processor, image):
+    return processor(image, return_tensors="np")["pixel_values"][0]
+
+
+@pytest.mark.parametrize("side", [1, 7, 55, 56, 57, 336, 701])
+def test_squares_equal_the_pillow_clip_processor_bit_for_bit(side):
+    image = _picture(side, side)
+    ours = preprocess_clip(image, images.settings_from_hf(SMALL))
+    np.testing.assert_array_equal(ours, _theirs(CLIPImageProcessorPil(**SMALL), image))
+    assert ours.dtype == np.float32 and ours.shape == (3, 56, 56)
+
+
+def test_the_full_size_equals_the_reference_too():
+    image = _picture(640, 640)
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+    )
+    np.testing.assert_array_equal(preprocess_clip(image), _theirs(processor, image))
+
+
+@pytest.mark.parametrize("size", [(90, 40), (41, 90), (1, 30), (300, 299)])
+def test_padding_is_that_of_llava(size):
+    image = _picture(*size)
+    settings = images.settings_from_hf(SMALL)
+    assert settings.fill == (122, 116, 104)
+    theirs = _theirs(LlavaImageProcessorPil(do_pad=True, **SMALL), image)
+    np.testing.assert_array_equal(preprocess_clip(image, settings), theirs)
+    # By hand: offset (side - dimension) // 2 on the shorter axis.
+    side = max(size)
+    square = Image.new("RGB", (side, side), (122, 116, 104))
+    square.paste(image, ((side - size[0]) // 2, (side - size[1]) // 2))
+    np.testing.assert_array_equal(preprocess_clip(square, settings), theirs)
+
+
+@pytest.mark.parametrize("size", [(90, 40), (41, 90), (60, 56)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        SMALL,
+        SMALL | {"crop_size": {"height": 80, "width": 31}},
+        SMALL | {"size": {"height": 50, "width": 70}, "do_normalize": False},
+        SMALL | {"do_resize": False, "do_rescale": False},
+        SMALL | {"crop_size": 20, "size": 40, "resample": 2, "image_mean": [0.1, 0.2, 0.3]},
+    ],
+)
+def test_without_padding_every_setting_equals_the_reference(size, fields):
+    image = _picture(*size)
+    settings = images.settings_from_hf(fields)._replace(pad_to_square=False)
+    theirs = _theirs(CLIPImageProcessorPil(**fields), image)
+    np.testing.assert_array_equal(preprocess_clip(image, settings), theirs)
+
+
+@pytest.mark.parametrize("size", [(700, 30), (31, 700), (600, 599)])
+def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
+    image = _picture(*size)
+    whole = preprocess_clip(image)
+    monkeypatch.setattr(images, "STRIP_PIXELS", 1)
+    np.testing.assert_array_equal(preprocess_clip(image), whole)
+
+
+def test_single_pixels_and_very_long_pictures_are_handled():
+    one = preprocess_clip(Image.new("RGB", (1, 1), (255, 0, 0)))
+    assert one.shape == (3, 336, 336) and np.ptp(one, axis=(1, 2)).max() == 0
+    for size in ((20_000, 3), (2, 8_000)):
+        pixels = preprocess_clip(open_image(Image.new("RGB", size, (9, 9, 9))))
+        assert pixels.shape == (3, 336, 336) and np.isfinite(pixels).all()
+
+
+def test_large_pictures_open_without_a_warning(tmp_path, monkeypatch):
+    path = tmp_path / "wide.png"
+    Image.new("L", (20_000, 3)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)  # Pillow warns above, refuses at twice
+    with warnings.catch_warnings(record=True) as caught:
+        assert open_image(path).size == (20_000, 3)
+    assert caught == []
+
+
+def test_a_decompression_bomb_is_refused_and_explained(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.png"
+    Image.new("1", (200, 200)).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    with pytest.raises(ValueError, match=r"bomb\.png.*PIL\.Image\.MAX_IMAGE_PIXELS"):
+        open_image(path)
+
+
+def test_every_mode_becomes_rgb(tmp_path):
+    red = Image.new("RGB", (5, 4), (200, 10, 30))
+    palette = red.convert("P", palette=Image.Palette.ADAPTIVE)
+    transparent = palette.copy()
+    transparent.info["transparency"] = bytes([0] * 256)
+    for image in (red, red.convert("RGBA"), red.convert("CMYK"), palette, transparent):
+        assert open_image(image).mode == "RGB"
+        assert np.abs(np.asarray(open_image(image), int) - (200, 10, 30)).max() <= 1, image.mode
+    grey = Image.new("L", (5, 4), 77)
+    for image in (grey, grey.convert("LA"), Image.new("I", (5, 4), 77), Image.new("F", (5, 4), 77)):
+        assert (np.asarray(open_image(image)) == 77).all(), image.mode
+    assert (np.asarray(open_image(Image.new("1", (5, 4), 1))) == 255).all()
+    path = tmp_path / "transparent.png"
+    transparent.save(path)
+    assert open_image(path).mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_sixteen_bit_grey_keeps_its_upper_bits(tmp_path, mode):
+    values = np.array([[0, 255, 256], [30_000, 65_280, 65_535]], np.uint16)
+    data = values.astype(">u2" if mode == "I;16B" else "<u2").tobytes()
+    image = Image.frombytes(mode, (3, 2), data)
+    expected = np.repeat((values >> 8)[..., None], 3, axis=2)
+    np.testing.assert_array_equal(np.asarray(open_image(image)), expected)
+    if mode == "I;16":
+        image.save(tmp_path / "deep.png")
+        np.testing.assert_array_equal(np.asarray(open_image(tmp_path / "deep.png")), expected)
+
+
+def test_the_orientation_tag_is_left_alone(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    _picture(8, 4).save(tmp_path / "turned.jpg", exif=exif)
+    assert open_image(tmp_path / "turned.jpg").size == (8, 4)
+
+
+def test_broken_images_are_named(tmp_path):
+    whole = tmp_path / "whole.png"
+    _picture(64, 64).save(whole)
+    cut, text = tmp_path / "cut.png", tmp_path / "text.jpg"
+    cut.write_bytes(whole.read_bytes()[:-2000])
+    text.write_text("<html>404</html>")
+    with pytest.raises(ValueError, match=r"cut\.png is a damaged image"):
+        open_image(cut)
+    with pytest.raises(ValueError, match=r"text\.jpg is not an image"):
+        open_image(text)
+    with pytest.raises(FileNotFoundError, match=r"no image file at .*none\.png"):
+        open_image(tmp_path / "none.png")
+    with pytest.raises(ValueError, match="expected an RGB image, got mode 'L'"):
+        preprocess_clip(Image.new("L", (2, 2)))
+
+
+def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
+        images.image_settings(tmp_path)
+    nested = tmp_path / "processor_config.json"
+    nested.write_text(json.dumps({"image_processor": SMALL}))
+    assert images.image_settings(tmp_path) == ImageSettings(resize_to=56, crop_to=(56, 56))
+    plain = tmp_path / "preprocessor_config.json"
+    plain.write_text(json.dumps({"size": 40, "crop_size": 30, "image_std": [1, 1, 1]}))
+    settings = images.image_settings(tmp_path)
+    assert settings.resize_to == 40 and settings.crop_to == (30, 30) and settings.std == (1, 1, 1)
+    plain.write_text("[")
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json is not JSON"):
+        images.image_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor 'Qwen2VL"),
+        ({"image_processor_type": "LlavaNextImageProcessor"}, "unsupported image processor"),
+        ({"size": {"longest_edge": 5}}, "size must be"),
+        ({"crop_size": "big"}, "crop_size='big'"),
+    ],
+)
+def test_other_processors_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        images.settings_from_hf(config)
+
+
+def test_batches_stack_pictures_of_any_size():
+    batch = images.preprocess_batch([_picture(5, 9), _picture(40, 30)])
+    assert batch.shape == (2, 3, 336, 336)
+    np.testing.assert_array_equal(batch[1], preprocess_clip(_picture(40, 30)))
+    with pytest.raises(ValueError, match="at least one image"):
+        images.preprocess_batch([])

@@ -1,0 +1,139 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax import testing
+from stepprune_jax.data.prompts import (
+    IMAGE_TOKEN,
+    expanded_length,
+    pad_batch,
+    place_images,
+    tokenize_with_images,
+    truncate,
+    vicuna_v1,
+)
+
+SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions."
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return testing.tiny_tokenizer()
+
+
+def test_one_open_exchange_reads_as_the_reference():
+    prompt = vicuna_v1([place_images("Is it windy?", 1)])
+    assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
+    assert vicuna_v1(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
+
+
+def test_finished_turns_end_as_the_reference_ends_them():
+    turns = ["<image>\nA?", "Yes.", "B?"]
+    expected = f"{SYSTEM} USER: <image>\nA? ASSISTANT: Yes.</s>USER: B? ASSISTANT:"
+    assert vicuna_v1(turns) == expected == vicuna_v1([*turns, None])
+    assert vicuna_v1(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
+    assert vicuna_v1(["A?", "No."]).endswith("ASSISTANT: No.</s>")
+    with pytest.raises(ValueError, match="at least one turn"):
+        vicuna_v1([])
+
+
+def test_image_marks_go_in_front():
+    assert place_images("What?", 0) == "What?"
+    assert place_images("What?", 2) == "<image>\n<image>\nWhat?"
+    assert place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
+    assert place_images("<image>\nWhat?", 1) == "<image>\nWhat?"
+    interleaved = "First <image> and second <image>?"
+    assert place_images(interleaved, 2) == interleaved
+
+
+@pytest.mark.parametrize(("marks", "images"), [(1, 0), (2, 1), (1, 2)])
+def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
+    message = "<image>\n" * marks + "What?"
+    expected = rf"the prompt has {marks} <image>, but {images} image\(s\)"
+    with pytest.raises(ValueError, match=expected):
+        place_images(message, images)
+    with pytest.raises(ValueError, match=expected):
+        tokenize_with_images(tokenizer, vicuna_v1([message]), images)
+
+
+def test_images_without_a_mark_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="the prompt has no <image>: add one for each"):
+        tokenize_with_images(tokenizer, vicuna_v1(["What?"]), 1)
+
+
+def test_pieces_around_the_image_are_those_of_the_reference(tokenizer):
+    ids = tokenize_with_images(tokenizer, vicuna_v1([place_images("What is this?", 1)]), 1)
+    at = ids.index(IMAGE_TOKEN)
+    assert ids.count(IMAGE_TOKEN) == 1
+    before = tokenizer.convert_ids_to_tokens(ids[:at])
+    after = tokenizer.convert_ids_to_tokens(ids[at + 1 :])
+    # A lone blank ends the first piece; the next one starts with a blank and the newline byte.
+    assert before[:3] == ["<s>", "▁A", "▁chat"] and before[-4:] == ["▁US", "ER", ":", "▁"]
+    assert after[:4] == ["▁", "<0x0A>", "W", "h"] and after[-4:] == ["▁ASS", "IST", "ANT", ":"]
+    assert ids[at + 2] == 13 and ids[0] == 1 and 1 not in ids[1:]
+
+
+def test_images_at_the_ends_and_side_by_side(tokenizer):
+    blank = tokenizer.convert_tokens_to_ids("▁")
+    assert tokenize_with_images(tokenizer, "<image>", 1) == [1, IMAGE_TOKEN]
+    assert tokenize_with_images(tokenizer, "<image><image>\n", 2) == [
+        *(1, IMAGE_TOKEN, IMAGE_TOKEN, blank, 13)
+    ]
+    assert tokenize_with_images(tokenizer, "no", 0) == tokenizer("no").input_ids
+
+
+def test_a_tokenizer_without_a_start_token_loses_nothing():
+    class Plain:
+        bos_token_id = None
+
+        def __call__(self, text):
+            return type("Encoding", (), {"input_ids": [ord(c) for c in text]})
+
+    assert tokenize_with_images(Plain(), "a<image>bc") == [97, IMAGE_TOKEN, 98, 99]
+
+
+def test_expanded_length_counts_what_the_model_sees():
+    ids = [1, 5, IMAGE_TOKEN, 7, IMAGE_TOKEN]
+    assert expanded_length(ids, [576, 10]) == 589
+    assert expanded_length([1, 2], []) == 2
+    with pytest.raises(ValueError, match=r"hold 2 image\(s\), 1 count"):
+        expanded_length(ids, [576])
+
+
+def test_truncation_by_hand():
+    ids = [1, 5, IMAGE_TOKEN, 7, IMAGE_TOKEN, 9]
+    assert truncate(ids, [4, 3], 11) == (ids, (4, 3))
+    assert truncate(ids, [4, 3], 9) == (ids[:5], (4, 2))
+    assert truncate(ids, [4, 3], 7) == (ids[:4], (4,))
+    assert truncate(ids, [4, 3], 5) == (ids[:3], (3,))
+    assert truncate(ids, [4, 3], 2) == ([1, 5], ())
+    # 576 visual tokens leave room for 1,472 of text; after pruning to 64, for 1,984.
+    long = [1, IMAGE_TOKEN, *range(3, 3000)]
+    assert len(truncate(long, [576]).ids) == 2048 - 575
+    assert len(truncate(long, [64]).ids) == 2048 - 63
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(st.just(IMAGE_TOKEN), st.integers(0, 9)), max_size=12),
+    st.lists(st.integers(0, 5), min_size=12, max_size=12),
+    st.integers(0, 40),
+)
+def test_truncation_is_the_longest_prefix_that_fits(ids, counts, limit):
+    kept = counts[: ids.count(IMAGE_TOKEN)]
+    cut = truncate(ids, kept, limit)
+    assert cut.ids == ids[: len(cut.ids)]
+    assert expanded_length(cut.ids, cut.kept) == min(limit, expanded_length(ids, kept))
+
+
+def test_batches_are_padded_at_the_right_end():
+    batch = pad_batch([[1, 2, 3], [1, IMAGE_TOKEN]], pad_id=9, multiple=4)
+    np.testing.assert_array_equal(batch.ids, [[1, 2, 3, 9], [1, IMAGE_TOKEN, 9, 9]])
+    np.testing.assert_array_equal(batch.length, [3, 2])
+    assert batch.ids.dtype == batch.length.dtype == np.int32
+    with pytest.raises(ValueError, match="at least one prompt"):
+        pad_batch([])

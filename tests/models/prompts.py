@@ -1,0 +1,85 @@
+"""A batch that mixes everything a pruned prefix may hold, and the same rows one by one in torch."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from hf_reference import NUM_PATCHES, as_torch, normal
+
+from stepprune_jax.models import vlm
+
+S = vlm.IMAGE_TOKEN
+# Two images with text around; one with text; an image at each end; text only; no image kept.
+ROWS = [
+    [1, 7, S, 8, 9, S, 10],
+    [1, S, 5, 6],
+    [S, 3, 4, 2, S],
+    [1, 20, 21, 22, 23, 24, 25, 26],
+    [1, S, 30],
+]
+KEPT = [
+    [[0, 3, 5, 15], [2]],
+    [[1, 2, 4, 8, 9, 14], []],
+    [[6], [7, 12]],
+    [[], []],
+    [[], []],
+]
+
+
+class Batch(NamedTuple):
+    ids: jax.Array
+    text_length: jax.Array
+    visual: jax.Array
+    visual_valid: jax.Array
+    visual_index: jax.Array
+
+
+def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
+    """Pads the chosen rows to a bucket of visual slots and `extra` more ids; padding is junk."""
+    rows = list(rows)
+    l, j = max(len(ROWS[row]) for row in rows) + extra, 2  # noqa: E741
+    ids = np.full((len(rows), l), 42)
+    valid = np.zeros((len(rows), j, bucket), bool)
+    index = np.full((len(rows), j, bucket), 11)
+    visual = noise * np.asarray(normal(99, len(rows), j, bucket, width))
+    for i, row in enumerate(rows):
+        ids[i, : len(ROWS[row])] = ROWS[row]
+        for image, kept in enumerate(KEPT[row]):
+            valid[i, image, : len(kept)] = True
+            index[i, image, : len(kept)] = kept
+            visual[i, image, : len(kept)] = np.asarray(image_tokens(row, image, width))[kept]
+    lengths = jnp.array([len(ROWS[row]) for row in rows], jnp.int32)
+    return Batch(*map(jnp.asarray, (ids, lengths, visual, valid, index)))._replace(
+        text_length=lengths
+    )
+
+
+def image_tokens(row, image, width=64):
+    """All projected tokens of an image."""
+    return normal(100 + 10 * row + image, NUM_PATCHES, width)
+
+
+def by_hand(model, row, positions, answer=()):
+    """Embeddings and position ids of one row, built by a plain loop over tokens."""
+    table = model.get_input_embeddings()
+    pieces, ids, place, image = [], [], 0, 0
+    for token in [*ROWS[row], *answer]:
+        if token == S:
+            tokens = as_torch(image_tokens(row, image))
+            for slot, index in enumerate(KEPT[row][image]):
+                pieces.append(tokens[index])
+                ids.append(place + (index if positions == "original" else slot))
+            place += NUM_PATCHES if positions == "original" else len(KEPT[row][image])
+            image += 1
+        else:
+            pieces.append(table(torch.tensor(token)))
+            ids.append(place)
+            place += 1
+    return torch.stack(pieces)[None], torch.tensor(ids)[None], place
+
+
+def torch_logits(model, row, positions, answer=()):
+    embeddings, ids, _ = by_hand(model, row, positions, answer)
+    return model(inputs_embeds=embeddings, position_ids=ids).logits[0]

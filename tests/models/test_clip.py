@@ -1,0 +1,142 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_reference import arrays, as_torch, assert_close, clip_pair, normal, randomise, vision_tree
+
+from stepprune_jax.config import ClipConfig
+from stepprune_jax.models import clip
+from stepprune_jax.models.layers import Tap
+
+encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "attention"))
+
+
+def reference(model, pixels):
+    """Torch results with the keys of every layer."""
+    keys = []
+    hooks = [
+        module.k_proj.register_forward_hook(lambda *args: keys.append(args[2]))
+        for module in model.modules()
+        if hasattr(module, "k_proj")
+    ]
+    result = model(as_torch(pixels), output_hidden_states=True, output_attentions=True)
+    for hook in hooks:
+        hook.remove()
+    return result, keys
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+def test_every_intermediate_equals_the_reference(activation):
+    model, config, params = clip_pair(hidden_act=activation)
+    pixels = normal(1, 3, 3, 28, 28)
+    taps = [Tap("hidden", layer) for layer in range(5)]
+    taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
+    _, ours = encode(params, config, pixels, -1, taps=tuple(taps))
+    theirs, keys = reference(model, pixels)
+    for layer in range(5):
+        assert_close(ours[f"hidden.{layer}"], theirs.hidden_states[layer], what=f"hidden {layer}")
+    for layer in range(4):
+        assert_close(ours[f"attention.{layer}"], theirs.attentions[layer][:, :, 0])
+        key = keys[layer].reshape(3, 17, 4, 8).transpose(1, 2)
+        assert_close(ours[f"keys.{layer}"], key, what=f"keys {layer}")
+
+
+def test_taps_do_not_change_the_result_and_count_from_the_end():
+    _, config, params = clip_pair()
+    pixels = normal(2, 1, 3, 28, 28)
+    plain, none = encode(params, config, pixels)
+    taps = [Tap("attention", -2), Tap("hidden", -2), Tap("keys", 3)]
+    tapped, found = encode(params, config, pixels, taps=tuple(taps))
+    assert none == {}
+    assert set(found) == {"attention.-2", "hidden.-2", "keys.3"}
+    assert_close(tapped, plain, 1e-6)
+    assert_close(found["hidden.-2"], plain, 1e-6)
+
+
+def test_blocks_after_the_wanted_state_do_not_run():
+    _, config, params = clip_pair()
+    pixels = normal(3, 1, 3, 28, 28)
+    last = np.arange(4) == 3
+    broken = jax.tree.map(
+        lambda leaf: np.where(last.reshape(-1, *[1] * (leaf.ndim - 1)), np.nan, leaf),
+        params["layers"],
+    )
+    features, _ = encode({**params, "layers": broken}, config, pixels, -2)
+    assert jnp.isfinite(features).all()
+
+
+def test_a_border_that_holds_no_whole_patch_is_left_out_as_in_the_reference():
+    model, config, params = clip_pair(image_size=30)
+    pixels = normal(4, 2, 3, 30, 30)
+    ours, _ = encode(params, config, pixels, -1)
+    assert_close(ours, reference(model, pixels)[0].hidden_states[-1])
+
+
+def test_fused_attention_equals_matrix_products():
+    _, config, params = clip_pair()
+    pixels = normal(5, 2, 3, 28, 28)
+    plain, _ = encode(params, config, pixels)
+    fused, _ = encode(params, config, pixels, attention="xla")
+    assert_close(fused, plain)
+
+
+def test_bfloat16_is_within_its_rounding_of_float32():
+    _, config, params = clip_pair()
+    pixels = normal(6, 2, 3, 28, 28)
+    wide, _ = encode(params, config, pixels, -1)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    ours, _ = clip.encode(narrow, config, pixels, -1)
+    assert ours.dtype == jnp.bfloat16
+    # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
+    assert_close(ours, wide, 12 * 2.0**-9)
+
+
+def test_one_block_at_the_width_of_clip_l_equals_the_reference():
+    fields = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 4096}
+    fields |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
+    config = transformers.CLIPVisionConfig(**fields, attn_implementation="eager")
+    layer = transformers.models.clip.modeling_clip.CLIPEncoderLayer(config)
+    layer = randomise(layer)
+    weights = {f"encoder.layers.0.{name}": w for name, w in arrays(layer).items()}
+    for name in ("pre_layrnorm.weight", "pre_layrnorm.bias"):
+        weights[name] = np.ones(1)
+    for name in ("post_layernorm.weight", "post_layernorm.bias", "embeddings.class_embedding"):
+        weights[name] = np.ones(1)
+    weights["embeddings.patch_embedding.weight"] = np.ones((1, 1, 1, 1))
+    weights["embeddings.position_embedding.weight"] = np.ones(1)
+    params = jax.tree.map(lambda leaf: leaf[0], vision_tree(weights, "", 1)["layers"])
+    hidden = normal(7, 1, 577, 1024)
+    with torch.no_grad():
+        theirs = layer(as_torch(hidden), attention_mask=None)
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    block = clip.ClipBlock(ClipConfig.from_hf(fields))
+    ours = jax.jit(block.apply)({"params": params}, hidden)
+    assert_close(ours.hidden, theirs.reshape(1, 577, 1024))
+
+
+def test_images_of_another_size_are_refused():
+    _, config, params = clip_pair()
+    with pytest.raises(ValueError, match="pixels are 28x35, but this tower takes 28x28"):
+        clip.encode(params, config, normal(8, 1, 3, 28, 35))
+
+
+@pytest.mark.parametrize(
+    ("tap", "message"),
+    [
+        (Tap("values", 0), "tap kind 'values' is not offered"),
+        (Tap("keys", 4), "tap 'keys' of layer 4: there are 4"),
+        (Tap("hidden", -6), "tap 'hidden' of layer -6: there are 5"),
+    ],
+)
+def test_unknown_taps_are_refused(tap, message):
+    _, config, params = clip_pair()
+    with pytest.raises(ValueError, match=message):
+        clip.encode(params, config, normal(9, 1, 3, 28, 28), taps=[tap])
+
+
+def test_unknown_attention_is_refused():
+    _, config, params = clip_pair()
+    with pytest.raises(ValueError, match="attention is 'flash'; supported: matmul"):
+        clip.encode(params, config, normal(9, 1, 3, 28, 28), attention="flash")

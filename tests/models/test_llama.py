@@ -1,0 +1,194 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_reference import (
+    TEXT,
+    arrays,
+    as_torch,
+    assert_close,
+    language_tree,
+    llama_pair,
+    normal,
+)
+
+from stepprune_jax.config import LlamaConfig
+from stepprune_jax.models import llama
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.rotary import rotary, rotary_frequencies
+
+
+def inputs(b=2, s=11, seed=0):
+    ids = jax.random.randint(jax.random.key(seed), (b, s), 0, 90)
+    position = jnp.broadcast_to(jnp.arange(s), (b, s))
+    return ids, position, jnp.ones((b, s), bool)
+
+
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "attention"))
+def run(params, config, ids, position, valid, **options):
+    hidden = llama.embed(params, ids)
+    last = config.num_layers
+    stage = llama.run_layers(params, config, hidden, position, valid, 0, last, **options)
+    return llama.logits(params, config, stage.hidden), stage
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
+    model, config, params = llama_pair(num_key_value_heads=kv_heads)
+    ids, position, valid = inputs()
+    taps = [Tap("hidden", layer) for layer in range(5)]
+    taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
+    query_index = jnp.array([[10, 3], [0, 7]])
+    ours, stage = run(
+        params, config, ids, position, valid, taps=tuple(taps), query_index=query_index
+    )
+    theirs = model(as_torch(ids), output_hidden_states=True, output_attentions=True, use_cache=True)
+    assert_close(ours, theirs.logits, what="logits")
+    for layer in range(4):
+        assert_close(stage.taps[f"hidden.{layer}"], theirs.hidden_states[layer])
+        full = theirs.attentions[layer]
+        rows = torch.stack([full[row][:, query_index[row].tolist()] for row in range(2)])
+        assert_close(stage.taps[f"attention.{layer}"], rows, what=f"attention {layer}")
+        assert_close(stage.taps[f"keys.{layer}"], theirs.past_key_values.layers[layer].keys)
+    # The reference norms its last hidden state.
+    normed = llama.final_norm(params, config, stage.taps["hidden.4"])
+    assert_close(normed, theirs.hidden_states[4])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500000.0,
+            }
+        },
+        {"head_dim": 32, "tie_word_embeddings": True},
+    ],
+    ids=["linear", "llama3", "wide heads and tied head"],
+)
+def test_variants_equal_the_reference(changes):
+    model, config, params = llama_pair(num_hidden_layers=2, **changes)
+    if config.tie_embeddings:
+        assert "head" not in params
+    ids, _, valid = inputs()
+    position = 20 * jnp.broadcast_to(jnp.arange(11), ids.shape)
+    ours, _ = run(params, config, ids, position, valid)
+    theirs = model(as_torch(ids), position_ids=as_torch(position))
+    assert_close(ours, theirs.logits)
+
+
+def test_rotary_angles_equal_the_reference_at_far_positions():
+    fields = {**TEXT, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**fields)
+    )
+    config = LlamaConfig.from_hf(fields)
+    np.testing.assert_allclose(rotary_frequencies(config), theirs.inv_freq.numpy(), rtol=2e-7)
+    position = jnp.arange(0, 2048, 89)[None]
+    cosine, sine = theirs(torch.zeros(1), as_torch(position))
+    ours = rotary(config, position)
+    np.testing.assert_allclose(ours[0], cosine.numpy(), atol=3e-4)
+    np.testing.assert_allclose(ours[1], sine.numpy(), atol=3e-4)
+
+
+def test_one_block_at_the_width_of_vicuna_7b_equals_the_reference():
+    fields = {**TEXT, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 1}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 32}
+    reference = transformers.LlamaConfig(**fields, attn_implementation="eager")
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer(reference, 0)
+    angles = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(reference)
+    generator = np.random.default_rng(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            # Integers of a fixed table are quicker to draw than 2e8 normal deviates.
+            table = generator.standard_normal(65537).astype(np.float32)
+            values = np.resize(table, weight.shape)
+            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.2
+            weight.copy_(torch.from_numpy(values * scale + (weight.ndim == 1)))
+    weights = {f"layers.0.{name}": w for name, w in arrays(layer).items()}
+    weights |= {"embed_tokens.weight": np.ones(1), "norm.weight": np.ones(1)}
+    params = language_tree(weights, "", 1)
+    hidden, position = normal(1, 1, 64, 4096), jnp.arange(64)[None]
+    mask = torch.full((64, 64), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with torch.no_grad():
+        x = as_torch(hidden)
+        theirs = layer(x, mask, position_embeddings=angles(x, as_torch(position)))
+    config = LlamaConfig.from_hf(fields)
+    valid = jnp.ones((1, 64), bool)
+    ours = llama.run_layers(params, config, hidden, position, valid, 0, 1)
+    assert_close(ours.hidden, theirs.reshape(1, 64, 4096))
+
+
+def test_bfloat16_is_within_its_rounding_of_float32():
+    _, config, params = llama_pair()
+    ids, position, valid = inputs()
+    wide, _ = run(params, config, ids, position, valid)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    ours, stage = run(narrow, config, ids, position, valid, capacity=16)
+    assert ours.dtype == jnp.float32
+    assert stage.cache.key.dtype == jnp.bfloat16
+    # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
+    assert_close(ours, wide, 12 * 2.0**-9)
+
+
+def test_fused_attention_equals_matrix_products_on_padded_rows():
+    _, config, params = llama_pair()
+    ids, position, valid = inputs()
+    valid = valid.at[1, 6:].set(False)
+    plain, _ = run(params, config, ids, position, valid)
+    fused, _ = run(params, config, ids, position, valid, attention="xla")
+    assert_close(fused[0], plain[0])
+    assert_close(fused[1, :6], plain[1, :6])
+
+
+def test_training_through_the_layers_keeps_no_copy_of_the_weights():
+    _, config, params = llama_pair(num_hidden_layers=4, hidden_size=128, intermediate_size=512)
+    ids, position, valid = inputs(b=1, s=4)
+    gradients = []
+    for remat in (False, True):
+
+        @jax.jit
+        def gradient(hidden, params, remat=remat):
+            def loss(hidden):
+                stage = llama.run_layers(params, config, hidden, position, valid, 0, 4, remat=remat)
+                return jnp.square(stage.hidden).sum()
+
+            return jax.grad(loss)(hidden)
+
+        hidden = llama.embed(params, ids)
+        compiled = gradient.lower(hidden, params).compile()
+        stack = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+        # One layer's slice at a time is fine, a quarter of the stack; with it its transpose.
+        assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * stack
+        gradients.append(compiled(hidden, params))
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first": 2, "last": 2}, r"layers \[2:2\] of 4 do not exist"),
+        ({"last": 5}, r"layers \[0:5\] of 4 do not exist"),
+        ({"capacity": 3}, "capacity 3 for 4 tokens"),
+        ({"taps": [Tap("attention", 0)]}, "tap attention.0 needs query_index"),
+        ({"last": 2, "taps": [Tap("keys", 3)]}, r"tap keys.3 is outside the stage \[0:2\]"),
+        ({"attention": "flash"}, "attention is 'flash'"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(change, message):
+    _, config, params = llama_pair()
+    ids, position, valid = inputs(b=1, s=4)
+    options = {"first": 0, "last": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        llama.run_layers(params, config, llama.embed(params, ids), position, valid, **options)

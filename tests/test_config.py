@@ -1,0 +1,155 @@
+import dataclasses
+
+import pytest
+import transformers
+
+from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig, RopeScaling
+
+# The fields of the published conversion of LLaVA-v1.5-7B; all others are defaults.
+LLAVA_7B = {
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32064,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}
+
+
+def test_the_published_7b_file_gives_its_shape():
+    config = LlavaConfig.from_hf(LLAVA_7B)
+    assert config.vision == ClipConfig(1024, 4096, 24, 16, 336, 14)
+    assert config.text == LlamaConfig(
+        32064, 4096, 11008, 32, 32, 32, 128, 10000.0, 1e-5, max_positions=4096
+    )
+    assert config.num_image_tokens == config.vision.num_patches == 576
+    assert (config.image_token_id, config.pad_token_id) == (32000, 32001)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert hash(config) == hash(LlavaConfig.from_hf(LLAVA_7B))
+
+
+def test_the_file_that_transformers_writes_gives_the_same_config():
+    written = transformers.LlavaConfig(**LLAVA_7B).to_dict()
+    assert LlavaConfig.from_hf(written) == LlavaConfig.from_hf(LLAVA_7B)
+
+
+def test_the_original_layout_gives_the_same_shape():
+    original = {
+        **LLAVA_7B["text_config"],
+        "model_type": "llava",
+        "vocab_size": 32000,
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = LlavaConfig.from_original(original, {"vision_config": LLAVA_7B["vision_config"]})
+    reference = LlavaConfig.from_hf(LLAVA_7B)
+    text = dataclasses.replace(reference.text, vocab_size=32000)
+    assert config == dataclasses.replace(reference, text=text, image_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeScaling("linear", 2.0)),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        ({"rope_scaling": None, "rope_theta": 10000}, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+    ],
+)
+def test_both_generations_of_rope_fields_are_read(fields, scaling):
+    config = LlamaConfig.from_hf(fields)
+    assert config.rope_scaling == scaling
+    assert config.rope_theta == fields.get("rope_parameters", {}).get("rope_theta", 1e4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling type 'yarn' is not"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "supported are 'default', 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "RoPE scaling 'linear' lacks factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "text_config: hidden_act is 'gelu'; supported: 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "mistral"}, "model_type is 'mistral'; supported: 'llama'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
+        ({"vocab_size": "big"}, "vocab_size is 'big', expected a positive integer"),
+        ({"num_key_value_heads": 5}, "num_heads 32 is not a multiple of num_kv_heads 5"),
+        ({"head_dim": 15}, "head_dim 15 must be even"),
+    ],
+)
+def test_unsupported_language_models_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "siglip_vision_model"}, "vision_config: model_type is 'siglip_vision"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; supported: 'quick_gelu', 'gelu'"),
+        ({"num_channels": 1}, "num_channels is 1"),
+        ({"image_size": [224, 336]}, "expected a square"),
+        ({"patch_size": 448}, "image_size 224 is smaller than patch_size 448"),
+        ({"num_attention_heads": 5}, "hidden_size 768 is not a multiple of num_heads 5"),
+    ],
+)
+def test_unsupported_towers_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ClipConfig.from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model_type": "llava_next"},
+            "config.json: model_type is 'llava_next'; supported: 'llava'",
+        ),
+        ({"vision_config": None}, "vision_config is missing"),
+        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer is \[-2, -5\], expected one"),
+        ({"vision_feature_layer": -30}, "vision_feature_layer -30 is outside a tower of 24"),
+        ({"vision_feature_select_strategy": "cls"}, "vision_feature_select_strategy is 'cls'"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act is 'relu'"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False"),
+    ],
+)
+def test_unsupported_pairs_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LlavaConfig.from_hf({**LLAVA_7B, **fields})
+
+
+def test_an_original_file_with_another_projector_is_refused():
+    with pytest.raises(ValueError, match="mm_projector_type is 'linear'; supported: 'mlp2x_gelu'"):
+        LlavaConfig.from_original({"model_type": "llava"}, {})

@@ -1,0 +1,53 @@
+"""Everything but the converter works where torch is not installed."""
+
+import subprocess
+import sys
+
+from stepprune_jax import testing
+
+# Makes `import torch` and every question whether it is there answer as if it were not installed.
+_HIDE = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    hidden = name.partition(".")[0] in ("torch", "torchvision", "torchaudio")
+    return None if hidden else find(name, path, target)
+
+importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
+"""
+
+_USE = """
+import pkgutil, importlib, stepprune_jax
+for module in pkgutil.walk_packages(stepprune_jax.__path__, "stepprune_jax."):
+    importlib.import_module(module.name)
+from PIL import Image
+from stepprune_jax.checkpoints import convert, load_vlm, save_vlm
+from stepprune_jax.data.images import open_image, preprocess_clip
+from stepprune_jax.data.prompts import place_images, tokenize_with_images, vicuna_v1
+
+model = load_vlm(sys.argv[1], progress=False)
+save_vlm(model, sys.argv[2])
+prompt = vicuna_v1([place_images("What is this?", 1)])
+assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
+pixels = preprocess_clip(open_image(Image.new("L", (30, 20))), model.image_settings)
+assert pixels.shape == (3, 24, 24)
+open(sys.argv[2] + "/pytorch_model.bin", "wb").close()
+try:
+    convert.convert(sys.argv[2], sys.argv[2] + "/new", progress=False)
+except ImportError as error:
+    assert "needs torch" in str(error), error
+else:
+    raise AssertionError("converted without torch")
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_package_loads_saves_and_prepares_without_torch(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "model")
+    run = subprocess.run(
+        [sys.executable, "-c", _HIDE + _USE, str(folder), str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
