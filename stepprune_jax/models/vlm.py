@@ -201,7 +201,7 @@ def assemble(
     """
     if positions not in POSITIONS:
         raise ValueError(f"positions is {positions!r}; supported: {', '.join(POSITIONS)}")
-    (b, l), (j, k) = ids.shape, visual.shape[1:3]  # noqa: E741
+    (b, l), (j, k) = ids.shape, visual.shape[1:3]
     s = l + j * k if capacity is None else capacity
     places = _places(ids, text_length, j)
     text_slot, image_slot, total = _starts(places, visual_valid.sum(-1, dtype=jnp.int32))

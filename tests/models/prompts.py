@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
     """Pads the chosen rows to a bucket of visual slots and `extra` more ids; padding is junk."""
     rows = list(rows)
-    l, j = max(len(ROWS[row]) for row in rows) + extra, 2  # noqa: E741
+    l, j = max(len(ROWS[row]) for row in rows) + extra, 2
     ids = np.full((len(rows), l), 42)
     valid = np.zeros((len(rows), j, bucket), bool)
     index = np.full((len(rows), j, bucket), 11)
