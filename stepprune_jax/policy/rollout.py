@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.trajectory import Limits, step_distribution
 
 
@@ -172,12 +173,15 @@ def _saved_bwd(loop, residuals, cotangents):
         return (jax.tree.map(jnp.add, totals, here), query_bar, cache_bar), None
 
     primals = (operands.params, operands.context, operands.memory, operands.stop_bias)
-    start = jax.tree.map(jnp.zeros_like, (_floats(primals), operands.query, cache))
+    # Sums over hundreds of steps are kept in float32 at least, whatever the compute dtype.
+    totals = jax.tree.map(lambda x: jnp.zeros(x.shape, score_dtype(x.dtype)), _floats(primals))
+    start = (totals, *jax.tree.map(jnp.zeros_like, (operands.query, cache)))
     steps = jnp.arange(loop.steps, dtype=jnp.int32)
     inputs = (steps, queries, logits, choices, cotangents.logits)
     (totals, query_bar, cache_bar), _ = jax.lax.scan(
         body, start, inputs, reverse=True, unroll=loop.unroll
     )
+    totals = jax.tree.map(lambda total, x: total.astype(x.dtype), totals, _floats(primals))
     params_bar, context_bar, memory_bar, bias_bar = totals
     return Operands(params_bar, context_bar, memory_bar, query_bar, cache_bar, bias_bar), None, None
 
