@@ -13,7 +13,7 @@ from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
 
 
 def draw_limits(
-    key: Array, config: PolicyConfig, batch: int, num_tokens: int
+    key: Array, config: PolicyConfig, num_tokens: Int[Array, "b"], steps: int
 ) -> tuple[Limits, Bool[Array, "b"]]:
     """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
 
@@ -24,13 +24,13 @@ def draw_limits(
     Args:
       key: PRNG key; consumed.
       config: Policy configuration.
-      batch: Rows.
-      num_tokens: N.
+      num_tokens: N of each row, without its padding.
+      steps: T_max.
     """
-    steps = config.steps(num_tokens)
-    low, high = (math.log(f * num_tokens) for f in config.random_budget)
-    drawn = jnp.exp(jax.random.uniform(key, (batch,), minval=low, maxval=high))
-    drawn = jnp.clip(jnp.round(drawn).astype(jnp.int32), 1, steps)
+    batch = num_tokens.shape[0]
+    low, high = (math.log(share) for share in config.random_budget)
+    share = jnp.exp(jax.random.uniform(key, (batch,), minval=low, maxval=high))
+    drawn = jnp.clip(jnp.round(share * num_tokens).astype(jnp.int32), 1, steps)
     own = {
         "own": jnp.ones(batch, bool),
         "random": jnp.zeros(batch, bool),
@@ -71,7 +71,7 @@ def soft_budget(
     Args:
       mode: `"straight_through"` lets the language-model loss say what one more token is worth for
         this image; `"per_sample"` is the same value without gradient; `"batch_mean"` is the
-        paper's running mean, for which the loss has no say in any single count.
+        paper's running mean, at least 1, for which the loss has no say in any single count.
       trajectory: Selection of the batch.
       own: Rows that stop by themselves.
       running: From `update_running_count`.
@@ -80,7 +80,7 @@ def soft_budget(
     own_budget = {
         "straight_through": soft_count(trajectory),
         "per_sample": hard,
-        "batch_mean": jnp.broadcast_to(jnp.asarray(running, hard.dtype), hard.shape),
+        "batch_mean": jnp.full_like(hard, jnp.maximum(running, 1)),
     }[mode]
     return jnp.where(own, own_budget, hard)
 

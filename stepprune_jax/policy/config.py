@@ -42,8 +42,8 @@ class PolicyConfig:
         cross-attention values nor an MLP: they would receive no gradient.
       encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
       text_gate: Where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
-        `"norm"` scales text rows after each block's norm, `"printed"` scales the embeddings as in
-        Eq. (3), where the next pre-norm divides the gate out again.
+        `"norm"` scales text rows after each block's first norm, `"printed"` scales the embeddings
+        as in Eq. (3), where the next pre-norm divides the gate out again.
       max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)).
       min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
       temperature: tau of the pointer softmax, Eq. (6).

@@ -6,7 +6,7 @@ A decoder is three functions that `select` takes as arguments:
   computed once from the memory, and an empty cache;
 * `step_fn(params, config, context, query, cache, step) -> (logits [b, m], cache)`: one step. It is
   *append-only*: step t reads no row of the cache after t and writes row t alone, so that a step can
-  be recomputed from the final cache;
+  be recomputed from the final cache. Its leaves are floating arrays;
 * `sequence_fn(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the same for
   all steps, given every query (needed by the `parallel` estimator only).
 """

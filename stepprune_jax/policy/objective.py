@@ -89,16 +89,19 @@ def gate(
       max_steps: T_max; default `config.steps(n)`.
 
     Returns:
-      The gated tokens, in the dtype of `image`, and what led to them.
+      The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
     """
     image = jnp.asarray(image)
     b, n, _ = image.shape
     budget_key, noise_key = jax.random.split(key)
     slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
-    limits, own = draw_limits(budget_key, config, b, n)
+    real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
+    x = jnp.where(real[..., None], x, 0)
+    steps = config.steps(n) if max_steps is None else max_steps
+    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(
-        params, config, slots, image_mask=image_mask, max_steps=max_steps,
+        params, config, slots, image_mask=image_mask, max_steps=steps,
         min_tokens=limits.min_tokens, max_tokens=limits.max_tokens, stop_bias=stop_bias,
     )  # fmt: skip
     running = jnp.asarray(running_count, jnp.float32)
@@ -110,6 +113,7 @@ def gate(
     )  # fmt: skip
     x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))
     x = (x if stats is None else restore(x, stats)).astype(image.dtype)
+    x = jnp.where(real[..., None], x, 0)
     return Gated(x, alpha, k, trajectory, own, jax.lax.stop_gradient(running))
 
 

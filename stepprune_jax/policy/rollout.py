@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy.checks import require
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.trajectory import Limits, step_distribution
@@ -146,6 +147,9 @@ def saved_rollout(
 
 
 def _saved_fwd(loop, operands, image_mask, limits):
+    for leaf in jax.tree.leaves(operands.cache):
+        floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        require(floating, "a leaf of the decoder's cache", f"of dtype {leaf.dtype}", "floating")
     (queries, logits, choice), cache = _scan(loop, operands, image_mask, limits)
     return Rollout(logits, choice), (operands, image_mask, limits, queries, logits, choice, cache)
 

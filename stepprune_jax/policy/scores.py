@@ -69,7 +69,8 @@ def _log_scores(log_prob, log_continue, decay: ArrayLike, aggregation: str):
     if aggregation != "uniform":
         weights = weights + jnp.cumsum(_exclusive(log_continue, 0.0), axis=1)
     terms = log_prob + jnp.broadcast_to(weights, log_continue.shape)[..., None]
-    return jnp.maximum(jax.nn.logsumexp(terms, axis=1), MASKED)
+    pointed_at = jnp.max(terms, axis=1) > 0.5 * MASKED
+    return jnp.where(pointed_at, jax.nn.logsumexp(terms, axis=1), MASKED)
 
 
 def _finite_log(x: Array) -> Array:

@@ -62,11 +62,12 @@ def _prepare(
 ) -> _Episode:  # fmt: skip
     b, n = memory.shape[0], memory.shape[1] - 1
     require(n > 0, "memory", f"of shape {memory.shape}", "at least one token and the stop slot")
-    require_finite("memory", memory)
     if image_mask is None:
         image_mask = jnp.ones((b, n), bool)
     require(image_mask.shape == (b, n), "image_mask", f"of shape {image_mask.shape}", f"[{b}, {n}]")
     image_mask = jnp.asarray(image_mask)
+    memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
+    require_finite("memory", memory, memory_mask)
     steps = config.steps(n) if max_steps is None else max_steps
     require(0 < steps <= n, "max_steps (T_max)", steps, f"within [1, {n}] for {n} image tokens")
     if budget is not None:
@@ -82,7 +83,6 @@ def _prepare(
     # A row cannot keep more tokens than it has, whatever it was asked for.
     most = jnp.minimum(most, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
     limits = Limits(jnp.minimum(least, most), most)
-    memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
     slots = jnp.where(memory_mask[..., None], memory, 0)
     decoder = init_fn(params, config, slots, memory_mask, steps)
     bias = jnp.asarray(stop_bias, layers.score_dtype(memory.dtype))

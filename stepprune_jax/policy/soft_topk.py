@@ -121,6 +121,7 @@ def _soft_topk_fwd(backend, scores, k, temperature, where):
 def _soft_topk_bwd(backend, residuals, g):
     scores, k, temperature, where, u = residuals
     inside = (k > 0) & (k < jnp.sum(where, axis=-1, keepdims=True)) & where
+    g = jnp.where(inside, g, 0.0)
     log_density = jnp.where(inside, _log_density(backend, u), _ABSENT)
     density = jnp.where(inside, jnp.exp(log_density), 0.0)
     # A softmax, so that q is right even where every density underflows.

@@ -181,7 +181,7 @@ def test_training_step_traces_once_over_steps_and_budgets(params, image, text):
 
 def test_mixed_batches_train_half_their_rows_at_random_budgets():
     config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, random_budget=(0.1, 0.3))
-    limits, own = policy.draw_limits(jax.random.key(0), config, 1000, 100)
+    limits, own = policy.draw_limits(jax.random.key(0), config, jnp.full(1000, 100), 50)
     np.testing.assert_array_equal(own, np.arange(1000) % 2 == 0)
     forced = np.asarray(limits.min_tokens)[~np.asarray(own)]
     np.testing.assert_array_equal(forced, np.asarray(limits.max_tokens)[~np.asarray(own)])
