@@ -1,0 +1,90 @@
+"""Random weights and batches for the tests of the policy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax.policy import ParamSpec, PolicyConfig, param_specs
+
+
+def small_config(**fields):
+    """A float64 policy of width 8."""
+    base = dict(feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64")
+    return PolicyConfig(**(base | fields))
+
+
+def small_literal(**fields):
+    """The literal preset at the same size."""
+    base = dict(feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64")
+    return PolicyConfig.literal(**(base | fields))
+
+
+def random_weights(rng, config, scale=0.5):
+    """Every leaf random, also those that start at zero or one, as float64 numpy arrays."""
+
+    def draw(spec):
+        return (spec.init == "ones") + scale * rng.standard_normal(spec.shape)
+
+    specs = param_specs(config)
+    return jax.tree.map(draw, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def random_mask(rng, b, size, share=0.7):
+    return rng.random((b, size)) < share
+
+
+def poison(rng, x, mask):
+    """NaN, infinity or a huge value at padded positions."""
+    trash = rng.choice([np.nan, np.inf, 1e30], size=x.shape)
+    return np.where(mask[..., None], x, trash)
+
+
+# These programs run a few times each: compiling them well would cost more than it saves.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def weighted_sum(rng, tree):
+    """A fixed random linear functional of all floating leaves of trees shaped like `tree`."""
+    weights = [rng.standard_normal(np.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+
+    def functional(other):
+        leaves = jax.tree.leaves(other)
+        return sum(
+            jnp.sum(w.astype(leaf.dtype) * leaf)
+            for w, leaf in zip(weights, leaves, strict=True)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
+
+    return functional
+
+
+def assert_finite_differences(function, x, rng, *, gradient_of=None, rtol=1e-5, size=1e-5):
+    """The gradient of `gradient_of` (default `function`) is the slope of `function` at `x`.
+
+    Along three random directions, by central differences.
+    """
+    gradient = jit(jax.grad(gradient_of or function))(x)
+    function = jit(function)
+    for _ in range(3):
+        direction = jax.tree.map(lambda leaf: rng.standard_normal(np.shape(leaf)), x)
+        ahead, behind = (
+            function(jax.tree.map(lambda leaf, step, s=s: leaf + s * size * step, x, direction))
+            for s in (1, -1)
+        )
+        along = jax.tree.map(lambda g, step: np.sum(np.asarray(g) * step), gradient, direction)
+        slope = (ahead - behind) / (2 * size)
+        np.testing.assert_allclose(sum(jax.tree.leaves(along)), slope, rtol=rtol, atol=1e-7)
+
+
+def assert_trees_close(actual, expected, relative):
+    """Each leaf agrees to `relative` times the largest entry of that leaf."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for mine, (path, theirs) in zip(jax.tree.leaves(actual), flat, strict=True):
+        scale = np.max(np.abs(theirs), initial=0.0)
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(
+            mine, theirs, rtol=0, atol=relative * scale + 1e-30, err_msg=name
+        )

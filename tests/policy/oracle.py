@@ -1,0 +1,310 @@
+"""The policy again, in plain numpy: float64, one row, one step, one head, one token at a time.
+
+Written from the paper and from the docstrings of the package, sharing no code with it. Padding is
+not masked but left out: a padded token does not exist here, so it cannot reach anything. Nothing is
+cached: each step recomputes the whole decoder from the queries so far.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+IMPOSSIBLE = -1e9  # What log-probabilities of impossible events are documented to be.
+
+
+def layer_norm(weights, x):
+    x = x - x.mean()
+    x = x / math.sqrt((x * x).mean() + 1e-5)
+    return x * weights["scale"] + weights.get("bias", 0.0)
+
+
+def dense(weights, x):
+    return x @ weights["kernel"] + weights.get("bias", 0.0)
+
+
+def mlp(weights, x):
+    h = dense(weights["up"], x)
+    # The tanh form of the GELU, jax.nn.gelu's default.
+    h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    return dense(weights["down"], h)
+
+
+def softmax(logits):
+    top = max(logits)
+    if top == -math.inf:
+        return [0.0] * len(logits)
+    powers = [math.exp(value - top) for value in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def attend(query, keys, values, num_heads, bias=None):
+    """Attention of one query over lists of keys and values, head after head."""
+    width = len(query) // num_heads
+    bias = [0.0] * len(keys) if bias is None else bias
+    heads = []
+    for h in range(num_heads):
+        part = slice(h * width, (h + 1) * width)
+        logits = [
+            float(query[part] @ key[part]) / math.sqrt(width) + b
+            for key, b in zip(keys, bias, strict=True)
+        ]
+        mixed = np.zeros(width)
+        for share, value in zip(softmax(logits), values, strict=True):
+            mixed = mixed + share * value[part]
+        heads.append(mixed)
+    return np.concatenate(heads)
+
+
+def encoder_block(weights, config, x, num_image, gate):
+    """One pre-norm block over `num_image` image tokens followed by text tokens."""
+    y = [layer_norm(weights["norm1"], row) for row in x]
+    if config.text_gate == "norm":
+        y = [row if i < num_image else gate * row for i, row in enumerate(y)]
+    attention = weights["attention"]
+    keys = [dense(attention["key"], row) for row in y]
+    values = [dense(attention["value"], row) for row in y]
+    log_gate = math.log(gate) if gate > 0 else -math.inf
+    out = []
+    for i, row in enumerate(x):
+        seen = []
+        for j in range(len(x)):
+            if config.encoder_attention == "causal":
+                hidden = j > i if i < num_image and j < num_image else j < num_image
+                hidden = hidden and not (i < num_image <= j)
+            else:
+                hidden = False
+            if not hidden:
+                seen.append(j)
+        biased = config.text_gate == "attention"
+        bias = [log_gate if biased and j >= num_image else 0.0 for j in seen]
+        query = dense(attention["query"], y[i])
+        mixed = attend(
+            query, [keys[j] for j in seen], [values[j] for j in seen], config.num_heads, bias
+        )
+        row = row + dense(attention["out"], mixed)
+        out.append(row + mlp(weights["mlp"], layer_norm(weights["norm2"], row)))
+    return out
+
+
+def encode_row(weights, config, image, text, image_mask, text_mask, gate):
+    """H of one row; zero where the image is padded."""
+    encoder, real = weights["encoder"], [i for i in range(len(image)) if image_mask[i]]
+    x = [image[i] for i in real]
+    if "image_projection" in encoder:
+        x = [dense(encoder["image_projection"], row) for row in x]
+    for j in range(0 if text is None else len(text)):
+        if text_mask[j]:
+            projection = encoder["text_projection"]
+            row = layer_norm(projection["norm"], dense(projection, text[j]))
+            x.append(gate * row if config.text_gate == "printed" else row)
+    for i in range(config.encoder_layers):
+        x = encoder_block(encoder[f"block_{i}"], config, x, len(real), gate)
+    encoded = np.zeros((len(image), config.policy_width))
+    for position, i in enumerate(real):
+        encoded[i] = x[position]
+    return encoded
+
+
+def memory_row(weights, encoded):
+    return np.concatenate([encoded, weights["stop"][None]])
+
+
+def history(weights, config, x):
+    """Causal self-attention over all queries so far."""
+    attention, out = weights["attention"], []
+    y = [layer_norm(weights["norm"], row) for row in x]
+    keys = [dense(attention["key"], row) for row in y]
+    values = [dense(attention["value"], row) for row in y]
+    for t, row in enumerate(x):
+        query = dense(attention["query"], y[t])
+        mixed = attend(query, keys[: t + 1], values[: t + 1], config.num_heads)
+        out.append(row + dense(attention["out"], mixed))
+    return out
+
+
+def pointer_logits(weights, config, slots, queries):
+    """Logits of the last query over the real slots (the stop last), from scratch."""
+    decoder, x = weights["decoder"], list(queries)
+    for i in range(config.decoder_layers - 1):
+        layer = decoder[f"layer_{i}"]
+        x = history(layer["history"], config, x)
+        cross = layer["cross"]
+        seen = [layer_norm(cross["memory_norm"], slot) for slot in slots]
+        keys = [dense(cross["attention"]["key"], row) for row in seen]
+        values = [dense(cross["attention"]["value"], row) for row in seen]
+        for t, row in enumerate(x):
+            query = dense(cross["attention"]["query"], layer_norm(cross["norm"], row))
+            mixed = attend(query, keys, values, config.num_heads)
+            row = row + dense(cross["attention"]["out"], mixed)
+            x[t] = row + mlp(layer["mlp"], layer_norm(layer["norm"], row))
+    pointer = decoder["pointer"]
+    x = history(pointer["history"], config, x)
+    query = dense(pointer["query"], layer_norm(pointer["norm"], x[-1]))
+    keys = [dense(pointer["key"], layer_norm(pointer["memory_norm"], slot)) for slot in slots]
+    return [float(query @ key) / math.sqrt(len(query)) for key in keys]
+
+
+class Row(NamedTuple):
+    """A trajectory of one row; `open` marks the steps before which tokens are left."""
+
+    action: np.ndarray
+    choice: np.ndarray
+    log_prob: np.ndarray
+    prob: np.ndarray
+    stop_prob: np.ndarray
+    log_continue: np.ndarray
+    margin: np.ndarray
+    alive: np.ndarray
+    count: int
+    selected: np.ndarray
+    open: np.ndarray
+
+
+def _log(x):
+    return math.log(x) if x > 0 else IMPOSSIBLE
+
+
+def step_probabilities(config, logits, stop_logit, step, least, most):
+    """(p(i) over the tokens left, p(stop), 1 - p(stop)) from a dict of logits, Eqs. (8)-(9)."""
+    if step >= most:
+        return dict.fromkeys(logits, 0.0), 1.0, 0.0
+    left = list(logits)
+    shares = dict(zip(left, softmax([logits[i] / config.temperature for i in left]), strict=True))
+    if step < least:
+        return shares, 0.0, 1.0
+    if config.stop == "softmax":
+        scaled = [logits[i] / config.temperature for i in left]
+        full = softmax([*scaled, stop_logit / config.temperature])
+        return dict(zip(left, full[:-1], strict=True)), full[-1], sum(full[:-1])
+    odds = (stop_logit - max(logits.values())) / config.stop_temperature
+    stop, go = 1 / (1 + math.exp(-odds)), 1 / (1 + math.exp(odds))
+    return {i: go * share for i, share in shares.items()}, stop, go
+
+
+def select_row(
+    weights, config, memory, image_mask, *, steps, min_tokens, max_tokens, stop_bias,
+    logits_fn=pointer_logits,
+):  # fmt: skip
+    """The selection loop of one row."""
+    n = len(memory) - 1
+    left = [i for i in range(n) if image_mask[i]]
+    most = min(max_tokens, len(left))
+    least = min(min_tokens, most)
+    slots = [memory[i] for i in left] + [memory[n]]
+    slot_of = {i: position for position, i in enumerate(left)}
+    row = Row(
+        np.full(steps, n), np.zeros(steps, int), np.full((steps, n), IMPOSSIBLE),
+        np.zeros((steps, n)), np.ones(steps), np.full(steps, IMPOSSIBLE), np.zeros(steps),
+        np.zeros(steps, bool), 0, np.zeros(n, bool), np.zeros(steps, bool),
+    )  # fmt: skip
+    queries, alive, count = [weights["decoder"]["start"]], True, 0
+    for t in range(steps):
+        row.alive[t] = alive
+        if not left:
+            alive = False
+            continue
+        row.open[t] = True
+        raw = logits_fn(weights, config, slots, queries)
+        logits = {i: raw[slot_of[i]] for i in left}
+        stop_logit = raw[-1] + config.stop_bias + stop_bias
+        best = left[0]
+        for i in left:
+            if logits[i] > logits[best]:
+                best = i
+        prob, stop, go = step_probabilities(config, logits, stop_logit, t, least, most)
+        for i in left:
+            row.prob[t, i], row.log_prob[t, i] = prob[i], _log(prob[i])
+        row.stop_prob[t], row.log_continue[t] = stop, _log(go)
+        row.margin[t] = stop_logit - logits[best]
+        if t >= most or (t >= least and stop_logit > logits[best]):
+            alive = False
+        if alive:
+            row.action[t], row.selected[best], count = best, True, count + 1
+        row.choice[t] = best
+        left.remove(best)
+        queries.append(memory[best])
+    return row._replace(count=count)
+
+
+def alive_probability(stop_prob):
+    return [math.prod(1 - p for p in stop_prob[:t]) for t in range(len(stop_prob))]
+
+
+def expected_count(stop_prob):
+    """E[K] by enumerating every sequence of stop / go decisions."""
+    total = 0.0
+    for stops in itertools.product([False, True], repeat=len(stop_prob)):
+        weight = math.prod(p if s else 1 - p for p, s in zip(stop_prob, stops, strict=True))
+        total += weight * (stops.index(True) if True in stops else len(stops))
+    return total
+
+
+def soft_scores(prob, stop_prob, decay, aggregation):
+    alive, scores = alive_probability(stop_prob), np.zeros(prob.shape[1])
+    for i in range(prob.shape[1]):
+        for t in range(len(prob)):
+            weight = {
+                "discounted": alive[t] * decay ** (t + 1),
+                "alive": alive[t],
+                "uniform": 1.0,
+                "last": float(t == len(prob) - 1),
+            }[aggregation]
+            scores[i] += weight * prob[t, i]
+    return scores
+
+
+def log_scores(prob, stop_prob, decay, aggregation):
+    return np.array([_log(s) for s in soft_scores(prob, stop_prob, decay, aggregation)])
+
+
+def soft_topk(scores, k, temperature, backend, where):
+    """alpha_i = F(s_i / tau - b), b by bisection."""
+    alpha, present = np.zeros(len(scores)), [i for i in range(len(scores)) if where[i]]
+    if k >= len(present) or k <= 0:
+        alpha[present] = float(k > 0)
+        return alpha
+
+    def share(u):
+        if backend == "sigmoid":
+            return 1 / (1 + math.exp(-u)) if u > 0 else math.exp(u) / (1 + math.exp(u))
+        return 0.5 * math.exp(u) if u < 0 else 1 - 0.5 * math.exp(-u)
+
+    z = {i: scores[i] / temperature for i in present}
+    low, high = min(z.values()) - 50, max(z.values()) + 50
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(share(value - middle) for value in z.values()) > k:
+            low = middle
+        else:
+            high = middle
+    for i in present:
+        alpha[i] = share(z[i] - (low + high) / 2)
+    return alpha
+
+
+def noise_gate(x, alpha, noise):
+    out = np.zeros_like(x)
+    for i in range(len(x)):
+        out[i] = math.sqrt(alpha[i]) * x[i] + math.sqrt(1 - alpha[i]) * noise[i]
+    return out
+
+
+def denoise(weights, x):
+    w, out = weights["denoiser"], []
+    for row in x:
+        row = row + dense(w["out"], dense(w["value"], layer_norm(w["norm1"], row)))
+        out.append(row + mlp(w["mlp"], layer_norm(w["norm2"], row)))
+    return np.array(out)
+
+
+def gather_row(action, features, capacity, order):
+    """(index, tokens, valid) of one row: the first `capacity` picks, padded behind."""
+    n = len(features)
+    kept = [int(a) for a in action if a < n][:capacity]
+    kept = sorted(kept) if order == "raster" else kept
+    index, tokens = np.full(capacity, -1), np.zeros((capacity, features.shape[1]))
+    for position, i in enumerate(kept):
+        index[position], tokens[position] = i, features[i]
+    return index, tokens, index >= 0

@@ -1,0 +1,186 @@
+"""The policy against `oracle.py` on 200 random batches, and its precision below float64."""
+
+import functools
+from typing import Any, NamedTuple
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from stepprune_jax.policy import (
+    encode,
+    memory,
+    pick,
+    select,
+    select_parallel,
+    trajectory_scores,
+)
+
+CASES = 20  # Per group; ten groups.
+KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
+
+
+class Group(NamedTuple):
+    """Everything static of 20 cases: they share one compiled program."""
+
+    fields: dict[str, Any]
+    b: int
+    n: int
+    l: int
+    steps: int
+    exact: bool = False
+    literal: bool = False
+
+    @property
+    def config(self):
+        return (cases.small_literal if self.literal else cases.small_config)(**self.fields)
+
+
+GROUPS = {
+    "one token": Group(dict(num_heads=1, decoder_layers=1), 1, 1, 0, 1),
+    "literal": Group(dict(num_heads=2), 2, 2, 1, 2, literal=True),
+    "causal, norm gate": Group(
+        dict(encoder_attention="causal", text_gate="norm", decoder_layers=1), 2, 3, 2, 3
+    ),
+    "three layers": Group(dict(num_heads=4, decoder_layers=3, text_gate="norm"), 2, 4, 2, 4),
+    "causal, softmax stop": Group(dict(encoder_attention="causal", stop="softmax"), 3, 5, 4, 2),
+    "own width, exact": Group(dict(feature_width=6, width=8, num_heads=4), 2, 6, 3, 6, exact=True),
+    "temperatures": Group(
+        dict(num_heads=1, temperature=0.5, stop_temperature=1.5, decoder_layers=1), 2, 7, 4, 5
+    ),
+    "causal, printed gate": Group(
+        dict(encoder_attention="causal", text_gate="printed", encoder_layers=1), 1, 8, 4, 5
+    ),
+    "literal, all steps": Group(
+        dict(decoder_layers=3, temperature=0.7, stop_bias=-0.3), 1, 9, 2, 9, literal=True
+    ),
+    "no text, exact": Group(dict(text_width=0, encoder_layers=3), 3, 9, 0, 4, exact=True),
+}
+
+
+def make_case(group, kind, seed):
+    """Weights and inputs of one case as numpy arrays."""
+    rng, config = np.random.default_rng(seed), group.config
+    b, n, l, steps = group.b, group.n, group.l, group.steps
+    image = rng.standard_normal((b, n, config.feature_width))
+    image_mask = cases.random_mask(rng, b, n)
+    stop_bias = rng.normal(0.0, 2.0, b)
+    least, most = np.sort(rng.integers(0, steps + 1, (2, b)), axis=0)
+    twins = np.arange(n)
+    if kind == "ties":
+        image_mask[:] = True
+        twins = rng.integers(0, max(1, n // 2), n)
+        # A causal encoder tells twins apart by their past, so they are made twins behind it.
+        if config.encoder_attention == "bidirectional":
+            image, twins = image[:, twins], np.arange(n)
+    if kind == "stop at once":
+        least[:], stop_bias[:] = 0, 40.0
+    if kind == "never stop":
+        most[:], stop_bias[:] = steps, -40.0
+    if kind == "empty row":
+        image_mask[0] = False
+    if group.exact:
+        least = most = rng.integers(1, steps + 1, b)
+    text = text_mask = None
+    if l:
+        text_mask = cases.random_mask(rng, b, l)
+        text = cases.poison(rng, rng.standard_normal((b, l, config.text_width)), text_mask)
+    return dict(
+        params=cases.random_weights(rng, config),
+        image=cases.poison(rng, image, image_mask),
+        text=text,
+        twins=twins,
+        image_mask=image_mask,
+        text_mask=text_mask,
+        gate=float(rng.choice([0.0, 0.3, 1.0])),
+        least=least.astype(np.int32),
+        most=most.astype(np.int32),
+        stop_bias=stop_bias,
+    )
+
+
+@functools.partial(cases.jit, static_argnames=("config", "steps", "exact"))
+def run_package(config, steps, exact, case):
+    """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
+    params, image_mask = case["params"], case["image_mask"]
+    encoded = encode(
+        params, config, case["image"], case["text"], image_mask=image_mask,
+        text_mask=case["text_mask"], text_gate=case["gate"],
+    )[:, case["twins"]]  # fmt: skip
+    slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
+    bounds = dict(min_tokens=case["least"], max_tokens=case["most"])
+    arguments = dict(
+        image_mask=image_mask, max_steps=steps, stop_bias=case["stop_bias"],
+        **(dict(budget=case["least"]) if exact else bounds),
+    )  # fmt: skip
+    trajectory = select(params, config, slots, **arguments)
+    parallel = select_parallel(params, config, slots, **arguments)
+    picks = pick(params, config, slots, **arguments)
+    return encoded, trajectory, parallel, picks, trajectory_scores(config, trajectory)
+
+
+def run_oracle(config, steps, case, row):
+    """(H, Row) of one row of a case."""
+    text, text_mask = (None if case[k] is None else case[k][row] for k in ("text", "text_mask"))
+    encoded = oracle.encode_row(
+        case["params"], config, case["image"][row], text, case["image_mask"][row], text_mask,
+        case["gate"],
+    )[case["twins"]]  # fmt: skip
+    trajectory = oracle.select_row(
+        case["params"], config, oracle.memory_row(case["params"], encoded),
+        case["image_mask"][row], steps=steps, min_tokens=case["least"][row],
+        max_tokens=case["most"][row], stop_bias=case["stop_bias"][row],
+    )  # fmt: skip
+    return encoded, trajectory
+
+
+def assert_same(actual, expected, row):
+    """A `Trajectory` of the package equals a `Row` of the oracle."""
+    mine = {name: np.asarray(value)[row] for name, value in actual._asdict().items()}
+    for name in ("action", "alive", "count", "selected"):
+        np.testing.assert_array_equal(mine[name], getattr(expected, name), err_msg=name)
+    # Where no token is left there is nothing to point at and no best token to compare with.
+    some = expected.open
+    np.testing.assert_array_equal(mine["choice"][some], expected.choice[some])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    close(mine["margin"][some], expected.margin[some], err_msg="margin")
+    for name in ("log_prob", "prob", "stop_prob", "log_continue"):
+        close(mine[name], getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_encode_select_parallel_and_pick_equal_the_oracle_on_random_cases(name):
+    group = GROUPS[name]
+    config = group.config
+    counts = []
+    first = 1000 * list(GROUPS).index(name)
+    for index in range(CASES):
+        case = make_case(group, KINDS[index % len(KINDS)], first + index)
+        with jax.enable_x64(True):
+            results = run_package(config, group.steps, group.exact, case)
+        encoded, trajectory, parallel, picks, scores = jax.tree.map(np.asarray, results)
+        for row in range(group.b):
+            expected_h, expected = run_oracle(config, group.steps, case, row)
+            np.testing.assert_allclose(encoded[row], expected_h, rtol=1e-9, atol=1e-9)
+            assert_same(trajectory, expected, row)
+            assert_same(parallel, expected, row)
+            for field in ("action", "count", "selected"):
+                np.testing.assert_array_equal(getattr(picks, field)[row], getattr(expected, field))
+            assert_same_scores(config, scores[row], expected)
+            counts.append(expected.count)
+    # The cases are not trivial: they differ in their counts.
+    assert len(set(counts)) > 1
+
+
+def assert_same_scores(config, actual, row):
+    linear = oracle.soft_scores(row.prob, row.stop_prob, config.decay, "discounted")
+    if config.score_space == "linear":
+        np.testing.assert_allclose(actual, linear, rtol=1e-9, atol=1e-9)
+    else:
+        # Below 1e-250 the oracle's linear sum loses digits; the logarithm must not.
+        sound = linear > 1e-250
+        np.testing.assert_allclose(actual[sound], np.log(linear[sound]), rtol=1e-9, atol=1e-9)
+        assert np.isfinite(actual).all() and (actual[~sound] < -500).all()

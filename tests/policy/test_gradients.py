@@ -1,0 +1,244 @@
+"""Gradients of the pieces against central finite differences, in float64."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax.policy import (
+    denoise,
+    encode,
+    expected_count,
+    gate,
+    hard_feedback,
+    init_policy,
+    length_penalty,
+    log_soft_scores,
+    noise_gate,
+    param_paths,
+    select,
+    soft_scores,
+    soft_topk,
+    train_loss,
+)
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(30)
+
+
+@pytest.mark.parametrize("backend", ["lapsum", "sigmoid"])
+def test_soft_topk_gradient_in_scores_k_and_temperature(rng, backend):
+    where = np.array([[True] * 6, [True, False, True, True, False, True], [True] * 6])
+    x = dict(scores=rng.normal(size=(3, 6)), k=np.array([2.3, 1.4, 5.2]), tau=np.array([1, 0.2, 3]))
+    weigh = cases.weighted_sum(rng, x["scores"])
+
+    def function(x):
+        return weigh(soft_topk(x["scores"], x["k"], x["tau"], backend=backend, where=where))
+
+    cases.assert_finite_differences(function, x, rng)
+    gradient = jax.grad(function)(x)
+    assert (gradient["scores"][~where] == 0).all()
+    # A constant added to the scores changes nothing, so the Jacobian annihilates it.
+    np.testing.assert_allclose(gradient["scores"].sum(1), 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["lapsum", "sigmoid"])
+def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng, backend):
+    scores, k = rng.normal(size=(2, 4)), np.array([0.0, 4.0])
+
+    def function(scores, k, tau):
+        return jnp.sum(soft_topk(scores, k, tau, backend=backend) * scores)
+
+    alpha = soft_topk(scores, k, 0.5, backend=backend)
+    np.testing.assert_array_equal(alpha, [[0.0] * 4, [1.0] * 4])
+    by_scores, by_k, by_tau = jax.grad(function, (0, 1, 2))(scores, k, 0.5)
+    np.testing.assert_array_equal(by_scores, alpha)  # The outer factor alone.
+    assert (by_k == 0).all() and by_tau == 0
+
+
+@pytest.mark.parametrize("aggregation", ["discounted", "alive", "uniform", "last"])
+@pytest.mark.parametrize("scores_fn", [soft_scores, log_soft_scores])
+def test_score_gradients(rng, scores_fn, aggregation):
+    x = dict(prob=rng.uniform(0.05, 0.9, (2, 4, 3)), stop_prob=rng.uniform(0.1, 0.9, (2, 4)))
+    weigh = cases.weighted_sum(rng, x["prob"][:, 0])
+    arguments = dict(decay=0.7, aggregation=aggregation)
+    cases.assert_finite_differences(lambda x: weigh(scores_fn(**x, **arguments)), x, rng)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_token_never_pointed_at_has_a_log_score_without_gradient(dtype):
+    prob = np.full((1, 3, 2), 0.25, dtype)
+    prob[..., 1] = 0.0
+    stop_prob = np.full((1, 3), 0.5, dtype)
+
+    def never(prob, stop_prob):
+        return log_soft_scores(prob, stop_prob, decay=0.9)[0, 1]
+
+    by_prob, by_stop = jax.grad(never, (0, 1))(prob, stop_prob)
+    np.testing.assert_array_equal(by_prob, 0)
+    np.testing.assert_array_equal(by_stop, 0)
+
+
+def test_expected_count_and_length_penalty_gradients(rng):
+    count, where = np.array([2, 0, 3], np.int32), np.array([True, False, True])
+    weigh = cases.weighted_sum(rng, count)
+    x = rng.uniform(0.1, 0.9, (3, 4))
+    cases.assert_finite_differences(lambda p: weigh(expected_count(p)), x, rng)
+
+    def penalty(p):
+        return length_penalty(count, expected_count(p), np.array([4, 5, 6]), where=where)
+
+    # The value is hard: (2/4 + 3/6) / 2 = 1/2. Its gradient is that of the expected count.
+    np.testing.assert_allclose(penalty(x), 0.5)
+    cases.assert_finite_differences(
+        lambda p: (expected_count(p)[0] / 4 + expected_count(p)[2] / 6) / 2, x, rng,
+        gradient_of=penalty,
+    )  # fmt: skip
+
+
+def test_noise_gate_gradient(rng):
+    x = dict(
+        x=rng.normal(size=(2, 3, 4)), alpha=rng.uniform(0.1, 0.9, (2, 3)),
+        noise=rng.normal(size=(2, 3, 4)),
+    )  # fmt: skip
+    weigh = cases.weighted_sum(rng, x["x"])
+    cases.assert_finite_differences(lambda x: weigh(noise_gate(None, **x)), x, rng)
+
+
+def test_denoise_gradient(rng):
+    config = cases.small_config(feature_width=6, width=4)
+    x = dict(params=cases.random_weights(rng, config), x=rng.normal(size=(2, 3, 6)))
+    weigh = cases.weighted_sum(rng, x["x"])
+    cases.assert_finite_differences(lambda x: weigh(denoise(x["params"], config, x["x"])), x, rng)
+
+
+@pytest.mark.parametrize("text_gate", ["attention", "norm", "printed"])
+def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
+    attention = "causal" if text_gate == "norm" else "bidirectional"
+    config = cases.small_config(
+        feature_width=6, width=4, text_gate=text_gate, encoder_attention=attention
+    )
+    masks = dict(image_mask=np.array([[True, True, False]]), text_mask=np.array([[False, True]]))
+    x = dict(
+        params=cases.random_weights(rng, config), image=rng.normal(size=(1, 3, 6)),
+        text=rng.normal(size=(1, 2, 5)), gate=np.float64(0.6),
+    )  # fmt: skip
+    weigh = cases.weighted_sum(rng, np.zeros((1, 3, 4)))
+
+    def function(x):
+        image, text, g = x["image"], x["text"], x["gate"]
+        return weigh(encode(x["params"], config, image, text, text_gate=g, **masks))
+
+    cases.assert_finite_differences(function, x, rng)
+    gradient = cases.jit(jax.grad(function))(x)
+    assert gradient["gate"] != 0
+
+
+def open_trajectory(trajectory):
+    """The floats of a trajectory, without the placeholders of impossible events."""
+    possible = trajectory.prob > 0
+    somewhere = jnp.any(possible, axis=-1)
+    return dict(
+        prob=trajectory.prob,
+        log_prob=jnp.where(possible, trajectory.log_prob, 0),
+        stop_prob=trajectory.stop_prob,
+        log_continue=jnp.where(somewhere, trajectory.log_continue, 0),
+        margin=jnp.where(somewhere, trajectory.margin, 0),
+    )
+
+
+@pytest.mark.parametrize("stop", ["aligned", "softmax"])
+def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_choice(rng, stop):
+    config = cases.small_config(width=4, stop=stop, temperature=0.7)
+    masks = np.array([[True] * 5, [True, False, True, True, False]])
+    x = dict(
+        params=cases.random_weights(rng, config), memory=rng.normal(size=(2, 6, 4)),
+        stop_bias=np.array([0.3, -0.2]),
+    )  # fmt: skip
+
+    def run(x):
+        return select(
+            x["params"], config, x["memory"], image_mask=masks, max_steps=4, min_tokens=1,
+            max_tokens=np.array([4, 2]), stop_bias=x["stop_bias"], feedback_fn=hard_feedback,
+        )  # fmt: skip
+
+    weigh = cases.weighted_sum(rng, open_trajectory(run(x)))
+    # Far from a change of choice, so that the differences never cross one.
+    log_prob = np.sort(run(x).log_prob, axis=-1)
+    assert np.all(np.abs(log_prob[..., -1] - log_prob[..., -2]) > 1e-2, where=run(x).stop_prob < 1)
+    cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
+
+
+@pytest.mark.parametrize("score_space", ["log", "linear"])
+def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
+    """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
+    config = cases.small_config(
+        decoder_layers=1, encoder_layers=1, soft_budget="per_sample", score_space=score_space,
+        polarisation="sigmoid",
+    )  # fmt: skip
+    image, text = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5))
+    weigh, key = cases.weighted_sum(rng, image), jax.random.key(1)
+    arguments = dict(max_steps=3, text_gate=0.5)
+    x = dict(params=cases.random_weights(rng, config, 0.3), stop_bias=np.float64(0.1))
+
+    def lm_loss(tokens):
+        return weigh(jnp.tanh(tokens))
+
+    def soft(x):
+        arrays = gate(x["params"], config, key, image, text, stop_bias=x["stop_bias"], **arguments)
+        expected = expected_count(arrays.trajectory.stop_prob)
+        share = jnp.sum(jnp.where(arrays.own, expected, 0)) / jnp.sum(arrays.own) / 5
+        return lm_loss(arrays.tokens) + 0.3 * share
+
+    def loss(x):
+        return train_loss(
+            x["params"], config, key, image, text, lm_loss, stop_bias=x["stop_bias"], **arguments
+        )[0]
+
+    cases.assert_finite_differences(soft, x, rng, gradient_of=loss, rtol=1e-4, size=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (cases.small_config, dict(decoder_layers=1, encoder_layers=1)),
+        (cases.small_config, dict(feature_width=6, width=8)),
+        (cases.small_config, dict(decoder_layers=3, text_width=0, encoder_layers=1)),
+        (cases.small_literal, dict(decoder_layers=1, feature_width=6, width=8, encoder_layers=1)),
+        (cases.small_literal, dict(decoder_layers=2)),
+        (cases.small_literal, dict(decoder_layers=3, text_width=0, encoder_layers=1)),
+    ],
+    ids=["default-1", "default-2-wide", "default-3-blind", "literal-1-wide", "literal-2",
+         "literal-3-blind"],
+)  # fmt: skip
+def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fields):
+    config = make(**fields)
+    initial = init_policy(jax.random.key(0), config)
+    # The denoiser starts with zero output projections, which starve what is before them.
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.standard_normal(leaf.shape), initial)
+    image = rng.normal(size=(4, 6, config.feature_width))
+    text = rng.normal(size=(4, 3, 5)) if config.text_width else None
+    weigh = cases.weighted_sum(rng, image)
+
+    def loss(params):
+        return train_loss(
+            params, config, jax.random.key(2), image, text, lambda x: weigh(jnp.tanh(x)),
+            max_steps=5, text_gate=0.7,
+        )[0]  # fmt: skip
+
+    gradient = cases.jit(jax.grad(loss))(params)
+    sizes = [float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradient)]
+    dead = [
+        path for path, size in zip(param_paths(gradient), sizes, strict=True) if not size > 1e-9
+    ]
+    assert not dead
+    assert np.isfinite(sizes).all()

@@ -1,0 +1,205 @@
+"""What may influence what, by gradient: exactly zero where nothing may flow, not zero where it may.
+
+Sizes are tiny and everything runs in float64, so that an exact zero is a statement about the
+program and not about rounding.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax.policy import (
+    denoise,
+    encode,
+    gate,
+    hard_feedback,
+    memory,
+    pointer_init,
+    pointer_sequence,
+    pointer_step,
+    select,
+    select_parallel,
+    straight_through,
+)
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(50)
+
+
+def jacobian(function, x):
+    return jax.tree.map(np.asarray, cases.jit(jax.jacrev(function))(x))
+
+
+def test_the_denoiser_updates_each_token_from_itself_alone(rng):
+    config = cases.small_config(feature_width=4, width=2, num_heads=1)
+    params = cases.random_weights(rng, config)
+    flow = jacobian(functools.partial(denoise, params, config), rng.normal(size=(2, 3, 4)))
+    flow = np.abs(flow).max(axis=(2, 5)).reshape(6, 6)  # From every (row, token) to every other.
+    assert (flow[~np.eye(6, dtype=bool)] == 0).all()
+    assert (flow[np.eye(6, dtype=bool)] > 0).all()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
+    config = cases.small_config(width=4, decoder_layers=layers)
+    params = cases.random_weights(rng, config)
+    slots = jnp.asarray(rng.normal(size=(1, 4, 4)))
+    decoder = pointer_init(params, config, slots, jnp.ones((1, 4), bool), 4)
+
+    def logits(queries):
+        return pointer_sequence(params, config, decoder.context, queries, decoder.cache)
+
+    flow = np.abs(jacobian(logits, rng.normal(size=(1, 4, 4)))).max(axis=(0, 2, 3, 5))
+    later = np.triu(np.ones((4, 4), bool), 1)  # [t, u]: from query u to logits t.
+    assert (flow[later] == 0).all()
+    assert (flow[~later] > 0).all()
+
+
+def flow_between_steps(rng, what, feedback_fn):
+    """[t, u]: how much prob of step t depends on a nudge of the query or the logits of step u."""
+    config = cases.small_config(width=4, min_tokens=0, decoder_layers=2)
+    params, slots = cases.random_weights(rng, config), rng.normal(size=(1, 6, 4))
+
+    def init_fn(params, *arguments):
+        return pointer_init(params["policy"], *arguments)
+
+    def step_fn(params, config, context, query, cache, step):
+        nudge = params["nudge"][step]
+        query = query + nudge[:4] if what == "query" else query
+        logits, cache = pointer_step(params["policy"], config, context, query, cache, step)
+        return logits + nudge if what == "logits" else logits, cache
+
+    def probabilities(nudge):
+        return select(
+            dict(policy=params, nudge=nudge), config, slots, max_steps=4,
+            init_fn=init_fn, step_fn=step_fn, feedback_fn=feedback_fn,
+        ).prob[0]  # fmt: skip
+
+    return np.abs(jacobian(probabilities, np.zeros((4, 6)))).max(axis=(1, 3))
+
+
+@pytest.mark.parametrize("feedback_fn", [straight_through, hard_feedback])
+def test_a_query_reaches_its_own_and_later_steps_and_no_earlier_one(rng, feedback_fn):
+    flow = flow_between_steps(rng, "query", feedback_fn)
+    later = np.triu(np.ones((4, 4), bool), 1)
+    assert (flow[later] == 0).all()
+    assert (flow[~later] > 0).all()
+
+
+def test_probabilities_reach_later_steps_through_straight_through_alone(rng):
+    later, diagonal = np.triu(np.ones((4, 4), bool), 1), np.eye(4, dtype=bool)
+    through = flow_between_steps(rng, "logits", straight_through)
+    assert (through[later] == 0).all()
+    assert (through[~later] > 0).all()
+    cut = flow_between_steps(rng, "logits", hard_feedback)
+    assert (cut[~diagonal] == 0).all()
+    assert (cut[diagonal] > 0).all()
+
+
+def whole_selection(params, config, image, text, chooser, **masks):
+    image_mask = masks.get("image_mask")
+    slots = memory(params, encode(params, config, image, text, **masks))
+    run = chooser(params, config, slots, image_mask=image_mask, max_steps=3, min_tokens=0)
+    scores = jnp.where(run.prob > 0, run.log_prob, 0)
+    return jnp.concatenate([run.prob, scores, run.stop_prob[..., None]], axis=-1)
+
+
+@pytest.mark.parametrize("chooser", [select, select_parallel])
+def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, chooser):
+    config = cases.small_config(feature_width=4, width=4, text_width=3)
+    params = cases.random_weights(rng, config)
+    x = dict(image=rng.normal(size=(2, 4, 4)), text=rng.normal(size=(2, 3, 3)))
+    masks = dict(
+        image_mask=np.array([[True, False, True, True], [True, True, True, False]]),
+        text_mask=np.array([[True, True, False], [False, True, True]]),
+    )
+    flow = jacobian(
+        lambda x: whole_selection(params, config, x["image"], x["text"], chooser, **masks), x
+    )
+    for name, mask in (("image", masks["image_mask"]), ("text", masks["text_mask"])):
+        by_token = np.abs(flow[name]).max(axis=(1, 2, 5))  # [row, from row, from token]
+        for row in range(2):
+            assert (by_token[row, 1 - row] == 0).all()
+            np.testing.assert_array_equal(by_token[row, row] > 0, mask[row])
+
+
+def test_the_stop_embedding_reaches_the_stop_probability(rng):
+    config = cases.small_config(width=4, text_width=0)
+    params = cases.random_weights(rng, config)
+    encoded = rng.normal(size=(1, 4, 4))
+
+    def stop_prob(stop):
+        slots = memory(params | dict(stop=stop), encoded)
+        return select(params, config, slots, max_steps=3, min_tokens=1).stop_prob[0]
+
+    flow = np.abs(jacobian(stop_prob, params["stop"])).max(axis=1)
+    assert flow[0] == 0  # The stop is not available yet.
+    assert (flow[1:] > 0).all()
+
+
+@pytest.mark.parametrize("text_gate", ["attention", "norm", "printed"])
+def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_text(rng, text_gate):
+    config = cases.small_config(
+        feature_width=4, width=4, text_width=3, encoder_attention="causal", text_gate=text_gate
+    )
+    params = cases.random_weights(rng, config)
+    x = dict(image=rng.normal(size=(1, 4, 4)), text=rng.normal(size=(1, 2, 3)))
+    flow = jacobian(lambda x: encode(params, config, **x, text_gate=0.5), x)
+    by_token = {name: np.abs(f).max(axis=(0, 2, 3, 5)) for name, f in flow.items()}
+    later = np.triu(np.ones((4, 4), bool), 1)
+    assert (by_token["image"][later] == 0).all()
+    assert (by_token["image"][~later] > 0).all()
+    assert (by_token["text"] > 0).all()
+
+
+@pytest.mark.parametrize("text_gate", ["attention", "norm", "printed"])
+def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
+    config = cases.small_config(feature_width=4, width=4, text_width=3, text_gate=text_gate)
+    params = cases.random_weights(rng, config)
+    image, text = rng.normal(size=(1, 4, 4)), rng.normal(size=(2, 1, 2, 3))
+    run = cases.jit(lambda text: encode(params, config, image, text, text_gate=0.0))
+    np.testing.assert_allclose(run(text[0]), run(100 * text[1]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, estimator):
+    """Through the whole training pathway; the consumer ignores tokens at padded positions."""
+    config = cases.small_config(estimator=estimator, encoder_layers=1, batch_budget="own")
+    params = cases.random_weights(rng, config)
+    masks = dict(
+        image_mask=np.array([[True, False, True, True], [True, True, True, False]]),
+        text_mask=np.array([[True, True, False], [False, True, True]]),
+    )
+    clean = {
+        name: np.where(masks[f"{name}_mask"][..., None], rng.normal(size=shape), 0.0)
+        for name, shape in (("image", (2, 4, 8)), ("text", (2, 3, 5)))
+    }
+
+    def loss(params, image, text):
+        gated = gate(params, config, jax.random.key(0), image, text, max_steps=3, **masks)
+        tokens = jnp.where(masks["image_mask"][..., None], gated.tokens, 0)
+        return jnp.sum(jnp.sin(tokens)) + jnp.sum(gated.trajectory.stop_prob), gated.alpha
+
+    run = cases.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = run(params, **clean)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
+    (_, alpha), _ = expected
+    assert (np.asarray(alpha)[~masks["image_mask"]] == 0).all()
+    for padding in (1e30, np.inf, np.nan):
+        dirty = {
+            name: np.where(masks[f"{name}_mask"][..., None], x, padding)
+            for name, x in clean.items()
+        }
+        jax.tree.map(np.testing.assert_array_equal, run(params, **dirty), expected)

@@ -1,0 +1,222 @@
+"""Gradients through the loop: a written-out surrogate, the two rollouts, the two estimators."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import surrogate
+
+from stepprune_jax.policy import (
+    Decoder,
+    hard_feedback,
+    objective,
+    plain_rollout,
+    saved_rollout,
+    select,
+    select_parallel,
+    straight_through,
+    train_loss,
+)
+
+MASK = np.array([[True] * 6, [True, False, True, True, False, True], [False] * 6])
+LIMITS = dict(min_tokens=np.array([1, 0, 0]), max_tokens=np.array([5, 2, 0]))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(40)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_inputs(rng, config, dtype=np.float64):
+    tree = dict(
+        params=cases.random_weights(rng, config),
+        memory=rng.normal(size=(3, 7, config.policy_width)),
+        stop_bias=rng.normal(size=3),
+    )
+    return jax.tree.map(dtype, tree)
+
+
+def make_loss(rng, config, chooser, **arguments):
+    """A random functional of prob, stop_prob and possible log-probabilities of an episode."""
+    weigh = cases.weighted_sum(rng, [np.zeros((3, 5, 6)), np.zeros((3, 5)), np.zeros((3, 5, 6))])
+
+    def loss(x):
+        run = chooser(
+            x["params"], config, x["memory"], image_mask=MASK, max_steps=5,
+            stop_bias=x["stop_bias"], **LIMITS, **arguments,
+        )  # fmt: skip
+        return weigh([run.prob, run.stop_prob, jnp.where(run.prob > 0, run.log_prob, 0)])
+
+    return loss
+
+
+def value_and_gradient(loss, x):
+    return cases.jit(jax.value_and_grad(loss))(x)
+
+
+@pytest.mark.parametrize(
+    ("fields", "feedback_fn"),
+    [
+        (dict(decoder_layers=2), straight_through),
+        (dict(decoder_layers=1, stop="softmax", temperature=0.7), straight_through),
+        (dict(decoder_layers=1), hard_feedback),
+    ],
+    ids=["2-aligned-straight-through", "1-softmax-straight-through", "1-aligned-hard"],
+)
+def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedback_fn):
+    config = cases.small_config(width=4, **fields)
+    x = make_inputs(rng, config)
+    weights = [rng.normal(size=(3, 3, 6)), rng.normal(size=(3, 3))]
+    least, most = np.array([1, 0, 2]), np.array([3, 1, 2])
+
+    def by_package(x):
+        run = select(
+            x["params"], config, x["memory"], max_steps=3, stop_bias=x["stop_bias"],
+            feedback_fn=feedback_fn, min_tokens=least, max_tokens=most,
+        )  # fmt: skip
+        value = jnp.sum(weights[0] * run.prob) + jnp.sum(weights[1] * run.stop_prob)
+        return value, run.choice
+
+    (value, choice), found = cases.jit(jax.value_and_grad(by_package, has_aux=True))(x)
+
+    def by_hand(x):
+        def row(memory, stop_bias, *given):
+            return surrogate.episode(
+                x["params"], config, memory, stop_bias, *given,
+                straight_through=feedback_fn is straight_through,
+            )  # fmt: skip
+
+        prob, stop_prob = jax.vmap(row)(x["memory"], x["stop_bias"], choice, least, most)
+        return jnp.sum(weights[0] * prob) + jnp.sum(weights[1] * stop_prob)
+
+    expected_value, expected = value_and_gradient(by_hand, x)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-12)
+    cases.assert_trees_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("feedback_fn", [straight_through, hard_feedback])
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("float64", 1e-10)])
+def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, feedback_fn):
+    config = cases.small_config(decoder_layers=2, num_heads=4, dtype=dtype)
+    with jax.enable_x64(dtype == "float64"):
+        x = make_inputs(rng, config, np.dtype(dtype).type)
+        saved, plain = (
+            make_loss(np.random.default_rng(0), config, select, feedback_fn=feedback_fn,
+                      rollout_fn=rollout_fn)
+            for rollout_fn in (saved_rollout, plain_rollout)
+        )  # fmt: skip
+        value, found = value_and_gradient(saved, x)
+        expected_value, expected = value_and_gradient(plain, x)
+        np.testing.assert_allclose(value, expected_value, rtol=relative)
+        cases.assert_trees_close(found, expected, relative)
+        # Neither is empty: straight-through is worth comparing because all of it flows.
+        assert np.abs(found["params"]["decoder"]["start"]).max() > 1e-3
+        assert np.abs(found["memory"][0]).max() > 1e-3
+
+
+def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
+    config = cases.small_config(decoder_layers=1)
+    x = make_inputs(rng, config)
+    through, cut = (
+        make_loss(np.random.default_rng(0), config, select, feedback_fn=feedback_fn)
+        for feedback_fn in (straight_through, hard_feedback)
+    )
+    value, found = value_and_gradient(through, x)
+    other_value, other = value_and_gradient(cut, x)
+    np.testing.assert_allclose(value, other_value, rtol=1e-12)
+    assert np.abs(found["memory"] - other["memory"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
+    config = cases.small_config(decoder_layers=layers, dtype="float32")
+    x = make_inputs(rng, config, np.float32)
+    parallel = make_loss(np.random.default_rng(0), config, select_parallel)
+    cut = make_loss(np.random.default_rng(0), config, select, feedback_fn=hard_feedback)
+    value, found = value_and_gradient(parallel, x)
+    expected_value, expected = value_and_gradient(cut, x)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    cases.assert_trees_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, estimator):
+    """Parallel is held against the plain loop with feedback cut, straight-through against it as is.
+
+    Both through the objective, budgets and text included.
+    """
+    config = cases.small_config(estimator=estimator, encoder_layers=1)
+    image, text = rng.normal(size=(4, 6, 8)), rng.normal(size=(4, 2, 5))
+    x = dict(params=cases.random_weights(rng, config), stop_bias=np.float64(0.2))
+    weigh = cases.weighted_sum(rng, image)
+
+    def loss(x):
+        return train_loss(
+            x["params"], config, jax.random.key(0), image, text, lambda y: weigh(jnp.tanh(y)),
+            stop_bias=x["stop_bias"], max_steps=4,
+        )[0]  # fmt: skip
+
+    _, found = value_and_gradient(loss, x)
+    feedback_fn = straight_through if estimator == "straight_through" else hard_feedback
+    plain = functools.partial(select, feedback_fn=feedback_fn, rollout_fn=plain_rollout)
+    monkeypatch.setattr(objective, "select", plain)
+    monkeypatch.setattr(objective, "select_parallel", plain)
+    # A new function, or the program compiled above would be found again.
+    _, expected = value_and_gradient(lambda x: loss(x), x)
+    cases.assert_trees_close(found, expected, 1e-9)
+
+
+def mixture(memory, prob, choice):
+    """A custom feedback: the expected slot, half of it detached by the hard choice."""
+    return 0.5 * jnp.einsum("bmd,bm->bd", memory, prob) + 0.5 * hard_feedback(memory, prob, choice)
+
+
+def tally_init(params, config, memory, memory_mask, steps):
+    """A custom decoder whose cache is a dict: one row per step, and a part that nobody writes."""
+    b = memory.shape[0]
+    rows = jnp.zeros((b, steps, 3), memory.dtype)
+    first = jnp.tanh(jnp.mean(memory, axis=1))[:, :3]
+    start = jnp.broadcast_to(params["start"], (b, memory.shape[-1]))
+    return Decoder(start, {"keys": memory @ params["key"]}, {"rows": rows, "first": first})
+
+
+def tally_step(params, config, context, query, cache, step):
+    """Sums what was chosen so far and points with the sum."""
+    rows = jax.lax.dynamic_update_slice_in_dim(
+        cache["rows"], jnp.tanh(query @ params["query"])[:, None], step, axis=1
+    )
+    past = (jnp.arange(rows.shape[1]) <= step)[:, None]
+    state = jnp.sum(jnp.where(past, rows, 0), axis=1) + cache["first"]
+    return jnp.einsum("bmc,bc->bm", context["keys"], state), {"rows": rows, "first": cache["first"]}
+
+
+@pytest.mark.parametrize("feedback_fn", [mixture, straight_through])
+def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedback_fn):
+    config = cases.small_config(width=4)
+    x = dict(
+        params=dict(
+            start=rng.normal(size=4), query=rng.normal(size=(4, 3)), key=rng.normal(size=(4, 3))
+        ),
+        memory=rng.normal(size=(3, 7, 4)),
+        stop_bias=rng.normal(size=3),
+    )
+    arguments = dict(init_fn=tally_init, step_fn=tally_step, feedback_fn=feedback_fn)
+    saved, plain = (
+        make_loss(np.random.default_rng(0), config, select, rollout_fn=rollout_fn, **arguments)
+        for rollout_fn in (saved_rollout, plain_rollout)
+    )
+    _, found = value_and_gradient(saved, x)
+    _, expected = value_and_gradient(plain, x)
+    cases.assert_trees_close(found, expected, 1e-10)
+    if feedback_fn is mixture:
+        # Nothing is straight-through here: the derivative is that of the function itself.
+        cases.assert_finite_differences(saved, x, rng)
