@@ -21,7 +21,7 @@ demo: env
 	$(PY) eval.py --config configs/toy.py --workdir $(RUN) $(DEMO_FLAGS)
 
 test: env
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist loadfile
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -46,6 +46,7 @@ def test_length_penalty_pushes_the_count_down():
     world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), CONFIG)
     batch = toy.draw_batch(jax.random.key(1), world, 64, 32)
 
+    @jax.jit
     def loss(bias):
         return policy.train_loss(
             params, CONFIG, jax.random.key(2), batch.image, batch.text,
@@ -93,8 +94,8 @@ def test_statistics_make_features_of_any_scale_equal():
     plain = policy.update_stats(policy.FeatureStats.start(32), image)
     scaled = policy.update_stats(policy.FeatureStats.start(32), image * scale + shift)
     key = jax.random.key(2)
-    a = policy.gate(params, CONFIG, key, image, None, stats=plain)
-    b = policy.gate(params, CONFIG, key, image * scale + shift, None, stats=scaled)
+    gate = jax.jit(lambda image, stats: policy.gate(params, CONFIG, key, image, None, stats=stats))
+    a, b = gate(image, plain), gate(image * scale + shift, scaled)
     np.testing.assert_array_equal(a.trajectory.action, b.trajectory.action)
     np.testing.assert_allclose(
         policy.standardise(a.tokens, plain), policy.standardise(b.tokens, scaled), atol=1e-3

@@ -195,6 +195,7 @@ def test_mixed_batches_train_half_their_rows_at_random_budgets():
 def test_soft_budget_reading(params, slots, mode):
     own = jnp.array([True, True, True, False])
 
+    @jax.jit
     def budget(bias):
         t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
                           min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
