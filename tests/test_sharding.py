@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax import memory
+from stepprune_jax.bench import memory
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import (

@@ -19,11 +19,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from stepprune_jax.bench import loading, torch_llama
+from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.checkpoints import names
+from stepprune_jax.compiling import CPU_OPTIONS
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.flops import llm_flops
-from stepprune_jax.memory import CPU_OPTIONS, MODELS
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import ATTENTIONS
 from stepprune_jax.testing import tiny_hf_config

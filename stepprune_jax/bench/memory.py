@@ -1,6 +1,6 @@
 """Memory per device of a backbone's programs, from their compilation alone.
 
-    python -m stepprune_jax.memory --model llava-7b llava-13b --mesh single data tensor data_tensor
+    python -m stepprune_jax.bench.memory --model llava-7b --mesh single data tensor data_tensor
 
 Nothing is allocated and no weights are needed: the programs are compiled for virtual CPU devices.
 """
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from stepprune_jax.compiling import CPU_OPTIONS
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llama import Cache
@@ -46,15 +47,6 @@ _WIDE = {
 MODELS = {
     "llava-7b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT},
     "llava-13b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT | _WIDE},
-}
-
-# Compiler options for CPUs. The XLA of jax 0.10 slices bfloat16 by way of float32 and moves the
-# conversion of the whole stack of layers out of their loop, unless told not to. And it fetches all
-# matrices of a layer before it uses the first; one after the other they stay in the processor's
-# cache, which makes decoding twice as fast. Accelerators do neither.
-CPU_OPTIONS = {
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 
 
@@ -172,7 +164,7 @@ def _config(name: str) -> LlavaConfig:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table: one line for each model, mesh and program, in GiB per device."""
-    parser = argparse.ArgumentParser(prog="stepprune_jax.memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="stepprune_jax.bench.memory", description=__doc__)
     parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
     parser.add_argument(
         "--mesh", nargs="+", default=["single", "data", "tensor", "data_tensor"], choices=PRESETS
