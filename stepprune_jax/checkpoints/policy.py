@@ -36,7 +36,7 @@ class Policy(NamedTuple):
     params: dict[str, Any]
     config: PolicyConfig
     stats: FeatureStats | None = None
-    stop_bias: float = 0.0
+    stop_bias: float | int = 0.0
 
 
 def save_policy(policy: Policy, path: str | Path) -> Path:

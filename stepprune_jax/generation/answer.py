@@ -55,14 +55,14 @@ class Options(NamedTuple):
 
     policy: Policy | None = None
     budget: int | None = None
-    stop_bias: float | None = None
+    stop_bias: float | int | None = None
     select_fn: SelectFn | None = None
     positions: str = "original"
     max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
     seed: int | Array = 0
-    stop_ids: tuple[int, ...] | None = None
+    stop_ids: Sequence[int] | None = None
     context_limit: int = CONTEXT_LIMIT
     attention: str = "matmul"
     warm_up: bool = True
@@ -96,14 +96,14 @@ def generate(
     *,
     policy: Policy | None = None,
     budget: int | None = None,
-    stop_bias: float | None = None,
+    stop_bias: float | int | None = None,
     select_fn: SelectFn | None = None,
     positions: str = "original",
     max_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    temperature: float | int = 0.0,
+    top_p: float | int = 1.0,
     seed: int | Array = 0,
-    stop_ids: tuple[int, ...] | None = None,
+    stop_ids: Sequence[int] | None = None,
     context_limit: int = CONTEXT_LIMIT,
     on_token: Callable[[int, int, str], None] | None = None,
     attention: str = "matmul",
@@ -297,7 +297,9 @@ def _answer_at_once(
     end = _continue(model, begun, False, options.max_tokens)
     tokens, count, step = jax.device_get((end.tokens, end.count, end.step))
     rate = _rate(int(step) - 1, time.perf_counter() - begin)
-    return _answers(model, begun, [row[:n] for row, n in zip(tokens, count, strict=True)], rate)
+    return _answers(
+        model, begun, [row[:n].tolist() for row, n in zip(tokens, count, strict=True)], rate
+    )
 
 
 def _answer_by_token(

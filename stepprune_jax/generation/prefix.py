@@ -94,7 +94,7 @@ place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh"))
 
 
 def policy_selector(
-    model: VLM, policy: Policy, budget: int | None = None, stop_bias: float | None = None
+    model: VLM, policy: Policy, budget: int | None = None, stop_bias: float | int | None = None
 ) -> SelectFn:
     """Makes a policy the selector of a model, after checking that it fits.
 

@@ -123,15 +123,15 @@ def _turns(prompt: Prompt, num_images: int) -> list[str]:
         )
     # An answer cannot bring an image; a model may still have written the word.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
-    if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
-        raise ValueError("the question is empty")
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)
-    if marks == turns[0].count(IMAGE_MARK):
-        turns[0] = place_images(turns[0], num_images)
-    elif marks != num_images:
+    if marks not in (0, num_images):
         raise ValueError(
             f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
         )
+    if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
+        raise ValueError("the question is empty")
+    if marks == turns[0].count(IMAGE_MARK):  # else the marks in later turns stay where they are
+        turns[0] = place_images(turns[0], num_images)
     return turns
 
 

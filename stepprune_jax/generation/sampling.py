@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 
-def check_sampling(temperature: float, top_p: float) -> None:
+def check_sampling(temperature: float | int, top_p: float | int) -> None:
     """Refuses settings that mean nothing.
 
     Args:
