@@ -28,7 +28,7 @@ def pair(folder, seed=0, **fields):
     """Both models on the same folder, in float32."""
     testing.tiny_llava(folder, seed=seed, **fields)
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    theirs.generation_config.pad_token_id = 0
+    theirs.generation_config.pad_token_id, theirs.generation_config.eos_token_id = 0, 2
     return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs.eval())
 
 
@@ -78,7 +78,7 @@ def keep(features, text, text_mask):
     n = features.shape[1]
     asked, tokens = np.asarray(text_mask).sum(1), np.asarray(features)
     index = [chosen(n, int(length)) for length in asked]
-    width = max(1, *map(len, index)) + 1
+    width = n  # more than needed, and the same for all
     padded = np.array([[*row, *[-1] * (width - len(row))] for row in index], np.int32)
     valid = padded >= 0
     kept = np.take_along_axis(tokens, np.maximum(padded, 0)[..., None], 1) * valid[..., None]
@@ -114,9 +114,10 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
             place += 1
     answer = []
     for _ in range(max_tokens):
+        # Without a mask, gaps between positions would be taken for borders of sequences.
         hidden = core.language_model(
             inputs_embeds=torch.stack(embeddings)[None], position_ids=torch.tensor(places)[None],
-            use_cache=False,
+            attention_mask=torch.ones(1, len(places)), use_cache=False,
         ).last_hidden_state  # fmt: skip
         answer.append(int(theirs.lm_head(hidden[0, -1]).argmax()))
         if answer[-1] in ours.config.eos_token_ids:

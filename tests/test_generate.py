@@ -1,6 +1,5 @@
 import warnings
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +30,7 @@ SHAPES = {
     },
 }  # fmt: skip
 PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")
-IMAGES = ([picture(1)], None, [picture(2), picture(3)], [picture(4), picture(5), picture(6)])
+IMAGES = ([picture(1)], None, [picture(2), picture(3)], [picture(4)])
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +59,8 @@ def ids(answers):
 def test_greedy_ids_equal_the_reference(tmp_path, shape):
     both = pair(tmp_path, seed=3, **SHAPES[shape])
     prompts, images = ask(13, seed=len(shape))
-    # Batches, and so padding, against one prompt at a time.
-    answers = []
-    for start in range(0, 13, 5):
-        part = slice(start, start + 5)
-        answers += generate(both.ours, prompts[part], images[part], max_tokens=10)
+    # One batch, and so padding, against one prompt at a time.
+    answers = generate(both.ours, prompts, images, max_tokens=10)
     expected = [
         reference_answer(both, prompt, pictures, 10)
         for prompt, pictures in zip(prompts, images, strict=True)
@@ -95,23 +91,23 @@ def test_a_batch_equals_its_rows_one_by_one(model, policy, way):
         "select_fn": {"select_fn": keep},
         "sampled": {"policy": policy, "temperature": 0.9, "top_p": 0.9, "seed": 5},
     }[way]
-    together = generate(model, PROMPTS, IMAGES, max_tokens=6, **options)
+    together = generate(model, PROMPTS, IMAGES, max_tokens=8, **options)
     for row, (prompt, pictures) in enumerate(zip(PROMPTS, IMAGES, strict=True)):
         if way == "sampled":  # draws belong to the row's number: fill up the rows before it
             before = ["a"] * row
             alone = generate(
-                model, [*before, prompt], [*[None] * row, pictures], max_tokens=6, **options
+                model, [*before, prompt], [*[None] * row, pictures], max_tokens=8, **options
             )[-1]
         else:
-            (alone,) = generate(model, [prompt], [pictures], max_tokens=6, **options)
+            (alone,) = generate(model, [prompt], [pictures], max_tokens=8, **options)
         assert alone[:4] == together[row][:4]
     kept = [answer.kept for answer in together]
     if way == "all":
-        assert kept == [9, 0, 18, 27]
+        assert kept == [9, 0, 18, 9]
     if way == "budget":
-        assert kept == [3, 0, 6, 9]
+        assert kept == [3, 0, 6, 3]
     if way == "policy":
-        assert kept[1] == 0 and 0 < kept[0] <= 4 and kept != [1, 0, 2, 3]
+        assert kept[1] == 0 and 0 < kept[0] <= 4 and kept != [1, 0, 2, 1]
 
 
 def test_the_policy_sees_the_users_words_and_the_images_of_its_prompt(model):
@@ -122,8 +118,7 @@ def test_the_policy_sees_the_users_words_and_the_images_of_its_prompt(model):
         return keep(features, text, text_mask)
 
     generate(model, PROMPTS, IMAGES, select_fn=watch, max_tokens=1, warm_up=False)
-    # Six pairs of prompt and image, repeated up to a bucket.
-    said = [PROMPTS[i] for i in (0, 2, 2, 3, 3, 3)]
+    said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
     for row, words in enumerate(said):
         tokens = model.tokenizer(words, add_special_tokens=False).input_ids
@@ -201,7 +196,7 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):
 
 
 def test_streamed_pieces_concatenate_to_the_answer(model, policy):
-    together = generate(model, PROMPTS, IMAGES, max_tokens=16, policy=policy)
+    together = generate(model, PROMPTS, IMAGES, max_tokens=8, policy=policy)
     pieces = [[] for _ in PROMPTS]
     tokens = [[] for _ in PROMPTS]
 
@@ -209,12 +204,12 @@ def test_streamed_pieces_concatenate_to_the_answer(model, policy):
         tokens[row].append(token)
         pieces[row].append(piece)
 
-    streamed = generate(model, PROMPTS, IMAGES, max_tokens=16, policy=policy, on_token=note)
+    streamed = generate(model, PROMPTS, IMAGES, max_tokens=8, policy=policy, on_token=note)
     assert [a[:4] for a in streamed] == [a[:4] for a in together]
     for row, answer in enumerate(together):
         assert "".join(pieces[row]) == answer.text
         assert tuple(tokens[row]) == answer.token_ids
-    generator = stream(model, PROMPTS[0], IMAGES[0], max_tokens=16, policy=policy)
+    generator = stream(model, PROMPTS[0], IMAGES[0], max_tokens=8, policy=policy)
     text = ""
     while True:
         try:
@@ -233,39 +228,36 @@ def test_a_conversation_goes_on_after_an_answer(llava):
     both = f"{PROMPTS[0]}\n{PROMPTS[2]}"
     said = model.tokenizer(both, add_special_tokens=False).input_ids
     assert list(asked.question_ids[0]) == said
-    (answer,) = generate(model, [turns], [IMAGES[0]], max_tokens=6)
-    assert answer.token_ids == reference_answer(llava, turns, IMAGES[0], 6)
+    (answer,) = generate(model, [turns], [IMAGES[0]], max_tokens=8)
+    assert answer.token_ids == reference_answer(llava, turns, IMAGES[0], 8)
     # A picture may come later.
     later = request(model, ["red", "no", "dog <image>"], IMAGES[0]).ids[0]
     assert later.index(IMAGE_TOKEN) > asked.ids[0].index(IMAGE_TOKEN)
 
 
 def test_few_programs_serve_many_prompts(model):
-    random = np.random.default_rng(0)
     programs = (run_start, run_decode, place, encode_images)
     before = [program.num_compiled() for program in programs]
-    for length in random.integers(1, 40, 12):
-        prompts = [" ".join(["dog"] * int(length)), "red"]
-        generate(model, prompts, [IMAGES[0], IMAGES[3][:1]], select_fn=keep, max_tokens=5)
+    for length in (1, 7, 20, 22, 30, 39):
+        prompts = [" ".join(["dog"] * length), "red"]
+        generate(model, prompts, [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=5)
     after = [program.num_compiled() for program in programs]
     start, decode, placed, encoded = (b - a for a, b in zip(before, after, strict=True))
     assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
     assert encoded <= 1
     assert placed <= 12
     counts = [program.num_compiled() for program in programs]
-    with chex.fake_jit(False):
-        generate(
-            model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3][:1]], select_fn=keep, max_tokens=5,
-            temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
-        )  # fmt: skip
-    assert [program.num_compiled() for program in programs][:2] == counts[:2]
+    generate(
+        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=5,
+        temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
+    )  # fmt: skip
+    assert [program.num_compiled() for program in programs] == counts
 
 
-@pytest.mark.parametrize("preset", ["data_tensor", "fsdp_tensor"])
-@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize(("preset", "rows"), [("data_tensor", 4), ("fsdp_tensor", 3)])
 def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
     sharded = load_vlm(model.folder, build_mesh(preset), jnp.float32, progress=False)
-    options = {"policy": policy, "max_tokens": 6}
+    options = {"policy": policy, "max_tokens": 8}
     here = generate(model, PROMPTS[:rows], IMAGES[:rows], **options)
     there = generate(sharded, PROMPTS[:rows], IMAGES[:rows], **options)
     assert [a[:4] for a in there] == [a[:4] for a in here]
@@ -281,12 +273,12 @@ def test_bfloat16_and_original_folders_answer(tmp_path, policy):
 
 
 def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
-    asked = request(model, PROMPTS[0], IMAGES[3])
-    full, kept = len(asked.ids[0]) - 3 + 27, prepare(model, asked, select_fn=keep).kept[0]
+    asked = request(model, PROMPTS[0], IMAGES[2])
+    full, kept = len(asked.ids[0]) - 2 + 18, prepare(model, asked, select_fn=keep).kept[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pruned = prepare(model, asked, select_fn=keep, context_limit=full - 27 + kept)
-    assert pruned.kept == (kept,) and int(pruned.sequence.length[0]) == full - 27 + kept
+        pruned = prepare(model, asked, select_fn=keep, context_limit=full - 18 + kept)
+    assert pruned.kept == (kept,) and int(pruned.sequence.length[0]) == full - 18 + kept
     with pytest.warns(UserWarning, match=f"a prompt of {full} embeddings was cut to its first 60"):
         cut = prepare(model, asked, context_limit=60)
     assert int(cut.sequence.length[0]) == 60 and cut.sequence.embeddings.shape[1] == 60
@@ -295,7 +287,7 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
     first = asked.ids[0].index(IMAGE_TOKEN)
     with pytest.warns(UserWarning, match="was cut"):
         inside = prepare(model, asked, context_limit=first + 4)
-    assert inside.kept == (4,) and inside.visual_tokens == (27,)
+    assert inside.kept == (4,) and inside.visual_tokens == (18,)
 
 
 BAD = {
@@ -353,4 +345,4 @@ def test_a_policy_without_text_prunes(model):
     config = PolicyConfig(feature_width=32, text_width=0, width=16, num_heads=2, mlp_ratio=2)
     blind = Policy(init_policy(jax.random.key(0), config), config)
     answers = generate(model, PROMPTS, IMAGES, policy=blind, budget=2, max_tokens=2)
-    assert [answer.kept for answer in answers] == [2, 0, 4, 6]
+    assert [answer.kept for answer in answers] == [2, 0, 4, 2]

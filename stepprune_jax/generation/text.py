@@ -19,11 +19,15 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     Returns:
         The text.
     """
+    return _decode(tokenizer, token_ids).strip()
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text without special tokens."""
     # Cleaning up would rewrite what was said before, depending on what follows.
-    text = tokenizer.decode(
+    return tokenizer.decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    return text.strip()
 
 
 class TextStream:
@@ -52,7 +56,9 @@ class TextStream:
         """
         self._ids.append(token)
         name = self._tokenizer.convert_ids_to_tokens(token)
-        if not (isinstance(name, str) and _BYTE.fullmatch(name)):
+        is_byte = isinstance(name, str) and _BYTE.fullmatch(name)
+        # Tokens without text of their own, such as special ones, do not end a run of bytes.
+        if not is_byte and _decode(self._tokenizer, [token]):
             self._settled = len(self._ids)
         text = answer_text(self._tokenizer, self._ids[: self._settled])
         return self._advance(text.rstrip(_UNKNOWN).rstrip())
