@@ -209,9 +209,7 @@ def check_options(config: Any, options: Options) -> None:
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
 
 
-def _begin(
-    model: VLM, prompts: Sequence[Prompt], images: Any, options: Options, by_token: bool
-) -> _Begun:
+def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
     """Everything up to the first token, timed when all its programs are compiled."""
     check_options(model.config, options)
     if model.tokenizer is None:
@@ -238,12 +236,12 @@ def _begin(
     begun = run()
     signature = (
         model.config, mesh_of(model.params), jax.tree.leaves(model.params)[0].dtype,
-        begun.prefix.shapes, options.max_tokens, settings.stop_ids.shape, by_token,
+        begun.prefix.shapes, options.max_tokens, settings.stop_ids.shape,
         options.policy and options.policy.config, options.budget is None, id(options.select_fn),
     )  # fmt: skip
     if options.warm_up and signature not in _WARM:
         if options.max_tokens > 1:
-            jax.block_until_ready(_continue(model, begun, by_token, 0).token)
+            jax.block_until_ready(_continue(model, begun, 0).token)
         begun = run()
     _WARM.add(signature)
     return begun
@@ -265,13 +263,12 @@ def _first_token(
     return prefix, jax.block_until_ready(state)
 
 
-def _continue(model: VLM, begun: _Begun, by_token: bool, limit: int) -> decoding.Decoding:
-    """One step, or all steps up to a limit; consumes the state."""
-    fixed = {"settings": begun.settings, "mesh": mesh_of(model.params)}
-    arguments = (model.params, model.config)
-    if by_token:
-        return decoding.run_advance(*arguments, state=begun.state, **fixed)
-    return decoding.run_decode(*arguments, state=begun.state, limit=np.int32(limit), **fixed)
+def _continue(model: VLM, begun: _Begun, limit: int) -> decoding.Decoding:
+    """All steps up to a limit; consumes the state. One step at a time is the same program."""
+    return decoding.run_decode(
+        model.params, model.config, begun.state, begun.settings, np.int32(limit),
+        mesh=mesh_of(model.params),
+    )  # fmt: skip
 
 
 def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
@@ -292,9 +289,9 @@ def _answer_at_once(
     model: VLM, prompts: Sequence[Prompt], images: Any, options: Options
 ) -> list[Answer]:
     """Answers in one program per batch."""
-    begun = _begin(model, prompts, images, options, by_token=False)
+    begun = _begin(model, prompts, images, options)
     begin = time.perf_counter()
-    end = _continue(model, begun, False, options.max_tokens)
+    end = _continue(model, begun, options.max_tokens)
     tokens, count, step = jax.device_get((end.tokens, end.count, end.step))
     rate = _rate(int(step) - 1, time.perf_counter() - begin)
     return _answers(
@@ -306,7 +303,7 @@ def _answer_by_token(
     model: VLM, prompts: Sequence[Prompt], images: Any, options: Options
 ) -> Generator[_Event, None, list[Answer]]:
     """Answers with a look at each token."""
-    begun = _begin(model, prompts, images, options, by_token=True)
+    begun = _begin(model, prompts, images, options)
     rows: list[list[int]] = [[] for _ in prompts]
     texts = [TextStream(model.tokenizer) for _ in prompts]
     seconds, step = 0.0, 1
@@ -323,7 +320,7 @@ def _answer_by_token(
         if last or finished.all():
             return _answers(model, begun, rows, _rate(step - 1, seconds))
         begin, before = time.perf_counter(), finished
-        begun = begun._replace(state=_continue(model, begun, True, 1))
+        begun = begun._replace(state=_continue(model, begun, step + 1))
         token, finished = jax.device_get((begun.state.token, begun.state.finished))
         seconds, step = seconds + time.perf_counter() - begin, step + 1
 

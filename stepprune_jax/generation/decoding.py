@@ -1,7 +1,7 @@
 """Prefill, one decode step, and the loop over it, as pure functions.
 
-The step is the same for a whole answer in one program (`decode`) and for a loop on the host that
-looks at each token (`advance`), so both give the same tokens.
+A whole answer (`decode`) and a loop on the host that looks at each token (`decode` with a limit one
+higher each time) run the same step in the same program, so both give the same tokens.
 """
 
 from typing import Any, NamedTuple
@@ -166,5 +166,4 @@ def decode(
 
 
 run_start = jit_for_weights(start, ("config", "max_tokens", "attention", "mesh"))
-run_advance = jit_for_weights(advance, ("config", "mesh"), ("state",))
 run_decode = jit_for_weights(decode, ("config", "mesh"), ("state",))
