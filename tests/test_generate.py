@@ -10,9 +10,9 @@ from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.generation import generate, prepare, read_request, stream
-from stepprune_jax.generation.decoding import run_decode, run_start
-from stepprune_jax.generation.prefix import encode_images, place
+from stepprune_jax.generate import generate, prepare, read_request, stream
+from stepprune_jax.generate.decoding import run_decode, run_start
+from stepprune_jax.generate.prefix import encode_images, place
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import build_mesh
 
@@ -240,7 +240,7 @@ def test_few_programs_serve_many_prompts(model):
     before = [program.num_compiled() for program in programs]
     for length in (1, 7, 20, 22, 30, 39):
         prompts = [" ".join(["dog"] * length), "red"]
-        generate(model, prompts, [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=5)
+        generate(model, prompts, [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8)
     after = [program.num_compiled() for program in programs]
     start, decode, placed, encoded = (b - a for a, b in zip(before, after, strict=True))
     assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
@@ -248,7 +248,7 @@ def test_few_programs_serve_many_prompts(model):
     assert placed <= 12
     counts = [program.num_compiled() for program in programs]
     generate(
-        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=5,
+        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8,
         temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
     )  # fmt: skip
     assert [program.num_compiled() for program in programs] == counts
@@ -309,6 +309,7 @@ BAD = {
     "budget alone": ({"budget": 3}, ValueError, r"--budget\) needs a policy \(--policy"),
     "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
     "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
+    "no GPU": ({"attention": "cudnn"}, ValueError, "attention 'cudnn' needs a GPU"),
 }  # fmt: skip
 
 
@@ -344,5 +345,5 @@ def test_a_selector_that_returns_something_else_is_refused(model):
 def test_a_policy_without_text_prunes(model):
     config = PolicyConfig(feature_width=32, text_width=0, width=16, num_heads=2, mlp_ratio=2)
     blind = Policy(init_policy(jax.random.key(0), config), config)
-    answers = generate(model, PROMPTS, IMAGES, policy=blind, budget=2, max_tokens=2)
+    answers = generate(model, PROMPTS, IMAGES, policy=blind, budget=2, max_tokens=8)
     assert [answer.kept for answer in answers] == [2, 0, 4, 2]

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from generation_reference import picture
 
-from stepprune_jax import PolicyConfig, generate, init_policy, testing
+from stepprune_jax import PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
-from stepprune_jax.generate import main
-from stepprune_jax.generation import generate as answer
+from stepprune_jax.generate import command as program
+from stepprune_jax.generate import generate as answer
+from stepprune_jax.generate.command import main
 
 CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
 FAST = ["--max_tokens", "6", "--dtype", "float32"]
@@ -106,6 +107,17 @@ def test_the_end_of_stdin_ends_the_conversation_after_the_first_prompt(files, ca
     assert capsys.readouterr().out.count("[kept 0 of 0 visual tokens") == 1
 
 
+def test_a_mesh_by_name(files, capsys):
+    tokens = []
+    for mesh in ([], ["--mesh", "data_tensor"]):
+        assert main(command(files, "--prompt", "two?", "--json", *mesh)) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert tokens[0] == tokens[1]
+    assert main(command(files, "--prompt", "two?", "--mesh", "tensor")) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "not divisible by the 8 devices" in err
+
+
 MISTAKES = {
     "no model": (["--prompt", "a", "--model", "/absent/model"], "no folder /absent/model"),
     "no prompt": ([], "--prompt is missing"),
@@ -137,7 +149,7 @@ def test_mistakes_are_one_line_before_weights_are_loaded(files, capsys, monkeypa
     def refuse(*_):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(generate, "load_params", refuse)
+    monkeypatch.setattr(program, "load_params", refuse)
     assert main(command(files, *(argument.format(files) for argument in arguments))) == 2
     out, err = capsys.readouterr()
     assert out == ""

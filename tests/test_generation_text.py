@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
-from stepprune_jax.generation import TextStream, answer_text
+from stepprune_jax.generate import TextStream, answer_text
 
 TOKENIZER = testing.tiny_tokenizer()
 

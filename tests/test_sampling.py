@@ -9,10 +9,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax.generation import nucleus, sample
-from stepprune_jax.generation.buckets import ladder, row_bucket
-from stepprune_jax.generation.decoding import row_keys
-from stepprune_jax.generation.sampling import check_sampling
+from stepprune_jax.generate import nucleus, sample
+from stepprune_jax.generate.buckets import ladder, row_bucket
+from stepprune_jax.generate.decoding import row_keys
+from stepprune_jax.generate.sampling import check_sampling
 
 PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 

@@ -14,15 +14,15 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.prompts import CONTEXT_LIMIT, expanded_length, pad_batch, truncate
-from stepprune_jax.generation.buckets import ladder, row_bucket
-from stepprune_jax.generation.placement import (
+from stepprune_jax.generate.buckets import ladder, row_bucket
+from stepprune_jax.generate.placement import (
     beside,
     constrain_rows,
     jit_for_weights,
     mesh_of,
     place_rows,
 )
-from stepprune_jax.generation.request import Request
+from stepprune_jax.generate.request import Request
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import Pruned, prune
 

@@ -10,10 +10,11 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
-from stepprune_jax.generation import decoding
-from stepprune_jax.generation.placement import mesh_of
-from stepprune_jax.generation.prefix import (
+from stepprune_jax.generate import decoding
+from stepprune_jax.generate.placement import mesh_of
+from stepprune_jax.generate.prefix import (
     Prefix,
     SelectFn,
     check_budget,
@@ -21,9 +22,10 @@ from stepprune_jax.generation.prefix import (
     policy_selector,
     prepare,
 )
-from stepprune_jax.generation.request import Picture, Prompt, Request, read_request
-from stepprune_jax.generation.sampling import check_sampling
-from stepprune_jax.generation.text import TextStream, answer_text
+from stepprune_jax.generate.request import Picture, Prompt, Request, read_request
+from stepprune_jax.generate.sampling import check_sampling
+from stepprune_jax.generate.text import TextStream, answer_text
+from stepprune_jax.models.layers import check_attention
 
 
 class Answer(NamedTuple):
@@ -36,7 +38,7 @@ class Answer(NamedTuple):
         token_ids: all ids generated, the stop id included.
         visual_tokens: of the prompt's images before pruning.
         kept: of these, how many the language model saw.
-        ttft_ms: milliseconds from the opened pictures to the first token of the batch: pixels,
+        ttft_ms: milliseconds from the call to the first token of the batch: pictures to pixels,
             tower, selection, projector, prefill.
         tokens_per_s: decode steps per second after the first token; a batch makes one token per
             row in each. 0 if there was no further step.
@@ -186,7 +188,7 @@ def stream(
     return answers[0]
 
 
-def check_options(config: Any, options: Options) -> None:
+def check_options(config: LlavaConfig, options: Options) -> None:
     """Refuses settings that mean nothing, before any work.
 
     Args:
@@ -199,6 +201,9 @@ def check_options(config: Any, options: Options) -> None:
     check_sampling(options.temperature, options.top_p)
     check_positions(options.positions)
     check_budget(options.policy, config, options.budget)
+    check_attention(options.attention)
+    if options.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
     if options.context_limit < 1:

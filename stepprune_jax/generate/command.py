@@ -20,13 +20,11 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.data.images import image_settings, open_image
-from stepprune_jax.generation.answer import Answer, Options, check_options, generate, stream
-from stepprune_jax.generation.request import read_request
+from stepprune_jax.generate.answer import Answer, Options, check_options, generate
+from stepprune_jax.generate.request import read_request
 from stepprune_jax.models.layers import ATTENTIONS
 from stepprune_jax.models.vlm import POSITIONS
 from stepprune_jax.sharding import PRESETS, build_mesh
-
-__all__ = ["Answer", "generate", "main", "stream"]
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.
@@ -186,7 +184,3 @@ def _run(parsed: argparse.Namespace) -> int:
     else:
         _say(model, [parsed.prompt], pictures, options)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

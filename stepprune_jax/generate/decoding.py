@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generation.placement import constrain_rows, jit_for_weights
-from stepprune_jax.generation.sampling import sample
+from stepprune_jax.generate.placement import constrain_rows, jit_for_weights
+from stepprune_jax.generate.sampling import sample
 from stepprune_jax.models import vlm
 
 
