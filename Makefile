@@ -28,7 +28,7 @@ lint: env
 	$(VENV)/bin/ruff format --check .
 
 bench: env
-	$(PY) -m stepprune_jax.bench.policy
+	$(PY) -m stepprune_jax.bench.policy --repeats 5
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -1,6 +1,50 @@
-"""Floating-point operations by formula: a multiply-add counts as two."""
+"""Operations by formula: the matrix products, which are all but a percent.
 
+A multiply-accumulate (MAC) counts as two floating-point operations (FLOPs). Papers differ in
+whether they double, and in which tokens they count; `LlmCost` has both figures.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stepprune_jax.config import LlamaConfig, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
+
+
+class LlmCost(NamedTuple):
+    """Multiply-accumulates of one row's pass through the language model.
+
+    Attributes:
+        projections: of queries, keys, values and outputs, all layers.
+        attention: scores and weighted values over every pair of tokens, masked pairs too.
+        masked: the part of `attention` that the causal order makes void: half of the pairs of new
+            tokens, as it is usually counted.
+        mlp: of the gated MLPs.
+        head: the logits that were asked for.
+        mean_tokens: new tokens that enter a layer, averaged over layers.
+    """
+
+    projections: int
+    attention: int
+    masked: int
+    mlp: int
+    head: int
+    mean_tokens: float
+
+    @property
+    def layer_macs(self) -> int:
+        """MACs of the layers, without the head: the figure that papers on pruning print."""
+        return self.projections + self.attention + self.mlp
+
+    @property
+    def flops(self) -> int:
+        """FLOPs with the head, masked pairs counted: what plain matrix products execute."""
+        return 2 * (self.layer_macs + self.head)
+
+    @property
+    def causal_flops(self) -> int:
+        """FLOPs with the head, without masked pairs: what has to be computed."""
+        return self.flops - 2 * self.masked
 
 
 def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
@@ -40,4 +84,78 @@ def policy_flops(
     layer = history + _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
     step = inner * layer + history + _matmuls(1, (d, d), (d, m))
     parts = {"encoder": encoder, "memory": memory, "steps": (kept + 1) * step}
+    return parts | {"total": sum(parts.values())}
+
+
+def llm_flops(
+    config: LlamaConfig,
+    prompt_tokens: int | Sequence[int],
+    cached_tokens: int | Sequence[int] = 0,
+    num_logits: int = 1,
+) -> LlmCost:
+    """Counts the operations of one row's prefill or decoding step.
+
+    A layer that n tokens enter takes 4 n e^2 + 2 n^2 e + 3 n e f multiply-accumulates (with width
+    e and MLP width f; with grouped key heads 2 n e^2 (1 + h_kv / h) in place of 4 n e^2), as in
+    FastV (https://arxiv.org/abs/2403.06764) and SparseVLM (https://arxiv.org/abs/2410.04417).
+
+    Args:
+        config: the model's shape.
+        prompt_tokens: new tokens n of each row, text and visual together; or one number per layer
+            where a method prunes inside the model.
+        cached_tokens: earlier tokens that the new ones attend to, likewise; a decoding step has one
+            new token.
+        num_logits: positions that the output head is applied to.
+
+    Returns:
+        An `LlmCost`.
+
+    Raises:
+        ValueError: a list has another length than the model has layers, or a count is negative.
+    """
+    tokens = _per_layer("prompt_tokens", prompt_tokens, config.num_layers)
+    cached = _per_layer("cached_tokens", cached_tokens, config.num_layers)
+    inner = config.num_heads * config.head_dim
+    grouped = config.num_kv_heads * config.head_dim
+    attention = sum(2 * n * (n + past) * inner for n, past in zip(tokens, cached, strict=True))
+    return LlmCost(
+        projections=sum(tokens) * config.hidden_size * 2 * (inner + grouped),
+        attention=attention,
+        masked=sum(n * n for n in tokens) * inner,
+        mlp=sum(tokens) * 3 * config.hidden_size * config.intermediate_size,
+        head=num_logits * config.hidden_size * config.vocab_size,
+        mean_tokens=sum(tokens) / config.num_layers,
+    )
+
+
+def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[int]:
+    """One count for each layer."""
+    counts = [count] * num_layers if isinstance(count, int) else list(count)
+    if len(counts) != num_layers or min(counts) < 0:
+        raise ValueError(
+            f"{name} is {count!r}, expected a count or one for each of {num_layers} layers"
+        )
+    return counts
+
+
+def vision_flops(config: LlavaConfig, num_images: int = 1) -> dict[str, int]:
+    """Operations (FLOPs) of encoding and projecting images.
+
+    Args:
+        config: the model's shape; blocks after `feature_layer` are not run and not counted.
+        num_images: images.
+
+    Returns:
+        `tower`, `projector` and their `total`.
+    """
+    vision, width = config.vision, config.text.hidden_size
+    d, n, t = vision.hidden_size, vision.num_patches, vision.num_patches + 1
+    layers = config.feature_layer + (vision.num_layers + 1 if config.feature_layer < 0 else 0)
+    block = _matmuls(t, *[(d, d)] * 4, (d, t), (t, d))
+    block += _matmuls(t, (d, vision.intermediate_size), (vision.intermediate_size, d))
+    parts = {
+        "tower": _matmuls(n, (3 * vision.patch_size**2, d)) + layers * block,
+        "projector": _matmuls(config.num_image_tokens, (d, width), (width, width)),
+    }
+    parts = {name: num_images * count for name, count in parts.items()}
     return parts | {"total": sum(parts.values())}

@@ -18,21 +18,33 @@ def machine() -> str:
     )
 
 
-def time_side_by_side(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def time_side_by_side(
+    calls: Mapping[str, Callable[..., object]],
+    repeats: int,
+    setups: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
     """Median seconds of each call, taken in turns so that drift of the machine hits all alike.
 
     Args:
-      calls: Functions of no argument that return arrays; each is called once before, to compile.
+      calls: Functions that return arrays; each is called once before, to compile.
       repeats: Timed rounds.
+      setups: By name, what makes the one argument of a call, afresh and untimed each time; calls
+        without one take no argument.
     """
-    for call in calls.values():
-        jax.block_until_ready(call())
+    setups = setups or {}
+
+    def run(name, call):
+        arguments = [jax.block_until_ready(setups[name]())] if name in setups else []
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        return time.perf_counter() - start
+
+    for name, call in calls.items():
+        run(name, call)
     seconds = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(run(name, call))
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 

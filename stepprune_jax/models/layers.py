@@ -204,6 +204,47 @@ def fused_attend(
     return result.swapaxes(1, 2)
 
 
+def append_slots(
+    buffer: Float[Array, "layers b g capacity c"],
+    new: Float[Array, "layers b g s c"],
+    slots: Int[Array, "b s"],
+) -> Float[Array, "layers b g capacity c"]:
+    """Writes tokens into a cache, each row at its own slots.
+
+    Args:
+        buffer: [layers, b, h_kv, capacity, c] keys or values; donate it.
+        new: [layers, b, h_kv, s, c] those of the new tokens.
+        slots: [b, s] where they go; slots beyond the capacity are dropped.
+
+    Returns:
+        The extended buffer.
+    """
+    # The batch is declared as such, so that on a mesh each device writes its own rows.
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3, 4),
+        inserted_window_dims=(3,),
+        scatter_dims_to_operand_dims=(3,),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+
+    def write(buffer, new):
+        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, h_kv, c]
+        return jax.lax.scatter(
+            buffer, slots[..., None], new, numbers, unique_indices=True, mode="drop"
+        )
+
+    def write_bits(buffer, new):
+        bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
+        as_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (buffer, new))
+        return jax.lax.bitcast_convert_type(write(*as_bits), buffer.dtype)
+
+    if buffer.dtype.itemsize == 4:
+        return write(buffer, new)
+    # As integers on a CPU, where XLA would widen all of a bfloat16 buffer to float32 and back.
+    return jax.lax.platform_dependent(buffer, new, cpu=write_bits, default=write)
+
+
 def check_attention(attention: str) -> None:
     """Raises a ValueError unless `attention` names an implementation."""
     if attention not in ATTENTIONS:

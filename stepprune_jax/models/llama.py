@@ -18,6 +18,7 @@ from stepprune_jax.models.layers import (
     RmsNorm,
     Segment,
     Tap,
+    append_slots,
     attend,
     attention_weights,
     check_attention,
@@ -190,21 +191,8 @@ def _extended(
     following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
     if cache is None:
         return Cache(key, value, count, following)
-    slots = cache.length[:, None, None] + jnp.arange(key.shape[3])[:, None]
-    # The batch is declared as such, so that on a mesh each device writes its own rows.
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(2, 3, 4),
-        inserted_window_dims=(3,),
-        scatter_dims_to_operand_dims=(3,),
-        operand_batching_dims=(1,),
-        scatter_indices_batching_dims=(0,),
-    )
-
-    def append(buffer, new):
-        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, h_kv, c]
-        return jax.lax.scatter(buffer, slots, new, numbers, unique_indices=True, mode="drop")
-
-    key, value = append(cache.key, key), append(cache.value, value)
+    slots = cache.length[:, None] + jnp.arange(key.shape[3])
+    key, value = append_slots(cache.key, key, slots), append_slots(cache.value, value, slots)
     following = jnp.maximum(following, cache.next_position)
     return Cache(key, value, cache.length + count, following)
 
@@ -389,5 +377,11 @@ def logits(
         kernel, axis = params["embed"]["embedding"], 1
     else:
         kernel, axis = params["head"]["kernel"], 0
-    dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(hidden, kernel, dims, preferred_element_type=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if rows.shape[0] == 1 and kernel.dtype != jnp.float32:
+        # With one row it would be a matrix-vector product, for which XLA widens all of the kernel
+        # to float32 on a CPU: ten times the work. With two rows it does not.
+        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
+    dims = (((1,), (axis,)), ((), ()))
+    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
+    return result[: hidden[..., 0].size].reshape(*hidden.shape[:-1], -1)

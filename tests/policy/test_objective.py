@@ -1,0 +1,133 @@
+"""The training pathway as a whole: what pushes on the count, what the metrics mean, statistics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import policy, toy
+from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
+
+CONFIG = PolicyConfig(
+    feature_width=32, text_width=32, num_heads=4, decoder_layers=1, batch_budget="own"
+)
+
+
+def loss_slope_at_the_stop(config, rows=64):
+    """d(reader loss) / d(stop bias) of a random policy, mean and standard error over batches."""
+    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), config)
+    everything = jnp.ones((rows, 32), bool)
+
+    @jax.jit
+    @jax.grad
+    def slope(bias, key):
+        draw_key, gate_key = jax.random.split(key)
+        batch = toy.draw_batch(draw_key, world, rows, 32)
+        gated = policy.gate(
+            params, config, gate_key, batch.image, batch.text, stop_bias=bias, running_count=8.0
+        )
+        return toy.reader_loss(world, gated.tokens, everything, batch)
+
+    slopes = np.array([slope(1.0, jax.random.key(i)) for i in range(8)])
+    return slopes.mean(), slopes.std() / len(slopes) ** 0.5
+
+
+def test_loss_pushes_back_on_the_count_per_sample_but_not_through_a_batch_mean():
+    mean, error = loss_slope_at_the_stop(CONFIG)
+    assert mean > 3 * error > 0  # stopping earlier hurts
+    literal = PolicyConfig.literal(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
+    printed, _ = loss_slope_at_the_stop(literal)
+    assert abs(printed) < 0.02 * mean
+
+
+def test_length_penalty_pushes_the_count_down():
+    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), CONFIG)
+    batch = toy.draw_batch(jax.random.key(1), world, 64, 32)
+
+    def loss(bias):
+        return policy.train_loss(
+            params, CONFIG, jax.random.key(2), batch.image, batch.text,
+            lambda tokens: jnp.zeros(()), length_weight=1.0, stop_bias=bias,
+        )[0]  # fmt: skip
+
+    assert jax.grad(loss)(0.0) < 0
+
+
+def test_metrics_by_hand():
+    # Two rows of four tokens, three steps. Row 0 keeps {0, 1} by itself, row 1 has budget 3.
+    prob = jnp.array([[[0.5, 0.25, 0.0, 0.0]] * 3, [[1.0, 0, 0, 0]] * 3])
+    log_prob = jnp.where(prob > 0, jnp.log(jnp.maximum(prob, 1e-9)), -1e9)
+    stop_prob = jnp.array([[0.25] * 3, [0.0] * 3])
+    trajectory = Trajectory(
+        action=jnp.array([[0, 1, 4], [2, 1, 0]], jnp.int32),
+        choice=jnp.array([[0, 1, 2], [2, 1, 0]], jnp.int32),
+        log_prob=log_prob, prob=prob, stop_prob=stop_prob, log_continue=jnp.log(1 - stop_prob),
+        margin=jnp.zeros((2, 3)), alive=jnp.ones((2, 3), bool),
+        count=jnp.array([2, 3], jnp.int32),
+        selected=jnp.array([[True, True, False, False], [True, True, True, False]]),
+    )  # fmt: skip
+    alpha = jnp.array([[0.9, 0.4, 0.6, 0.1], [1.0, 1.0, 1.0, 0.0]])
+    own = jnp.array([True, False])
+    gated = Gated(
+        jnp.zeros((2, 4, 1)), alpha, jnp.array([2.0, 3.0]), trajectory, own, jnp.array(2.0)
+    )
+    found = policy.policy_metrics(gated)
+    np.testing.assert_allclose(found["k_mean"], 2.0)
+    np.testing.assert_allclose(found["k_std"], 0.0)
+    np.testing.assert_allclose(found["k_soft"], 0.75 + 0.75**2 + 0.75**3, rtol=1e-6)
+    np.testing.assert_allclose(found["k_cap"], 0.0)
+    np.testing.assert_allclose(found["alpha_in"], (0.9 + 0.4 + 3.0) / 5, rtol=1e-6)
+    np.testing.assert_allclose(found["alpha_out"], (0.6 + 0.1 + 0.0) / 3, rtol=1e-6)
+    # Row 0: {0, 2} against {0, 1} agree on one of three; row 1 on all.
+    np.testing.assert_allclose(found["iou"], (1 / 3 + 1) / 2, rtol=1e-6)
+    # Row 0: two thirds and one third, ln 3 - 2/3 ln 2 = .636514; row 1: none.
+    np.testing.assert_allclose(found["entropy"], 0.636514 / 2, rtol=1e-5)
+
+
+def test_statistics_make_features_of_any_scale_equal():
+    scale, shift = jnp.linspace(0.1, 30, 32), jnp.linspace(-5, 5, 32)
+    params = policy.init_policy(jax.random.key(0), CONFIG)
+    image = jax.random.normal(jax.random.key(1), (4, 20, 32))
+    plain = policy.update_stats(policy.FeatureStats.start(32), image)
+    scaled = policy.update_stats(policy.FeatureStats.start(32), image * scale + shift)
+    key = jax.random.key(2)
+    a = policy.gate(params, CONFIG, key, image, None, stats=plain)
+    b = policy.gate(params, CONFIG, key, image * scale + shift, None, stats=scaled)
+    np.testing.assert_array_equal(a.trajectory.action, b.trajectory.action)
+    np.testing.assert_allclose(
+        policy.standardise(a.tokens, plain), policy.standardise(b.tokens, scaled), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("gate", ["vp", "scale", "gumbel"])
+@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
+    config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator, batch_budget="mix")
+    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), config)
+    batch = toy.draw_batch(jax.random.key(1), world, 8, 16)
+
+    def loss(params):
+        return policy.train_loss(
+            params, config, jax.random.key(2), batch.image, batch.text,
+            lambda tokens: toy.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
+        )[0]  # fmt: skip
+
+    grads = jax.jit(jax.grad(loss))(params)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+    assert float(jnp.linalg.norm(grads["decoder"]["pointer"]["key"]["kernel"])) > 0
+    assert float(jnp.linalg.norm(grads["stop"])) > 0
+
+
+def test_selection_and_statistics_ignore_padding():
+    params = policy.init_policy(jax.random.key(0), CONFIG)
+    image = jax.random.normal(jax.random.key(1), (2, 10, 32))
+    stats = policy.update_stats(policy.FeatureStats.start(32), image)
+    padded = jnp.concatenate([image, jnp.full((2, 6, 32), 1e3)], axis=1)
+    mask = jnp.broadcast_to(jnp.arange(16) < 10, (2, 16))
+    options = {"stats": stats, "max_steps": 5}
+    short = policy.prune(params, CONFIG, image, None, **options)
+    long = policy.prune(params, CONFIG, padded, None, image_mask=mask, **options)
+    np.testing.assert_array_equal(short.index, long.index)
+    np.testing.assert_array_equal(short.tokens, long.tokens)

@@ -1,0 +1,101 @@
+"""Formula operations against hand-worked numbers, published figures and the compiler's count."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.flops import llm_flops, vision_flops
+from stepprune_jax.memory import MODELS
+from stepprune_jax.models import vlm
+from stepprune_jax.testing import tiny_hf_config
+
+SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
+TEXT_TOKENS = 100
+
+
+def tera(count):
+    return round(count / 1e12, 3)
+
+
+def layered_flops(tokens):
+    """2 x MACs of the layers, as the tables of pruning papers count them."""
+    return tera(2 * llm_flops(SEVEN_B.text, tokens).layer_macs)
+
+
+def test_one_layer_by_hand():
+    # 3 tokens, width 4, one layer, 2 query heads and 1 key head of 2 channels, MLP of 5, 7 words.
+    text = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "vocab_size": 7}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlavaConfig.from_hf(tiny_hf_config(text=text)).text
+    cost = llm_flops(config, 3)
+    # Queries and outputs 3 * 4 * 4 each, keys and values 3 * 4 * 2 each.
+    assert cost.projections == 48 + 48 + 24 + 24
+    # Scores 3 * 3 * 4 and weighted values the same; half of the pairs are masked.
+    assert (cost.attention, cost.masked) == (72, 36)
+    assert cost.mlp == 3 * 3 * 4 * 5
+    assert cost.head == 4 * 7
+    assert cost.layer_macs == 144 + 72 + 180
+    assert cost.flops == 2 * (396 + 28)
+    assert cost.causal_flops == 2 * (396 + 28 - 36)
+    # One more token over the three: 4 pairs for scores and values.
+    step = llm_flops(config, 1, cached_tokens=3)
+    assert (step.projections, step.attention, step.mlp) == (48, 2 * 4 * 4, 60)
+
+
+def test_macs_of_visual_tokens_alone_are_those_published():
+    # 32 layers, width 4096, MLP 11008; image tokens only, not doubled: 3.82 T, pruned in stages
+    # to 288, 144, 72 before layers 8, 16, 24: 1.78 T (https://arxiv.org/abs/2410.17247).
+    stages = [n for n in (576, 288, 144, 72) for _ in range(8)]
+    assert tera(llm_flops(SEVEN_B.text, 576).layer_macs) == 3.817
+    assert tera(llm_flops(SEVEN_B.text, stages).layer_macs) == 1.777
+    assert llm_flops(SEVEN_B.text, stages).mean_tokens == 270
+
+
+def test_doubled_macs_with_text_match_the_tables():
+    stages = [n + TEXT_TOKENS for n in (576, 288, 144, 72) for _ in range(8)]
+    assert layered_flops(576 + TEXT_TOKENS) == 8.995
+    assert layered_flops(64 + TEXT_TOKENS) == 2.138
+    assert layered_flops(stages) == 4.884
+    assert layered_flops([676] * 2 + [164] * 30) == 2.567
+    whole = llm_flops(SEVEN_B.text, 676, num_logits=0)
+    assert tera(whole.causal_flops) == 8.875
+
+
+def test_counts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"prompt_tokens.*32 layers"):
+        llm_flops(SEVEN_B.text, [1, 2, 3])
+    with pytest.raises(ValueError, match="cached_tokens is -1"):
+        llm_flops(SEVEN_B.text, 1, cached_tokens=-1)
+
+
+def compiler_count(function, *arguments):
+    """Operations of the traced program; a loop's body is counted once, whatever its length."""
+    return jax.jit(function).lower(*arguments).cost_analysis()["flops"]
+
+
+def test_formulas_are_the_compilers_count_but_for_a_few_percent():
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+    config = LlavaConfig.from_hf(
+        tiny_hf_config(
+            vision={**sizes, "num_hidden_layers": 2, "image_size": 112},
+            text={**sizes, "num_hidden_layers": 1},
+        )
+    )
+    params = vlm.abstract_params(config, jnp.float32)
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    sequence = vlm.Sequence(
+        jax.ShapeDtypeStruct((1, 96, 128), jnp.float32), shape((1, 96)), shape((1,)), shape((1,))
+    )
+    counted = compiler_count(lambda p, s: vlm.prefill(p, config, s, 4).logits, params, sequence)
+    assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
+    # Feature layer -2 of a tower of two: one block runs.
+    counted = compiler_count(
+        lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]),
+        params,
+        jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.float32),
+    )
+    assert counted == pytest.approx(vision_flops(config)["total"], rel=0.04)
+    assert vision_flops(config, num_images=2)["total"] == 2 * vision_flops(config)["total"]
