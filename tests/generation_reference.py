@@ -47,7 +47,7 @@ def ask(count, seed=0):
     """Questions with no, one or two pictures."""
     random = np.random.default_rng(seed)
     prompts = [question(random) for _ in range(count)]
-    images = [[picture(100 * seed + 2 * i + j) for j in range(i % 3)] for i in range(count)]
+    images = [[picture(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)]
     return prompts, images
 
 

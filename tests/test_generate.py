@@ -59,7 +59,7 @@ def ids(answers):
 def test_greedy_ids_equal_the_reference(tmp_path, shape):
     both = pair(tmp_path, seed=3, **SHAPES[shape])
     prompts, images = ask(13, seed=len(shape))
-    # One batch, and so padding, against one prompt at a time.
+    # One batch against one prompt at a time: rows are padded, and its 14 images to 16.
     answers = generate(both.ours, prompts, images, max_tokens=10)
     expected = [
         reference_answer(both, prompt, pictures, 10)
@@ -309,7 +309,6 @@ BAD = {
     "budget alone": ({"budget": 3}, ValueError, r"--budget\) needs a policy \(--policy"),
     "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
     "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
-    "no GPU": ({"attention": "cudnn"}, ValueError, "attention 'cudnn' needs a GPU"),
 }  # fmt: skip
 
 
@@ -318,6 +317,12 @@ def test_bad_input_is_named(model, case):
     arguments, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         generate(model, **{"prompts": ["a"], **arguments})
+
+
+def test_the_kernels_of_a_gpu_are_refused_elsewhere(model, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match="attention 'cudnn' needs a GPU, jax uses 'cpu'"):
+        generate(model, ["a"], attention="cudnn")
 
 
 def test_a_policy_that_does_not_fit_is_refused(model, policy):
