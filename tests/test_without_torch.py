@@ -32,6 +32,9 @@ prompt = vicuna_v1([place_images("What is this?", 1)])
 assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
 pixels = preprocess_clip(open_image(Image.new("L", (30, 20))), model.image_settings)
 assert pixels.shape == (3, 24, 24)
+from stepprune_jax.generate import generate
+(answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], max_tokens=2, warm_up=False)
+assert answer.kept == 9 and 1 <= len(answer.token_ids) <= 2
 open(sys.argv[2] + "/pytorch_model.bin", "wb").close()
 try:
     convert.convert(sys.argv[2], sys.argv[2] + "/new", progress=False)

@@ -1,6 +1,15 @@
 """Published checkpoints in and out: LLaVA-1.5 folders to sharded parameters and back."""
 
 from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
+from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.checkpoints.save import save_vlm
 
-__all__ = ["VLM", "load_params", "load_vlm", "save_vlm"]
+__all__ = [
+    "VLM",
+    "Policy",
+    "load_params",
+    "load_policy",
+    "load_vlm",
+    "save_policy",
+    "save_vlm",
+]

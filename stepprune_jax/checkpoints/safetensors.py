@@ -75,6 +75,21 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
         ValueError: the file is not a safetensors file, is truncated, or its header contradicts
             itself. The message names the file and, where there is one, the tensor.
     """
+    return read_contents(path)[0]
+
+
+def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Reads the table of contents and the free-form metadata of one safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Tensor name to entry, and the metadata, empty where there is none.
+
+    Raises:
+        ValueError: as `read_header`.
+    """
     path = Path(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -91,11 +106,11 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
         raise ValueError(f"{path} is truncated: its header needs {8 + length} bytes, it has {size}")
     try:
         header = json.loads(raw)
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         items = list(header.items())
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:  # the latter for bad JSON, too
         raise ValueError(f"{path} has a corrupt safetensors header: {error}") from error
-    return {name: _entry(path, name, info, 8 + length, size) for name, info in items}
+    return {name: _entry(path, name, info, 8 + length, size) for name, info in items}, metadata
 
 
 def _entry(path: Path, name: str, info: dict, data_start: int, file_size: int) -> TensorEntry:
@@ -256,6 +271,7 @@ def write_file(
     path: str | Path,
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     tensors: Iterable[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Writes one safetensors file, taking the tensors one at a time.
 
@@ -265,6 +281,7 @@ def write_file(
         path: the file to write.
         specs: name to (dtype, shape), in the order of ``tensors``.
         tensors: the arrays, for instance from a generator, so that one is in memory at a time.
+        metadata: strings to store in the header.
 
     Returns:
         The bytes of tensor data written.
@@ -273,7 +290,7 @@ def write_file(
         ValueError: an array does not have its declared dtype and shape, or the counts differ.
     """
     path = Path(path)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, (dtype, shape) in specs.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -1,0 +1,207 @@
+"""A trained policy as one safetensors file: weights, configuration, feature statistics.
+
+Tensors are named by their paths ("encoder/block_0/mlp/up/kernel", "stats/mean"); the header's
+metadata holds the rest as JSON, so that a file can be used without knowing how it was trained.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax.checkpoints import names, safetensors
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
+
+FORMAT = "stepprune_policy"
+VERSION = 1
+
+
+class Policy(NamedTuple):
+    """A policy with everything that its inference needs.
+
+    Attributes:
+        params: weights, the tree of `init_policy`.
+        config: shape and reading.
+        stats: statistics of the features it was trained with, or None.
+        stop_bias: number added to the stop logits when nothing else is asked for.
+    """
+
+    params: dict[str, Any]
+    config: PolicyConfig
+    stats: FeatureStats | None = None
+    stop_bias: float | int = 0.0
+
+
+def save_policy(policy: Policy, path: str | Path) -> Path:
+    """Writes a policy as one safetensors file, which appears only when it is complete.
+
+    Args:
+        policy: the policy; its weights may be sharded.
+        path: the file; folders on the way are created.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: the weights are not those of the configuration, or `stop_bias` is not finite.
+    """
+    path = Path(path)
+    if not math.isfinite(policy.stop_bias):
+        raise ValueError(f"stop_bias is {policy.stop_bias}, expected a finite number")
+    wanted = _wanted(policy.config, policy.stats is not None)
+    tensors = names.flatten(policy.params)
+    if policy.stats is not None:
+        tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
+    problems = _problems(wanted, {name: (leaf.shape, leaf.dtype) for name, leaf in tensors.items()})
+    if problems:
+        raise ValueError("the weights to save do not fit their PolicyConfig:\n" + problems)
+    arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in wanted}
+    metadata = {
+        "kind": FORMAT,
+        "version": str(VERSION),
+        "package_version": _package_version(),
+        "config": json.dumps(dataclasses.asdict(policy.config)),
+        "stop_bias": json.dumps(float(policy.stop_bias)),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    specs = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    safetensors.write_file(path, specs, arrays.values(), metadata)
+    return path
+
+
+def load_policy(path: str | Path) -> Policy:
+    """Reads a policy written by `save_policy`, strictly.
+
+    Fields of `PolicyConfig` that the file does not have, because it is older, take their defaults.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The policy, with weights of the dtype that `init_policy` gives them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file of another kind or of a newer version, a configuration with unknown
+            fields or bad values, or weights that do not fit it, all listed in one message.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, expected a policy file written by save_policy")
+    if not path.is_file():
+        raise FileNotFoundError(f"no policy file at {path}")
+    entries, metadata = safetensors.read_contents(path)
+    if metadata.get("kind") != FORMAT:
+        raise ValueError(
+            f"{path} is a safetensors file but not a policy: expected one written by save_policy "
+            f"(metadata kind {FORMAT!r}), found tensors such as {', '.join(list(entries)[:3])}"
+        )
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"{path} has format version {metadata.get('version')}, this package reads {VERSION}; "
+            f"it was written by version {metadata.get('package_version')} of the package"
+        )
+    config = _read_config(path, metadata.get("config", ""))
+    try:
+        stop_bias = float(json.loads(metadata.get("stop_bias", "0")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: stop_bias is not a number: {error}") from error
+    has_stats = any(name.startswith("stats/") for name in entries)
+    wanted = _wanted(config, has_stats)
+    problems = _problems(wanted, {name: (e.shape, e.dtype) for name, e in entries.items()})
+    if problems:
+        raise ValueError(f"the weights in {path} do not fit its PolicyConfig:\n{problems}")
+    tensors = {
+        name: jnp.asarray(safetensors.read_tensor(entries[name]), leaf.dtype)
+        for name, leaf in wanted.items()
+    }
+    stats = None
+    if has_stats:
+        stats = FeatureStats(
+            **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
+        )
+    return Policy(names.unflatten(tensors), config, stats, stop_bias)
+
+
+def check_fits(policy: Policy, config: LlavaConfig) -> None:
+    """Refuses a policy made for another model, before anything is compiled.
+
+    Args:
+        policy: the policy.
+        config: the model it is to prune for.
+
+    Raises:
+        ValueError: a width differs; all that do are named.
+    """
+    widths = [("feature_width", policy.config.feature_width, "vision", config.vision.hidden_size)]
+    if policy.config.text_width:
+        widths.append(("text_width", policy.config.text_width, "text", config.text.hidden_size))
+    wrong = [
+        f"its {name} is {found}, the model's {part} hidden_size {expected}"
+        for name, found, part, expected in widths
+        if found != expected
+    ]
+    if wrong:
+        raise ValueError("the policy does not fit the model: " + "; ".join(wrong))
+
+
+def _wanted(config: PolicyConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name to shape and dtype of every tensor in a policy's file."""
+    wanted = names.flatten(abstract_policy(config))
+    if has_stats:
+        stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
+        wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
+    return wanted
+
+
+def _problems(wanted: dict[str, Any], found: dict[str, tuple[tuple, Any]]) -> str:
+    """Everything missing, mis-shaped, of a wrong dtype or unused, a line each; empty if nothing."""
+    lines = []
+    for name, leaf in wanted.items():
+        if name not in found:
+            lines.append(f"  missing: {name} {list(leaf.shape)}")
+            continue
+        shape, dtype = found[name]
+        if tuple(shape) != leaf.shape:
+            lines.append(f"  wrong shape: {name} is {list(shape)}, expected {list(leaf.shape)}")
+        elif not jnp.issubdtype(dtype, jnp.floating):
+            lines.append(f"  wrong dtype: {name} is {dtype}, expected floating point")
+    lines += [f"  unused: {name}" for name in found if name not in wanted]
+    return "\n".join(lines)
+
+
+def _read_config(path: Path, text: str) -> PolicyConfig:
+    """Parses the configuration, naming the file with whatever is wrong."""
+    try:
+        fields = json.loads(text)
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: its PolicyConfig is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: its PolicyConfig is {fields!r}, expected a JSON object")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(PolicyConfig)})
+    if unknown:
+        raise ValueError(
+            f"{path}: its PolicyConfig has unknown field(s) {', '.join(unknown)}; it may have been "
+            "written by a newer version of this package"
+        )
+    # JSON has no tuples, and lists cannot be hashed.
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    try:
+        return PolicyConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _package_version() -> str:
+    """Version of the installed package, or "unknown" for a bare source tree."""
+    try:
+        return importlib.metadata.version("stepprune-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

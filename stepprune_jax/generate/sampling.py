@@ -1,0 +1,86 @@
+"""From logits to a token: greedy, temperature, nucleus."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+
+def check_sampling(temperature: float | int, top_p: float | int) -> None:
+    """Refuses settings that mean nothing.
+
+    Args:
+        temperature: to divide logits by; 0 for greedy.
+        top_p: probability mass to sample from.
+
+    Raises:
+        ValueError: a temperature below 0 or not finite, or top_p outside (0, 1].
+    """
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature is {temperature}, expected a number >= 0 (0 is greedy)")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}, expected a number in (0, 1]")
+
+
+def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v"]:
+    """The smallest set of tokens whose probabilities sum to at least `top_p`.
+
+    Holtzman and others (https://arxiv.org/abs/1904.09751), Sec. 3.1. The likeliest token is always
+    in; of equally likely ones that with the lower id comes first.
+
+    Args:
+        logits: [..., v] float32, already divided by the temperature.
+        top_p: mass in (0, 1].
+
+    Returns:
+        [..., v] True = in the set.
+    """
+    prob = jax.nn.softmax(logits, axis=-1)
+    order = jnp.argsort(-prob, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(prob, order, axis=-1)
+    mass = jnp.cumsum(ranked, axis=-1)
+    # A token is needed as long as those before it fall short.
+    before = jnp.concatenate([jnp.zeros_like(mass[..., :1]), mass[..., :-1]], axis=-1)
+    kept = (before < top_p).at[..., 0].set(True)
+    rank = jnp.argsort(order, axis=-1)
+    return jnp.take_along_axis(kept, rank, axis=-1)
+
+
+def sample(
+    key: Array, logits: Float[Array, "*b v"], temperature: ArrayLike, top_p: ArrayLike
+) -> Int[Array, "*b"]:
+    """Draws one token per row.
+
+    Temperature and `top_p` may be traced: changing them compiles nothing, and what a setting does
+    not need is not computed.
+
+    Args:
+        key: PRNG key; consumed.
+        logits: [..., v] of the next token; computed with in float32.
+        temperature: logits are divided by it; 0 takes the largest, lowest id first.
+        top_p: draws come from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
+
+    Returns:
+        [...] int32 ids.
+    """
+    logits = logits.astype(jnp.float32)
+    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
+
+    def greedy():
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn():
+        # Shifted first: a tiny temperature would overflow otherwise.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+        lowest = jnp.finfo(jnp.float32).min
+        scaled = jnp.maximum(scaled, lowest)
+        kept = jax.lax.cond(
+            top_p < 1,
+            lambda: jnp.where(nucleus(scaled, top_p), scaled, lowest),
+            lambda: scaled,
+        )
+        return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
+
+    return jax.lax.cond(temperature > 0, drawn, greedy)

@@ -1,0 +1,165 @@
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy, prune, testing
+from stepprune_jax.checkpoints import safetensors as files
+from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, save_policy
+from stepprune_jax.config import LlavaConfig
+
+CONFIG = PolicyConfig(
+    feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.1, 0.5)
+)
+
+
+@pytest.fixture
+def policy():
+    stats = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
+    return Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, stats, -0.75)
+
+
+def rewrite(path, change_metadata=None, change=None):
+    """Writes a policy file again with other metadata or tensors."""
+    entries, metadata = files.read_contents(path)
+    tensors = {name: files.read_tensor(entry) for name, entry in entries.items()}
+    (change or (lambda _: None))(tensors)
+    (change_metadata or (lambda _: None))(metadata)
+    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    files.write_file(path, specs, tensors.values(), metadata)
+
+
+@pytest.mark.parametrize("with_stats", [True, False])
+def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
+    policy = policy if with_stats else policy._replace(stats=None)
+    path = save_policy(policy, tmp_path / "new" / "policy.safetensors")
+    loaded = load_policy(path)
+    assert loaded.config == CONFIG and hash(loaded.config) == hash(CONFIG)
+    assert loaded.stop_bias == -0.75
+    assert jax.tree.structure(loaded) == jax.tree.structure(policy)
+    jax.tree.map(np.testing.assert_array_equal, loaded, policy)
+    assert list(path.parent.iterdir()) == [path]
+    image, text = jnp.ones((1, 5, 8)), jnp.ones((1, 2, 6))
+    ours, theirs = (
+        prune(p.params, p.config, image, text, stats=p.stats, budget=2) for p in (policy, loaded)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_the_file_is_readable_by_others(tmp_path, policy):
+    path = save_policy(policy, tmp_path / "p.safetensors")
+    tensors = safetensors.numpy.load_file(path)
+    kernel = policy.params["encoder"]["block_0"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(tensors["encoder/block_0/mlp/up/kernel"], kernel)
+    assert {"stats/mean", "stats/var", "stats/count", "stop", "decoder/start"} < set(tensors)
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    assert metadata["version"] == "1" and metadata["package_version"]
+    assert json.loads(metadata["config"])["random_budget"] == [0.1, 0.5]
+
+
+def test_weights_of_lower_precision_are_widened(tmp_path, policy):
+    half = policy._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.params))
+    loaded = load_policy(save_policy(half, tmp_path / "p"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, half.params)
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(tmp_path, policy):
+    path = save_policy(policy, tmp_path / "p")
+
+    def spoil(tensors):
+        del tensors["stop"], tensors["stats/var"]
+        tensors["decoder/start"] = np.zeros(5, np.float32)
+        tensors["encoder/extra"] = np.zeros(2, np.float32)
+        tensors["stats/mean"] = np.zeros(8, np.int32)
+
+    rewrite(path, change=spoil)
+    with pytest.raises(ValueError) as error:
+        load_policy(path)
+    for line in (
+        "missing: stop [4]",
+        "missing: stats/var [8]",
+        "wrong shape: decoder/start is [5], expected [4]",
+        "wrong dtype: stats/mean is int32, expected floating point",
+        "unused: encoder/extra",
+    ):
+        assert line in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def changed_config(**changes):
+    def change(metadata):
+        metadata["config"] = json.dumps({**json.loads(metadata["config"]), **changes})
+
+    return change
+
+
+def test_an_older_file_takes_the_defaults_of_new_fields(tmp_path, policy):
+    path = save_policy(policy, tmp_path / "p")
+
+    def forget(metadata):
+        fields = json.loads(metadata["config"])
+        del fields["decay"]
+        metadata["config"] = json.dumps(fields)
+
+    rewrite(path, forget)
+    assert load_policy(path).config == dataclasses.replace(CONFIG, decay=PolicyConfig().decay)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_config(colour="red", taste=1), r"unknown field\(s\) colour, taste"),
+        (changed_config(stop="never"), r"p: PolicyConfig.stop is 'never'"),
+        (changed_config(decay="much"), "p: "),
+        (lambda m: m.update(config="[1]"), r"\[1\], expected a JSON object"),
+        (lambda m: m.update(config="{"), "is not JSON"),
+        (lambda m: m.update(version="9"), "format version 9, this package reads 1"),
+        (lambda m: m.update(stop_bias='"x"'), "stop_bias is not a number"),
+        (lambda m: m.pop("kind"), "not a policy: expected one written by save_policy"),
+    ],
+)
+def test_bad_metadata_is_named(tmp_path, policy, change, message):
+    path = save_policy(policy, tmp_path / "p")
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=message):
+        load_policy(path)
+
+
+def test_files_of_other_kinds_are_refused(tmp_path, policy):
+    with pytest.raises(FileNotFoundError, match="no policy file at"):
+        load_policy(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is a folder, expected a policy file"):
+        load_policy(tmp_path)
+    (tmp_path / "text").write_text("hello, I am no policy at all")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_policy(tmp_path / "text")
+    folder = testing.tiny_llava(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"not a policy.*vision_tower"):
+        load_policy(folder / "model.safetensors")
+    path = save_policy(policy, tmp_path / "p")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="truncated"):
+        load_policy(path)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, policy):
+    other = dataclasses.replace(CONFIG, width=8)
+    with pytest.raises(ValueError, match="wrong shape: stop is"):
+        save_policy(policy._replace(config=other), tmp_path / "p")
+    with pytest.raises(ValueError, match="stop_bias is nan"):
+        save_policy(policy._replace(stop_bias=float("nan")), tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_for_another_model_is_refused(policy):
+    config = LlavaConfig.from_hf(testing.tiny_hf_config())
+    with pytest.raises(ValueError, match=r"feature_width is 8.*32; its text_width is 6.*48"):
+        check_fits(policy, config)
+    fitting = PolicyConfig(feature_width=32, text_width=0, num_heads=4)
+    check_fits(policy._replace(config=fitting), config)
