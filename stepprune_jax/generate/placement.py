@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.memory import CPU_OPTIONS
+from stepprune_jax.compiling import CPU_OPTIONS
 from stepprune_jax.models.llama import Cache
 from stepprune_jax.sharding import BATCH
 
@@ -26,22 +26,20 @@ def jit_for_weights(
         donate: names of its donated arguments.
 
     Returns:
-        The compiled function. For weights below float32 on a CPU it is compiled with `CPU_OPTIONS`,
-        so that no float32 copy of the whole stack of layers is made. It has an attribute
-        `num_compiled`, a function that returns the number of programs compiled so far.
+        The compiled function; for weights on a CPU it is compiled with `CPU_OPTIONS`. It has an
+        attribute `num_compiled`, a function that returns the number of programs compiled so far.
     """
     options = {"static_argnames": static, "donate_argnames": donate}
     plain = jax.jit(function, **options)
-    slim = jax.jit(function, **options, compiler_options=CPU_OPTIONS)
+    on_cpu = jax.jit(function, **options, compiler_options=CPU_OPTIONS)
 
     @functools.wraps(function)
     def call(params, *args, **kwargs):
-        leaf = jax.tree.leaves(params)[0]
-        on_cpu = next(iter(leaf.devices())).platform == "cpu"
-        chosen = slim if on_cpu and leaf.dtype.itemsize < 4 else plain
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        chosen = on_cpu if device.platform == "cpu" else plain
         return chosen(params, *args, **kwargs)
 
-    call.num_compiled = lambda: plain._cache_size() + slim._cache_size()
+    call.num_compiled = lambda: plain._cache_size() + on_cpu._cache_size()
     return call
 
 
