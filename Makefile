@@ -29,6 +29,7 @@ lint: env
 
 bench: env
 	$(PY) -m stepprune_jax.bench.policy --repeats 5
+	$(PY) -m stepprune_jax.bench.backbone --attention matmul xla --load_gb 2
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -1,5 +1,7 @@
 """StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs."""
 
+from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
+from stepprune_jax.generate import Answer, generate
 from stepprune_jax.policy import (
     Decoder,
     FeatureStats,
@@ -31,11 +33,14 @@ from stepprune_jax.policy import (
 )
 
 __all__ = [
+    "VLM",
+    "Answer",
     "Decoder",
     "FeatureStats",
     "Gated",
     "Limits",
     "Picks",
+    "Policy",
     "PolicyConfig",
     "Pruned",
     "Trajectory",
@@ -45,14 +50,19 @@ __all__ = [
     "expected_count",
     "gate",
     "gather",
+    "generate",
     "init_policy",
     "length_penalty",
+    "load_policy",
+    "load_vlm",
     "log_soft_scores",
     "memory",
     "noise_gate",
     "pick",
     "pointer_step",
     "prune",
+    "save_policy",
+    "save_vlm",
     "select",
     "select_parallel",
     "soft_scores",
