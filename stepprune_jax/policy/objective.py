@@ -244,7 +244,8 @@ def prune(
       The kept tokens in the smallest bucket that holds every row.
 
     Raises:
-      ValueError: As `encode`, `select`, `choose_bucket` and `gather`, before anything is compiled.
+      ValueError: As `encode` and `select`, before anything is compiled; as `choose_bucket`, once
+        the counts are known.
     """
     require_finite("image", image, image_mask)
     bounds = {"budget": budget, "min_tokens": min_tokens, "max_tokens": max_tokens}
