@@ -16,7 +16,7 @@ CHOICES = {
     "soft_budget": ("straight_through", "per_sample", "batch_mean"),
     "batch_budget": ("own", "random", "mix"),
     "gate": ("vp", "scale", "gumbel"),
-    "dtype": ("bfloat16", "float32", "float64"),
+    "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
 Number = float | int
@@ -67,8 +67,8 @@ class PolicyConfig:
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
       gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
       length_weight: lambda of Eq. (15).
-      dtype: Compute dtype of encoder, decoder and denoiser. Scores, probabilities and losses are
-        float32 at least, whatever this says.
+      dtype: Compute dtype of encoder, decoder and denoiser; `None` is that of the features, float32
+        at least. Scores, probabilities and losses are float32 at least, whatever this says.
     """
 
     feature_width: int = 1024
@@ -98,7 +98,7 @@ class PolicyConfig:
     random_budget: tuple[Number, Number] = (0.08, 0.36)
     gate: str = "vp"
     length_weight: Number = 0.3
-    dtype: str = "float32"
+    dtype: str | None = None
 
     def __post_init__(self):
         for name, choices in CHOICES.items():

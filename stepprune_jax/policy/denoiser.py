@@ -29,7 +29,7 @@ def denoise(
       Denoised tokens in the dtype of `x`.
     """
     weights, dtype = params["denoiser"], jnp.asarray(x).dtype
-    x = jnp.asarray(x, config.dtype)
+    x = jnp.asarray(x, layers.compute_dtype(config, dtype))
     value = layers.dense(weights["value"], layers.layer_norm(weights["norm1"], x))
     x = x + layers.dense(weights["out"], value)
     x = x + layers.mlp(weights["mlp"], layers.layer_norm(weights["norm2"], x))

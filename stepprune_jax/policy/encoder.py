@@ -35,9 +35,8 @@ def _block(
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
 
 
-def _project_text(params: Params, config: PolicyConfig, text, text_mask, text_gate):
-    """LN(W_p E) with padded rows silenced, times g_txt where the gate is read as printed."""
-    text = jnp.where(text_mask[..., None], text, 0).astype(config.dtype)
+def _project_text(params: Params, config: PolicyConfig, text, text_gate):
+    """LN(W_p E), times g_txt where the gate is read as printed."""
     projection = params["encoder"]["text_projection"]
     text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
     return text * text_gate.astype(text.dtype) if config.text_gate == "printed" else text
@@ -78,7 +77,7 @@ def encode(
       text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
 
     Returns:
-      H in `config.dtype`, zero at padded positions.
+      H in the compute dtype, zero at padded positions.
 
     Raises:
       ValueError: A wrong rank, width or dtype, text given to a policy without text, or non-finite
@@ -90,7 +89,7 @@ def encode(
     require_finite("image", image, image_mask)
     image_mask = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     if text is None:
-        text = jnp.zeros((b, 0, config.text_width), config.dtype)
+        text = jnp.zeros((b, 0, config.text_width), image.dtype)
         text_mask = jnp.zeros((b, 0), bool)
     else:
         require(
@@ -100,14 +99,16 @@ def encode(
         require_finite("text", text, text_mask)
     text_mask = jnp.ones(text.shape[:2], bool) if text_mask is None else jnp.asarray(text_mask)
 
-    x = jnp.where(image_mask[..., None], image, 0).astype(config.dtype)
+    dtype = layers.compute_dtype(config, jnp.asarray(image).dtype)
+    x = jnp.where(image_mask[..., None], image, 0).astype(dtype)
     if config.policy_width != config.feature_width:
         x = layers.dense(params["encoder"]["image_projection"], x)
     gate = jnp.asarray(text_gate, layers.score_dtype(x.dtype))
     mask = _attention_mask(config, image_mask, text_mask)
     bias = row_scale = None
     if text.shape[1]:
-        x = jnp.concatenate([x, _project_text(params, config, text, text_mask, gate)], axis=1)
+        text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
+        x = jnp.concatenate([x, _project_text(params, config, text, gate)], axis=1)
         is_text = jnp.arange(x.shape[1]) >= n
         if config.text_gate == "attention":
             # log of the smallest normal float32 is -87: g = 0 switches text off, finitely.

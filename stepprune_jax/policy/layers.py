@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.params import Params
 
 # Stands for minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
@@ -16,6 +17,11 @@ MASKED = -1e9
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Dtype of scores and softmaxes for activations of `dtype`: float32 at least."""
     return jnp.promote_types(jnp.float32, dtype)
+
+
+def compute_dtype(config: PolicyConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Dtype of activations for features of `dtype`."""
+    return jnp.dtype(config.dtype) if config.dtype else score_dtype(dtype)
 
 
 def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:

@@ -137,7 +137,7 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
       A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
       precision; they are cast where they are used.
     """
-    dtype = jnp.promote_types(jnp.float32, config.dtype)
+    dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
     leaves, treedef = jax.tree.flatten(param_specs(config), is_leaf=_is_spec)
 
     def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:

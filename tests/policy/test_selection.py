@@ -211,3 +211,24 @@ def test_soft_budget_reading(params, slots, mode):
         assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
     else:
         np.testing.assert_array_equal(grads, np.zeros(B))
+
+
+@pytest.mark.parametrize(("given", "computed"), [(jnp.bfloat16, jnp.float32), (float, None)])
+def test_compute_dtype_follows_the_features(params, image, text, given, computed):
+    with jax.enable_x64(given is float):
+        wide = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf, jnp.promote_types(given, leaf.dtype)), params
+        )
+        encoded = policy.encode(wide, CONFIG, jnp.asarray(image, given), jnp.asarray(text, given))
+        assert encoded.dtype == (computed or jnp.float64)
+        denoised = policy.denoise(wide, CONFIG, jnp.asarray(image, given))
+        assert denoised.dtype == jnp.asarray(image, given).dtype
+        assert policy.select(wide, CONFIG, policy.memory(wide, encoded)).prob.dtype == encoded.dtype
+
+
+def test_numpy_features_of_double_precision_are_taken_as_they_are(params, image, text):
+    pruned = policy.prune(
+        params, CONFIG, np.asarray(image, np.float64), np.asarray(text, np.float64), budget=3
+    )
+    expected = policy.prune(params, CONFIG, image, text, budget=3)
+    np.testing.assert_array_equal(pruned.index, expected.index)
