@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.budget import draw_limits, soft_budget, update_running_count
-from stepprune_jax.policy.checks import checked, require_count, require_finite
+from stepprune_jax.policy.checks import checked, require_finite
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
@@ -19,7 +19,7 @@ from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
 from stepprune_jax.policy.params import Params
 from stepprune_jax.policy.scores import expected_count, trajectory_scores
-from stepprune_jax.policy.select import pick, select, select_parallel
+from stepprune_jax.policy.select import pick, read_bounds, select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import Trajectory
 
@@ -190,11 +190,11 @@ def policy_metrics(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_steps"))
-def _choose(params, config, image, text, masks, stats, bounds, stop_bias, max_steps):
+def _choose(params, config, image, text, masks, stats, limits, stop_bias, max_steps):
     slots, _ = _encoded(params, config, image, text, *masks, 1.0, stats)
     return pick(
         params, config, slots, image_mask=masks[0], max_steps=max_steps, stop_bias=stop_bias,
-        **bounds,
+        **limits._asdict(),
     )  # fmt: skip
 
 
@@ -248,13 +248,9 @@ def prune(
         the counts are known.
     """
     require_finite("image", image, image_mask)
-    bounds = {"budget": budget, "min_tokens": min_tokens, "max_tokens": max_tokens}
-    steps = config.steps(image.shape[1]) if max_steps is None else max_steps
-    for name, value in bounds.items():
-        if value is not None:
-            bounds[name] = require_count(name, value, 0, steps, image.shape[0])
+    steps, limits = read_bounds(config, *image.shape[:2], max_steps, min_tokens, max_tokens, budget)
     picks = _choose(
-        params, config, image, text, (image_mask, text_mask), stats, bounds, stop_bias, steps
+        params, config, image, text, (image_mask, text_mask), stats, limits, stop_bias, steps
     )
     sizes = bucket_ladder(steps) if ladder is None else ladder
     return _gather(picks, image, choose_bucket(picks.count, sizes), order=order)

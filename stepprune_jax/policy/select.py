@@ -56,6 +56,37 @@ class _Episode(NamedTuple):
     steps: int
 
 
+def read_bounds(
+    config: PolicyConfig,
+    batch: int,
+    num_tokens: int,
+    max_steps: int | None,
+    min_tokens: ArrayLike | None,
+    max_tokens: ArrayLike | None,
+    budget: ArrayLike | None,
+) -> tuple[int, Limits]:
+    """T_max and the limits of each row, from the arguments of `select`.
+
+    Raises:
+      ValueError: T_max > N, a count out of range where it can be read, or a budget beside another
+        bound.
+    """
+    n = num_tokens
+    steps = config.steps(n) if max_steps is None else max_steps
+    require(0 < steps <= n, "max_steps (T_max)", steps, f"within [1, {n}] for {n} image tokens")
+    if budget is not None:
+        require(
+            min_tokens is None and max_tokens is None,
+            "budget", "given with min_tokens or max_tokens", "one or the other",
+        )  # fmt: skip
+        exact = require_count("budget", budget, 1, steps, batch)
+        return steps, Limits(exact, exact)
+    low = min(config.min_tokens, steps) if min_tokens is None else min_tokens
+    high = steps if max_tokens is None else max_tokens
+    most = require_count("max_tokens", high, 0, n, batch)
+    return steps, Limits(require_count("min_tokens", low, 0, steps, batch), most)
+
+
 def _prepare(
     params, config, memory, image_mask, max_steps, min_tokens, max_tokens, budget, stop_bias,
     init_fn,
@@ -68,21 +99,10 @@ def _prepare(
     image_mask = jnp.asarray(image_mask)
     memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
     require_finite("memory", memory, memory_mask)
-    steps = config.steps(n) if max_steps is None else max_steps
-    require(0 < steps <= n, "max_steps (T_max)", steps, f"within [1, {n}] for {n} image tokens")
-    if budget is not None:
-        require(
-            min_tokens is None and max_tokens is None,
-            "budget", "given with min_tokens or max_tokens", "one or the other",
-        )  # fmt: skip
-        least = most = require_count("budget", budget, 1, steps, b)
-    else:
-        low = min(config.min_tokens, steps) if min_tokens is None else min_tokens
-        most = require_count("max_tokens", steps if max_tokens is None else max_tokens, 0, n, b)
-        least = require_count("min_tokens", low, 0, steps, b)
+    steps, limits = read_bounds(config, b, n, max_steps, min_tokens, max_tokens, budget)
     # A row cannot keep more tokens than it has, whatever it was asked for.
-    most = jnp.minimum(most, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
-    limits = Limits(jnp.minimum(least, most), most)
+    most = jnp.minimum(limits.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
+    limits = Limits(jnp.minimum(limits.min_tokens, most), most)
     slots = jnp.where(memory_mask[..., None], memory, 0)
     decoder = init_fn(params, config, slots, memory_mask, steps)
     bias = jnp.asarray(stop_bias, layers.score_dtype(memory.dtype))

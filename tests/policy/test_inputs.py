@@ -114,7 +114,9 @@ def test_gather_refuses(params, slots):
 
 def test_prune_refuses_before_compiling(params):
     for options, message in [
-        ({"budget": 9}, r"budget is 9, expected within \[0, 2\]"),
+        ({"budget": 9}, r"budget is 9, expected within \[1, 2\]"),
+        ({"budget": 0}, r"budget is 0, expected within \[1, 2\]"),
+        ({"budget": 1, "max_tokens": 2}, "budget is given with min_tokens or max_tokens"),
         ({"ladder": (1,), "budget": 2}, "count is 2, expected at most the largest bucket, 1"),
         ({"max_steps": 7}, "T_max.* is 7"),
     ]:
