@@ -8,14 +8,11 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax import policy
+from stepprune_jax.baselines import autoselect
+from stepprune_jax.baselines.autoselect import AutoSelectConfig
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 
-try:
-    from stepprune_jax.baselines import autoselect
-    from stepprune_jax.baselines.autoselect import AutoSelectConfig
-except ImportError:
-    AutoSelectConfig = PolicyConfig
 Selector = PolicyConfig | AutoSelectConfig
 
 # Method to its configuration class and the group of the configuration that describes it.
