@@ -1,8 +1,8 @@
 """Converts the public easy-VQA set (github.com/vzhou842/easy-VQA, MIT) to a LLaVA data folder.
 
-    python -m stepprune_jax.data.easy_vqa --source easy-VQA/data --out data/easy_vqa
+    python -m stepprune_jax.data.easy_vqa --source FOLDER --out data/easy_vqa
 
-The source holds ``train/`` and ``test/``, each with ``questions.json``, a list of [question,
+FOLDER holds ``train/`` and ``test/``, each with ``questions.json``, a list of [question,
 answer, number of the picture], and ``images/NUMBER.png``. Pictures of one coloured shape, thirteen
 answers. The validation split is cut from the training pictures and shares none with them.
 """
