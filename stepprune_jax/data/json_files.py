@@ -1,0 +1,168 @@
+"""JSON written by people and programs: read strictly, with the place of every mistake named."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Record(NamedTuple):
+    """One object of a file.
+
+    Attributes:
+        where: file and line or number of the object, for messages.
+        value: the object.
+    """
+
+    where: str
+    value: dict[str, Any]
+
+
+def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
+    """Reads a file that holds one JSON list.
+
+    Args:
+        file: UTF-8, with or without a byte order mark.
+        kind: what the entries are called in messages.
+
+    Returns:
+        The entries, at least one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8, not JSON (line and column are named), no list, or empty.
+    """
+    text = _read_text(file)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{file}: {place}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # digits without end, brackets without end
+        raise ValueError(f"{file} is not JSON that can be read: {error}") from error
+    if not isinstance(value, list):
+        raise ValueError(f"{file}: expected a JSON list, got {_kind(value)}")
+    if not value:
+        raise ValueError(f"{file}: expected at least one {kind}, got an empty list")
+    return value
+
+
+def read_json_lines(file: str | Path) -> list[Record]:
+    """Reads a file with one JSON object a line.
+
+    Args:
+        file: UTF-8, with or without a byte order mark; lines end in a newline, or in a carriage
+            return and a newline. Blank lines are passed over.
+
+    Returns:
+        The objects, at least one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8 or holds no object; or a line, which is named, is not a JSON
+            object. Of the last line the message says that the file may have been cut short.
+    """
+    # Not splitlines: a JSON string may hold other line ends, such as U+2028, as they are.
+    lines = _read_text(file).split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file}: line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            cut = number == len(lines)
+            hint = " (it is the last line and has no end: was the file cut short?)" if cut else ""
+            raise ValueError(f"{where}{at}: not JSON: {reason}{hint}") from error
+        records.append(Record(where, as_object(value, where)))
+    if not records:
+        raise ValueError(f"{file}: expected one JSON object a line, got an empty file")
+    return records
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    """Checks that a value is a JSON object.
+
+    Args:
+        value: what was parsed.
+        where: its place, for the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {_kind(value)}")
+    return value
+
+
+def words(value: dict[str, Any], field: str, where: str) -> str:
+    """Reads a field that must hold words.
+
+    Args:
+        value: the object.
+        field: name of the field.
+        where: place of the object, for the message.
+
+    Returns:
+        The string as it is written.
+
+    Raises:
+        ValueError: the field is missing, is no string, is empty or blank, or holds half of a
+            surrogate pair, which no tokenizer takes.
+    """
+    if field not in value:
+        raise ValueError(f'{where}: "{field}" is missing')
+    text = value[field]
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: "{field}" must be a string, got {_kind(text)}')
+    if not text.strip():
+        raise ValueError(f'{where}: "{field}" is empty')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'{where}: "{field}" is not text: {error}') from error
+    return text
+
+
+def identity(value: dict[str, Any], field: str, where: str) -> str:
+    """Reads a field that must hold words or a whole number, as ids do.
+
+    Args:
+        value: the object.
+        field: name of the field.
+        where: place of the object, for the message.
+
+    Returns:
+        The id as a string.
+
+    Raises:
+        ValueError: the field is missing or holds something else.
+    """
+    found = value.get(field)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return str(found)
+    return words(value, field, where)
+
+
+def _read_text(file: str | Path) -> str:
+    """Reads a UTF-8 file whose byte order mark, if any, is dropped."""
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}")
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}: line {line}: not UTF-8: {error.reason}") from error
+
+
+def _kind(value: Any) -> str:
+    """What a parsed value is, in JSON's words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return names.get(type(value), "null" if value is None else "a number")

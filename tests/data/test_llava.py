@@ -1,0 +1,374 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax import testing
+from stepprune_jax.data.llava import (
+    IGNORE,
+    Question,
+    Scene,
+    encode_conversation,
+    read_answers,
+    read_conversations,
+    read_questions,
+    read_scenes,
+)
+from stepprune_jax.data.prompts import (
+    IMAGE_TOKEN,
+    place_images,
+    tokenize_with_images,
+    vicuna_v1,
+)
+from stepprune_jax.generate.request import read_request
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "images" / "deep").mkdir(parents=True)
+    for name in ("a.png", "b.png", "deep/c.png"):
+        (tmp_path / "images" / name).write_bytes(b"")
+    return tmp_path
+
+
+def says(*values, first="human"):
+    roles = ("human", "gpt") if first == "human" else ("gpt", "human")
+    return [{"from": roles[n % 2], "value": value} for n, value in enumerate(values)]
+
+
+def conversations(root, *samples, **options):
+    file = root / "train.json"
+    file.write_text(json.dumps(samples))
+    return read_conversations(file, root / "images", **options)
+
+
+def write_lines(root, *rows, name="test.jsonl"):
+    file = root / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def question(number=1, **fields):
+    return {"question_id": number, "image": "a.png", "text": "What?", "category": "c", **fields}
+
+
+def questions(root, *rows):
+    return read_questions(write_lines(root, *rows), root / "images")
+
+
+def test_conversations_are_read_as_they_are_meant(root):
+    samples = conversations(
+        root,
+        {"id": "x", "image": "a.png", "conversations": says("<image>\nWhat?", "red", "And?", "no")},
+        {"id": 7, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
+        {"conversations": says("How do I write <image> in HTML?", " So:\n")},
+        {"id": "y", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
+        {"id": "z", "image": "b.png", "conversations": says("What?", "a <image> mark")},
+    )
+    assert [s.id for s in samples] == ["x", "7", "2", "y", "z"]
+    assert [s.index for s in samples] == [0, 1, 2, 3, 4]
+    assert samples[0].image == root / "images" / "a.png"
+    assert samples[0].turns == ("What?", "red", "And?", "no")
+    assert samples[1].turns == ("What is this?", "dog")
+    assert samples[2].image is None and samples[3].turns == ("Hello?", "Hi.")
+    assert samples[2].turns == ("How do I write  in HTML?", " So:\n")
+    assert samples[4].turns == ("What?", "a  mark")
+
+
+def test_turns_can_be_split(root):
+    entry = {"id": "x", "image": "a.png", "conversations": says("<image>\nA?", "1", "B?", "2")}
+    alone = {"id": "y", "image": "b.png", "conversations": says("<image>\nC?", "3")}
+    samples = conversations(root, entry, alone, split_turns=True)
+    assert [s.turns for s in samples] == [("A?", "1"), ("B?", "2"), ("C?", "3")]
+    assert [s.id for s in samples] == ["x/0", "x/1", "y"]
+    assert [s.index for s in samples] == [0, 0, 1]
+    assert samples[1].image == samples[0].image == root / "images" / "a.png"
+
+
+GOOD = says("<image>\nWhat?", "red")
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ("text", "expected a JSON object, got a string"),
+        ({"image": "a.png"}, '"conversations" is missing'),
+        ({"image": "a.png", "conversations": []}, '"conversations" must be a list'),
+        ({"image": "a.png", "conversations": "hi"}, '"conversations" must be a list'),
+        ({"conversations": ["hi"]}, r"conversations\[0\]: expected a JSON object"),
+        ({"conversations": [{"from": "user", "value": "x"}]}, r'\[0\]: "from" must be "human"'),
+        ({"conversations": GOOD[:1] * 2, "image": "a.png"}, r'\[1\]: "from" must be "gpt" here'),
+        ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
+        ({"conversations": says("a", first="gpt")}, "a question that has no answer"),
+        ({"conversations": says("a", " \n")}, r'conversations\[1\]: "value" is empty'),
+        ({"conversations": says("", "b")}, r'conversations\[0\]: "value" is empty'),
+        ({"conversations": says("a", 3)}, r'\[1\]: "value" must be a string, got a number'),
+        ({"conversations": [{"from": "human"}]}, r'conversations\[0\]: "value" is missing'),
+        ({"conversations": says("\ud800", "b")}, '"value" is not text'),
+        ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
+        ({"conversations": says("<image>", "b"), "image": "a.png"}, "empty but for <image>"),
+        (
+            {"conversations": says("a", "b", "<image>\nc", "d"), "image": "a.png"},
+            r"conversations\[2\].*first question only",
+        ),
+        ({"id": [], "image": "a.png", "conversations": GOOD}, '"id" must be a string, got a list'),
+        ({"image": 5, "conversations": GOOD}, '"image" must be a string, got a number'),
+        ({"image": "", "conversations": GOOD}, '"image" is empty'),
+        ({"image": "../a.png", "conversations": GOOD}, '"image" must be a path inside .*images'),
+        ({"image": "deep/../../a.png", "conversations": GOOD}, '"image" must be a path inside'),
+        ({"image": "/etc/passwd", "conversations": GOOD}, '"image" must be a path inside'),
+        ({"image": "C:\\a.png", "conversations": GOOD}, '"image" must be a path inside'),
+    ],
+)
+def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
+    good = {"image": "a.png", "conversations": GOOD}
+    with pytest.raises(ValueError, match=message) as info:
+        conversations(root, good, sample)
+    assert "train.json: sample 1: " in str(info.value)
+
+
+def test_missing_pictures_and_folders_are_named(root):
+    entry = {"image": "gone.png", "conversations": GOOD}
+    with pytest.raises(FileNotFoundError, match=r'sample 0: "image": no file at .*gone\.png$'):
+        conversations(root, entry)
+    with pytest.raises(FileNotFoundError, match=r"no file at .*no such folder as the image folder"):
+        read_conversations(root / "train.json", root / "nowhere")
+    for name in ("deep", "x\0y", "n" * 5000):
+        with pytest.raises(FileNotFoundError, match="sample 0"):
+            conversations(root, {"image": name, "conversations": GOOD})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[\n  {]\n", "line 2, column 4: not JSON"),
+        (b'[{"conversations": [', "line 1, column 21: not JSON"),
+        (b"{}", "expected a JSON list, got an object"),
+        (b"[]", "expected at least one sample, got an empty list"),
+        (b"", "line 1, column 1: not JSON"),
+        (b"[" * 200_000, "not JSON that can be read"),
+        (b"[" + b"1" * 5000 + b"]", "not JSON that can be read"),
+        (b'[\n"\xff"]', "line 2: not UTF-8"),
+    ],
+)
+def test_files_that_are_no_list_are_refused(root, content, message):
+    file = root / "train.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"train\.json.*{message}"):
+        read_conversations(file, root)
+    with pytest.raises(FileNotFoundError, match=r"no file at .*other\.json"):
+        read_conversations(root / "other.json", root)
+
+
+def test_marks_of_windows_are_accepted(root):
+    rows = [question(n, text="Größe? \u2028 da") for n in (1, 2)]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n\r\n"
+    (root / "test.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    found = read_questions(root / "test.jsonl", root / "images")
+    assert [q.question_id for q in found] == ["1", "2"]
+    assert found[0].text == "Größe? \u2028 da"
+    sample = json.dumps([{"image": "a.png", "conversations": GOOD}], indent=1).replace("\n", "\r\n")
+    (root / "train.json").write_bytes(b"\xef\xbb\xbf" + sample.encode())
+    assert read_conversations(root / "train.json", root / "images")[0].turns == ("What?", "red")
+
+
+def test_questions_answers_and_scenes(root):
+    rows = [question("q1"), question(2, text="<image>\nAnd?"), question("q3", image="b.png")]
+    del rows[2]["category"]
+    asked = questions(root, *rows)
+    assert asked[0] == Question("q1", root / "images" / "a.png", "What?", "c")
+    assert asked[1].question_id == "2" and asked[1].text == "And?"
+    assert asked[2].category == "default"
+    answers = [{"question_id": q, "answer": a} for q, a in (("2", "no"), ("q3", "2"), ("q1", "x"))]
+    file = write_lines(root, *answers, name="answers.jsonl")
+    assert read_answers(file, asked) == ["x", "no", "2"]
+    scenes = [{"question_id": q, "complexity": 3, "relevant": r} for q, r in ((2, []), ("q1", [4]))]
+    file = write_lines(root, *scenes, name="scenes.jsonl")
+    assert read_scenes(file, asked[:2]) == [Scene(3, (4,)), Scene(3, ())]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (question(1), r'"question_id" \'1\' was already given at line 1'),
+        (question(None), '"question_id" must be a string, got null'),
+        (question(True), '"question_id" must be a string, got true or false'),
+        (question(2, text=None), '"text" must be a string, got null'),
+        (question(2, text="<image>\n"), '"text" is empty but for <image>'),
+        (question(2, category=""), '"category" is empty'),
+        (question(2, image="../a.png"), '"image" must be a path inside'),
+        ({"question_id": 2, "text": "x"}, '"image" is missing'),
+        ([], "expected a JSON object, got a list"),
+    ],
+)
+def test_bad_questions_are_refused_by_line_and_field(root, row, message):
+    with pytest.raises(ValueError, match=rf"test\.jsonl: line 2: {message}"):
+        questions(root, question(1), row)
+
+
+def test_missing_pictures_of_questions_are_named(root):
+    with pytest.raises(FileNotFoundError, match=r'line 1: "image": no file at .*no\.png'):
+        questions(root, question(1, image="no.png"))
+
+
+def test_lines_that_are_not_json_are_named(root):
+    file = root / "test.jsonl"
+    whole = json.dumps(question(1))
+    file.write_text(f"{whole}\n{whole[:30]}")
+    with pytest.raises(ValueError, match=r"line 2, column \d+: not JSON.*was the file cut short"):
+        read_questions(file, root)
+    file.write_text(f"{whole}\n\nnonsense\n{whole}\n")
+    with pytest.raises(ValueError, match=r"line 3, column 1: not JSON: Expecting value$"):
+        read_questions(file, root / "images")
+    file.write_text("\n \n")
+    with pytest.raises(ValueError, match=r"test\.jsonl: expected one JSON object a line"):
+        read_questions(file, root)
+    with pytest.raises(FileNotFoundError, match=r"no file at .*gone\.jsonl"):
+        read_questions(root / "gone.jsonl", root)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([("1", "x")], "answers.jsonl: no answer for question_id '2' and 1 more"),
+        ([("1", "x"), ("2", "y"), ("3", " ")], 'line 3: "answer" is empty'),
+        ([("1", "x"), ("9", "y")], "line 2: \"question_id\" '9' belongs to no question"),
+        ([("1", "x"), ("1", "y")], "line 2: \"question_id\" '1' was already given at line 1"),
+        ([("1", 4), ("2", "x"), ("3", "y")], 'line 1: "answer" must be a string, got a number'),
+    ],
+)
+def test_answers_that_do_not_match_are_refused(root, rows, message):
+    asked = questions(root, *(question(n) for n in (1, 2, 3)))
+    rows = [{"question_id": name, "answer": answer} for name, answer in rows]
+    with pytest.raises(ValueError, match=message):
+        read_answers(write_lines(root, *rows, name="answers.jsonl"), asked)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"complexity": 2}, '"relevant" must be a list of patch numbers >= 0, got None'),
+        ({"complexity": 2, "relevant": [1, -1]}, '"relevant" must be a list'),
+        ({"complexity": 2, "relevant": [0.5]}, '"relevant" must be a list'),
+        ({"complexity": -1, "relevant": []}, '"complexity" must be a whole number >= 0, got -1'),
+        ({"complexity": True, "relevant": []}, '"complexity" must be a whole number'),
+    ],
+)
+def test_bad_scenes_are_refused(root, fields, message):
+    asked = questions(root, question(1))
+    file = write_lines(root, {"question_id": 1, **fields}, name="scenes.jsonl")
+    with pytest.raises(ValueError, match=f"scenes.jsonl: line 1: {message}"):
+        read_scenes(file, asked)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return testing.tiny_tokenizer()
+
+
+def supervised(encoded):
+    return [label for label in encoded.labels if label != IGNORE]
+
+
+def test_assistant_words_and_their_ends_are_supervised(tokenizer):
+    encoded = encode_conversation(tokenizer, ["What is this?", "red dog", "two?", "no"], 1)
+    names = tokenizer.convert_ids_to_tokens(supervised(encoded))
+    assert names == ["▁red", "▁dog", "</s>", "▁no", "</s>"]
+    for token, label in zip(encoded.ids, encoded.labels, strict=True):
+        assert label in (token, IGNORE)
+    assert encoded.labels[encoded.ids.index(IMAGE_TOKEN)] == IGNORE
+    said = tokenizer("What is this?\ntwo?", add_special_tokens=False).input_ids
+    assert encoded.text == said
+
+
+def test_byte_pieces_and_blanks_of_an_answer_are_supervised(tokenizer):
+    names = tokenizer.convert_ids_to_tokens(
+        supervised(encode_conversation(tokenizer, ["What?", "\né 漢"], 0))
+    )
+    accent, sign = ["<0xC3>", "<0xA9>"], ["<0xE6>", "<0xBC>", "<0xA2>"]
+    assert names == ["▁", "<0x0A>", *accent, "▁", *sign, "</s>"]
+
+
+SAID = st.text(st.sampled_from("redog no?.\né漢</s>USER:"), min_size=1, max_size=12).filter(
+    str.strip
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(SAID, min_size=2, max_size=6), images=st.integers(0, 2))
+def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_does(
+    tokenizer, turns, images
+):
+    turns = turns[: len(turns) // 2 * 2]
+    encoded = encode_conversation(tokenizer, turns, images)
+    whole = [place_images(turns[0], images), *turns[1:]]
+    assert encoded.ids == tokenize_with_images(tokenizer, vicuna_v1(whole), images)
+    # Before each answer stand the ids that `generate` would be asked to go on from.
+    starts = [
+        n
+        for n, label in enumerate(encoded.labels)
+        if label != IGNORE and encoded.labels[n - 1] == IGNORE
+    ]
+    for number, start in enumerate(starts):
+        asked = tokenize_with_images(tokenizer, vicuna_v1(whole[: 2 * number + 1]), images)
+        assert encoded.ids[:start] == asked
+    assert len(starts) == len(turns) // 2
+    assert len(encoded.labels) == len(encoded.ids) and encoded.labels[-1] != IGNORE
+
+
+def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
+    from PIL import Image
+
+    from stepprune_jax.config import LlavaConfig
+    from stepprune_jax.data.images import ImageSettings
+
+    path = tmp_path / "a.png"
+    Image.new("RGB", (24, 24)).save(path)
+    config = LlavaConfig.from_hf(testing.tiny_hf_config(len(tokenizer)))
+    images = ImageSettings(resize_to=24, crop_to=(24, 24))
+    asked = read_request(tokenizer, images, config, ["What is this?"], [path])
+    encoded = encode_conversation(tokenizer, ["What is this?", "red"], 1)
+    assert tuple(encoded.ids[: len(asked.ids[0])]) == asked.ids[0]
+    assert encoded.labels[: len(asked.ids[0])] == [IGNORE] * len(asked.ids[0])
+    assert tuple(encoded.text) == asked.question_ids[0]
+
+
+def test_a_tokenizer_whose_pieces_cross_the_boundary_supervises_the_piece():
+    import tokenizers
+    import transformers
+
+    # Words are split at blanks after colons only: ":" and what follows are one piece.
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("T: ", "merged_with_next")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    encoded = encode_conversation(tokenizer, ["a", "b"], 0)
+    assert encoded.ids == [0, 0] and encoded.labels == [IGNORE, 0]
+
+
+def test_tokenizers_without_places_are_refused(tokenizer):
+    class Slow:
+        is_fast = False
+        bos_token_id = 1
+
+        def __call__(self, text, **options):
+            return tokenizer(text, **options)
+
+    with pytest.raises(ValueError, match="expected a fast one"):
+        encode_conversation(Slow(), ["a", "b"], 0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "images", "message"),
+    [
+        ([], 0, r"expected questions each with an answer, got 0 turn"),
+        (["a"], 0, "got 1 turn"),
+        (["a", " "], 0, "turn 1 of the conversation is empty"),
+        (["<image>", "b"], 1, "turn 0 of the conversation is empty"),
+        (["<image> a", "b"], 2, r"has 1 <image>, but 2 image\(s\)"),
+        (["a", "b <image>"], 1, r"has 2 <image>, but 1 image\(s\)"),
+    ],
+)
+def test_conversations_that_cannot_be_encoded_are_refused(tokenizer, turns, images, message):
+    with pytest.raises(ValueError, match=message):
+        encode_conversation(tokenizer, turns, images)
