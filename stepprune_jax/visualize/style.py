@@ -11,6 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stepprune_jax.visualize.palette import choose_palette, reduce_colours
+
 DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
 # Okabe and Ito's colours, told apart with any kind of colour vision.
@@ -81,7 +83,7 @@ def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
 
 
 def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
-    """Writes a figure as a PNG with a palette: a third of the bytes, and the same to the eye.
+    """Writes a figure as a PNG with a palette.
 
     Args:
       figure: What to draw; its size is kept as it is.
@@ -97,8 +99,7 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
         flat = image.convert("RGB")
     path, colours = Path(path), 256
     while True:
-        # Of Pillow's methods the octree alone keeps both white paper and rare colours.
-        few = flat.quantize(colours, method=Image.Quantize.FASTOCTREE)
+        few = reduce_colours(flat, choose_palette(flat, colours))
         few.save(path, format="PNG", optimize=True)
         if path.stat().st_size <= most_bytes or colours <= 32:
             return path
