@@ -1,12 +1,13 @@
-"""Trains a policy: `python train.py --config configs/toy.py --workdir runs/toy`.
+"""Trains a selector: `python train.py --config configs/shapes.py --workdir runs/shapes`.
 
-Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`.
+Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`. The
+same command again goes on where an interrupted run stopped.
 """
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from stepprune_jax import toy
+from stepprune_jax.training import train
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for metrics and checkpoints.")
@@ -17,7 +18,7 @@ def main(argv: list[str]):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
-    toy.train(_CONFIG.value, _WORKDIR.value)
+    train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":

@@ -15,28 +15,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stepprune_jax.baselines import autoselect
+from stepprune_jax.baselines.autoselect import AutoSelectConfig
 from stepprune_jax.checkpoints import names, safetensors
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
 
 FORMAT = "stepprune_policy"
 VERSION = 1
+# The metadata's "method"; files without one are older and hold a StepPrune policy.
+METHODS = {"stepprune": PolicyConfig, "autoselect": AutoSelectConfig}
 
 
 class Policy(NamedTuple):
     """A policy with everything that its inference needs.
 
     Attributes:
-        params: weights, the tree of `init_policy`.
-        config: shape and reading.
+        params: weights, the tree of `init_policy` (or of `autoselect.init`).
+        config: shape and reading; its type says which method this is.
         stats: statistics of the features it was trained with, or None.
         stop_bias: number added to the stop logits when nothing else is asked for.
     """
 
     params: dict[str, Any]
-    config: PolicyConfig
+    config: PolicyConfig | AutoSelectConfig
     stats: FeatureStats | None = None
     stop_bias: float | int = 0.0
+
+    @property
+    def method(self) -> str:
+        """One of `METHODS`: "stepprune" or "autoselect"."""
+        return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
 
 
 def save_policy(policy: Policy, path: str | Path) -> Path:
@@ -61,10 +70,12 @@ def save_policy(policy: Policy, path: str | Path) -> Path:
         tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
     problems = _problems(wanted, {name: (leaf.shape, leaf.dtype) for name, leaf in tensors.items()})
     if problems:
-        raise ValueError("the weights to save do not fit their PolicyConfig:\n" + problems)
+        kind = type(policy.config).__name__
+        raise ValueError(f"the weights to save do not fit their {kind}:\n{problems}")
     arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in wanted}
     metadata = {
         "kind": FORMAT,
+        "method": policy.method,
         "version": str(VERSION),
         "package_version": _package_version(),
         "config": json.dumps(dataclasses.asdict(policy.config)),
@@ -108,7 +119,12 @@ def load_policy(path: str | Path) -> Policy:
             f"{path} has format version {metadata.get('version')}, this package reads {VERSION}; "
             f"it was written by version {metadata.get('package_version')} of the package"
         )
-    config = _read_config(path, metadata.get("config", ""))
+    method = metadata.get("method", "stepprune")
+    if method not in METHODS:
+        raise ValueError(
+            f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
+        )
+    config = _read_config(path, metadata.get("config", ""), METHODS[method])
     try:
         stop_bias = float(json.loads(metadata.get("stop_bias", "0")))
     except (TypeError, ValueError) as error:
@@ -117,7 +133,8 @@ def load_policy(path: str | Path) -> Policy:
     wanted = _wanted(config, has_stats)
     problems = _problems(wanted, {name: (e.shape, e.dtype) for name, e in entries.items()})
     if problems:
-        raise ValueError(f"the weights in {path} do not fit its PolicyConfig:\n{problems}")
+        kind = type(config).__name__
+        raise ValueError(f"the weights in {path} do not fit its {kind}:\n{problems}")
     tensors = {
         name: jnp.asarray(safetensors.read_tensor(entries[name]), leaf.dtype)
         for name, leaf in wanted.items()
@@ -152,9 +169,15 @@ def check_fits(policy: Policy, config: LlavaConfig) -> None:
         raise ValueError("the policy does not fit the model: " + "; ".join(wrong))
 
 
-def _wanted(config: PolicyConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(
+    config: PolicyConfig | AutoSelectConfig, has_stats: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Name to shape and dtype of every tensor in a policy's file."""
-    wanted = names.flatten(abstract_policy(config))
+    if isinstance(config, AutoSelectConfig):
+        abstract = jax.eval_shape(lambda: autoselect.init(jax.random.key(0), config))
+    else:
+        abstract = abstract_policy(config)
+    wanted = names.flatten(abstract)
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
         wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
@@ -177,24 +200,24 @@ def _problems(wanted: dict[str, Any], found: dict[str, tuple[tuple, Any]]) -> st
     return "\n".join(lines)
 
 
-def _read_config(path: Path, text: str) -> PolicyConfig:
+def _read_config(path: Path, text: str, kind: type) -> Any:
     """Parses the configuration, naming the file with whatever is wrong."""
     try:
         fields = json.loads(text)
     except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: its PolicyConfig is not JSON: {error}") from error
+        raise ValueError(f"{path}: its {kind.__name__} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: its PolicyConfig is {fields!r}, expected a JSON object")
-    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(PolicyConfig)})
+        raise ValueError(f"{path}: its {kind.__name__} is {fields!r}, expected a JSON object")
+    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise ValueError(
-            f"{path}: its PolicyConfig has unknown field(s) {', '.join(unknown)}; it may have been "
-            "written by a newer version of this package"
+            f"{path}: its {kind.__name__} has unknown field(s) {', '.join(unknown)}; it may have "
+            "been written by a newer version of this package"
         )
     # JSON has no tuples, and lists cannot be hashed.
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     try:
-        return PolicyConfig(**fields)
+        return kind(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -57,9 +57,14 @@ def beside(params: Any, tree: Any) -> Any:
     return jax.device_put(tree, sharding)
 
 
+def row_count(mesh: Mesh | None) -> int:
+    """Number of devices that the rows of a batch are split over."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
 def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
     """Mesh axes that rows are split over; None if they do not divide them."""
-    return None if rows % math.prod(mesh.shape[axis] for axis in BATCH) else BATCH
+    return None if rows % row_count(mesh) else BATCH
 
 
 def place_rows(mesh: Mesh | None, tree: Any) -> Any:

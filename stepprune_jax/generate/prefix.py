@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
+from stepprune_jax.baselines import autoselect
+from stepprune_jax.baselines.autoselect import AutoSelectConfig
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits
 from stepprune_jax.config import LlavaConfig
@@ -108,15 +110,23 @@ def policy_selector(
         A selector for `prepare` and `generate`.
 
     Raises:
-        ValueError: widths that differ, or a budget out of range.
+        ValueError: widths that differ, a budget out of range, or none for a policy without a stop.
     """
     check_fits(policy, model.config)
     check_budget(policy, model.config, budget)
+    one_shot = isinstance(policy.config, AutoSelectConfig)
+    if one_shot and budget is None:
+        raise ValueError("an AutoSelect policy has no stop of its own: give a budget (--budget)")
     params, stats = beside(model.params, (policy.params, policy.stats))
     bias = policy.stop_bias if stop_bias is None else stop_bias
 
     def select(features, text, text_mask):
         seen = (text, text_mask) if policy.config.text_width else (None, None)
+        if one_shot:
+            return autoselect.prune(
+                params, policy.config, features, seen[0], text_mask=seen[1], stats=stats,
+                budget=budget,
+            )  # fmt: skip
         return prune(
             params, policy.config, features, seen[0], text_mask=seen[1], stats=stats,
             budget=budget, stop_bias=bias,

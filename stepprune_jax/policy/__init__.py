@@ -25,6 +25,7 @@ from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, ga
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import (
     FeatureStats,
+    apply_gate,
     gumbel_gate,
     noise_gate,
     restore,
@@ -36,6 +37,7 @@ from stepprune_jax.policy.objective import Gated, gate, policy_metrics, prune, t
 from stepprune_jax.policy.params import (
     ParamSpec,
     abstract_policy,
+    draw_params,
     init_policy,
     param_paths,
     param_specs,
@@ -71,12 +73,14 @@ __all__ = [
     "Trajectory",
     "abstract_policy",
     "alive_probability",
+    "apply_gate",
     "bucket_ladder",
     "calibrate_stop_bias",
     "choose_bucket",
     "count_at_bias",
     "denoise",
     "draw_limits",
+    "draw_params",
     "dual_ascent",
     "encode",
     "expected_count",

@@ -138,7 +138,21 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
       precision; they are cast where they are used.
     """
     dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
-    leaves, treedef = jax.tree.flatten(param_specs(config), is_leaf=_is_spec)
+    return draw_params(key, param_specs(config), dtype)
+
+
+def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32) -> Params:
+    """Draws the weights that a table of `ParamSpec` describes.
+
+    Args:
+      key: PRNG key; consumed.
+      specs: A nested dict of `ParamSpec`.
+      dtype: Of every leaf.
+
+    Returns:
+      A dict of arrays of the same structure.
+    """
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
 
     def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
         if spec.init in ("ones", "zeros"):

@@ -1,0 +1,112 @@
+"""StepPrune on the shapes world: a small frozen LLaVA, one-word answers, 144 visual tokens.
+
+    python train.py --config configs/shapes.py --workdir runs/shapes
+    python eval.py --config configs/shapes.py --workdir runs/shapes
+
+`configs/shapes.py:literal` reads the paper to the letter. Another model and other data are other
+values of `model` and `data`: with `data.name = "folder"` any data in LLaVA's format.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict, config_dict
+
+from stepprune_jax.policy import PolicyConfig
+
+READINGS = ("", "default", "literal")
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The configuration of the shapes world.
+
+    Args:
+        arg: reading of the paper, "literal" or nothing.
+
+    Returns:
+        The configuration.
+    """
+    if arg not in READINGS:
+        raise ValueError(f"configs/shapes.py:{arg}: expected configs/shapes.py:literal or no :")
+    c = ConfigDict()
+    c.method = "stepprune"  # or "autoselect"
+    c.seed = 0
+    c.steps = 400
+    c.batch_size = 32
+    c.text_gate_anneal = 0.1  # share of the steps over which the text gate opens
+    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh
+    c.log_every = 10
+    c.checkpoint_every = 100
+    c.keep_checkpoints = 2
+    c.tensorboard = False
+
+    c.model = ConfigDict()
+    c.model.folder = ""  # or a hub id; empty: the small LLaVA of the shapes world
+    c.model.vision_folder = ""  # original LLaVA layout only: the CLIP folder
+    c.model.dtype = "float32"
+    c.model.attention = "matmul"
+    c.model.remat = False
+
+    c.data = ConfigDict()
+    c.data.name = "shapes"  # or "folder"
+    c.data.folder = ""  # empty: workdir/data, written on first use
+    c.data.train_scenes = 4000
+    c.data.validation_scenes = 300
+    c.data.test_scenes = 1000
+    c.data.seed = 0
+    c.data.test_seed = config_dict.placeholder(int)
+    c.data.split_turns = True  # each question of a conversation is a sample of its own
+    c.data.stats_images = 1000  # pictures for the statistics of the features
+    c.data.length_multiple = 8  # ids are padded to a multiple; each width is one program
+    c.data.context_limit = 2048
+    c.data.cache_gb = 2.0
+    c.data.workers = 2
+
+    c.policy = policy_fields(arg)
+    c.autoselect = autoselect_fields()
+
+    c.optimizer = ConfigDict()
+    c.optimizer.lr = 1e-3
+    c.optimizer.final_lr = 1e-4
+    c.optimizer.warmup = 40
+    c.optimizer.weight_decay = 1e-4
+    c.optimizer.clip = 1.0
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.999
+
+    c.eval = ConfigDict()
+    c.eval.budgets = (48, 32, 16)
+    c.eval.batch_size = 64
+    return c
+
+
+def policy_fields(reading: str) -> ConfigDict:
+    """Every field of `PolicyConfig` but the widths that the model has."""
+    build = PolicyConfig.literal if reading == "literal" else PolicyConfig
+    fields = dataclasses.asdict(build(width=64, num_heads=4, decoder_layers=1))
+    for name in ("feature_width", "text_width"):
+        del fields[name]
+    # Fields that may be None keep their type, so that flags can set them.
+    fields["max_steps"] = config_dict.placeholder(int)
+    fields["dtype"] = config_dict.placeholder(str)
+    return ConfigDict({k: float(v) if k in _NUMBERS else v for k, v in fields.items()})
+
+
+_NUMBERS = (
+    "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
+    "length_weight",
+)  # fmt: skip
+
+
+def autoselect_fields() -> ConfigDict:
+    """The one-shot rival, as large as the policy's encoder."""
+    c = ConfigDict()
+    c.width = 64
+    c.num_heads = 4
+    c.mlp_ratio = 4
+    c.encoder_layers = 2
+    c.temperature_start = 2.0
+    c.temperature_end = 0.1
+    c.temperature_steps = 0.5  # share of the steps over which it falls
+    c.random_budget = (0.08, 0.36)
+    c.dtype = config_dict.placeholder(str)
+    return c

@@ -1,0 +1,310 @@
+"""An AutoSelect-like baseline: every token scored once, the k best kept.
+
+After AutoSelect (https://arxiv.org/abs/2603.07135): the same noise gate and SoftTopK as StepPrune,
+but no sequence of choices and no stop. Where the two must be comparable, this one is given what
+StepPrune has: its encoder with the question, its denoiser, its feature statistics and its random
+budgets, so that what differs is how the order is made.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax import policy
+from stepprune_jax.policy import FeatureStats, ParamSpec, Picks, PolicyConfig, Pruned
+from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoSelectConfig:
+    """Shape and training of the one-shot scorer; a static argument under `jax.jit`.
+
+    Attributes:
+      feature_width: Width of the image tokens.
+      text_width: Width of the text embeddings; 0 builds a scorer that sees no text.
+      width: Width of the encoder; `None` means `feature_width`.
+      num_heads: Attention heads of the encoder.
+      mlp_ratio: Hidden width of each MLP over `width`.
+      encoder_layers: Blocks of the encoder.
+      temperature_start: tau of SoftTopK at the start of training.
+      temperature_end: tau at the end of the annealing, and from there on.
+      temperature_steps: Share of training over which tau anneals, by a cosine.
+      random_budget: Range of budgets as fractions of N, drawn log-uniformly for each row.
+      dtype: Compute dtype of encoder and denoiser; `None` is that of the features, float32 at
+        least. Scores are float32 at least, whatever this says.
+    """
+
+    feature_width: int = 1024
+    text_width: int = 4096
+    width: int | None = None
+    num_heads: int = 16
+    mlp_ratio: int = 4
+    encoder_layers: int = 2
+    temperature_start: float | int = 2.0
+    temperature_end: float | int = 0.1
+    temperature_steps: float | int = 0.5
+    random_budget: tuple[float | int, float | int] = (0.08, 0.36)
+    dtype: str | None = None
+
+    def __post_init__(self):
+        for name in ("temperature_start", "temperature_end", "temperature_steps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"AutoSelectConfig.{name} is {value!r}, expected a positive number"
+                )
+        if self.temperature_steps > 1:
+            raise ValueError(
+                f"AutoSelectConfig.temperature_steps is {self.temperature_steps!r}, expected a "
+                "share of training in (0, 1]"
+            )
+        try:
+            self.shape  # noqa: B018  Its checks are those of the shared fields.
+        except ValueError as error:
+            message = str(error).replace("PolicyConfig.", "AutoSelectConfig.")
+            raise ValueError(message) from error
+
+    @property
+    def shape(self) -> PolicyConfig:
+        """The StepPrune configuration whose encoder and denoiser this scorer has."""
+        return PolicyConfig(
+            feature_width=self.feature_width,
+            text_width=self.text_width,
+            width=self.width,
+            num_heads=self.num_heads,
+            mlp_ratio=self.mlp_ratio,
+            encoder_layers=self.encoder_layers,
+            batch_budget="random",
+            random_budget=self.random_budget,
+            dtype=self.dtype,
+        )
+
+    @property
+    def policy_width(self) -> int:
+        """Width d of the encoder."""
+        return self.shape.policy_width
+
+    def steps(self, num_tokens: int) -> int:
+        """Largest budget for `num_tokens` image tokens: all of them, since nothing is unrolled."""
+        return num_tokens
+
+
+class Gated(NamedTuple):
+    """The training pathway: all N tokens, each as clear as the scorer wants it.
+
+    Attributes:
+      tokens: Denoised tokens, full length, in the space of the given features.
+      alpha: Gate of each token.
+      budget: k of SoftTopK.
+      scores: One score per token; padding scores lowest.
+    """
+
+    tokens: Float[Array, "b n d"]
+    alpha: Float[Array, "b n"]
+    budget: Int[Array, "b"]
+    scores: Float[Array, "b n"]
+
+
+def param_specs(config: AutoSelectConfig) -> dict[str, Any]:
+    """The table of weights: StepPrune's encoder and denoiser, and a head of one logit."""
+    shared, d = policy.param_specs(config.shape), config.policy_width
+    head = {
+        # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
+        "norm": {"scale": ParamSpec((d,), (None,), "ones")},
+        "kernel": ParamSpec((d, 1), ("embed", None), "fan_in"),
+    }
+    return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
+
+
+def init(key: Array, config: AutoSelectConfig) -> Params:
+    """Draws the trainable weights.
+
+    Args:
+      key: PRNG key; consumed.
+      config: Shapes.
+
+    Returns:
+      A nested dict of float32 arrays (float64 if `config.dtype` says so).
+    """
+    dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
+    return policy.draw_params(key, param_specs(config), dtype)
+
+
+def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
+    """tau at a share `progress` of training: a cosine from start to end, then constant."""
+    share = jnp.clip(jnp.asarray(progress, jnp.float32) / config.temperature_steps, 0, 1)
+    span = config.temperature_start - config.temperature_end
+    return config.temperature_end + span * 0.5 * (1 + jnp.cos(jnp.pi * share))
+
+
+def scores(
+    params: Params,
+    config: AutoSelectConfig,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    *,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    text_gate: ArrayLike = 1.0,
+    stats: FeatureStats | None = None,
+) -> Float[Array, "b n"]:
+    """One score per token, in float32 at least; see `order` for the arguments."""
+    image = jnp.asarray(image)
+    x = image if stats is None else policy.standardise(image, stats)
+    encoded = policy.encode(
+        params, config.shape, x, text,
+        image_mask=image_mask, text_mask=text_mask, text_gate=text_gate,
+    )  # fmt: skip
+    return _head(params, encoded, image_mask)
+
+
+def _head(params: Params, encoded: Array, image_mask: Any) -> Array:
+    """Normalises and projects to one logit; padding scores lowest."""
+    head, wide = params["head"], encoded.astype(score_dtype(encoded.dtype))
+    wide = layer_norm(head["norm"], wide)
+    found = (wide @ head["kernel"].astype(wide.dtype))[..., 0]
+    return found if image_mask is None else jnp.where(image_mask, found, MASKED)
+
+
+def train_loss(
+    params: Params,
+    config: AutoSelectConfig,
+    key: Array,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+    *,
+    progress: ArrayLike,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    text_gate: ArrayLike = 1.0,
+    stats: FeatureStats | None = None,
+) -> tuple[Float[Array, ""], Gated]:
+    """The training objective: the language-modelling loss on softly selected tokens.
+
+    Every row gets a budget of its own, log-uniform over `config.random_budget`, so that one scorer
+    serves all budgets.
+
+    Args:
+      params: Weights; differentiate with respect to these alone.
+      config: Configuration.
+      key: PRNG key; consumed (budgets and noise).
+      image: Image tokens X.
+      text: Word embeddings of the question, never of the answer.
+      lm_loss_fn: Maps the gated tokens to the mean language-modelling loss.
+      progress: Share of training done, in [0, 1]; sets the temperature.
+      image_mask: True at real image tokens.
+      text_mask: True at real text tokens.
+      text_gate: g_txt.
+      stats: Statistics of the features; `None` gates them as they are.
+
+    Returns:
+      The loss, and the `Gated` behind it.
+    """
+    image = jnp.asarray(image)
+    b, n, _ = image.shape
+    budget_key, noise_key = jax.random.split(key)
+    x = image if stats is None else policy.standardise(image, stats)
+    found = scores(
+        params, config, image, text,
+        image_mask=image_mask, text_mask=text_mask, text_gate=text_gate, stats=stats,
+    )  # fmt: skip
+    real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
+    limits, _ = policy.draw_limits(budget_key, config.shape, jnp.sum(real, axis=1), n)
+    budget = limits.max_tokens
+    alpha = policy.soft_topk(found, budget, temperature(config, progress), where=image_mask)
+    x = policy.apply_gate("vp", noise_key, jnp.where(real[..., None], x, 0), alpha)
+    x = policy.denoise(params, config.shape, x)
+    x = (x if stats is None else policy.restore(x, stats)).astype(image.dtype)
+    gated = Gated(jnp.where(real[..., None], x, 0), alpha, budget, found)
+    return lm_loss_fn(gated.tokens).astype(score_dtype(image.dtype)), gated
+
+
+def metrics(
+    gated: Gated, image_mask: Bool[Array, "b n"] | None = None
+) -> dict[str, Float[Array, ""]]:
+    """What tells whether the scorer learns, as scalars.
+
+    `k_mean`: mean budget. `alpha_in`, `alpha_out`: mean gate inside and outside the hard top k.
+    `iou`: agreement of {alpha > 1/2} with it.
+    """
+    real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
+    rank = jnp.argsort(jnp.argsort(-gated.scores, axis=1, stable=True), axis=1)
+    chosen = real & (rank < gated.budget[:, None])
+    open_gate = (gated.alpha > 0.5) & real
+    union = jnp.maximum(jnp.sum(open_gate | chosen, axis=1), 1)
+
+    def mean(where):
+        return jnp.sum(gated.alpha * where) / jnp.maximum(jnp.sum(where), 1)
+
+    return {
+        "k_mean": jnp.mean(gated.budget.astype(jnp.float32)),
+        "alpha_in": mean(chosen),
+        "alpha_out": mean(real & ~chosen),
+        "iou": jnp.mean(jnp.sum(open_gate & chosen, axis=1) / union),
+    }
+
+
+def order(
+    params: Params,
+    config: AutoSelectConfig,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    *,
+    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    stats: FeatureStats | None = None,
+) -> Int[Array, "b n"]:
+    """Tokens by score, best first; ties by position, padding last. The first k are the choice.
+
+    Args:
+      params: Weights.
+      config: Configuration.
+      image: Image tokens X.
+      text: Word embeddings of the question.
+      image_mask: True at real image tokens.
+      text_mask: True at real text tokens.
+      stats: The statistics the scorer was trained with.
+    """
+    found = scores(
+        params, config, image, text, image_mask=image_mask, text_mask=text_mask, stats=stats
+    )
+    return jnp.argsort(-found, axis=1, stable=True).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "budget"))
+def prune(
+    params: Params,
+    config: AutoSelectConfig,
+    image: Float[ArrayLike, "b n d"],
+    text: Float[ArrayLike, "b l e"] | None,
+    *,
+    budget: int,
+    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    stats: FeatureStats | None = None,
+) -> Pruned:
+    """Keeps the `budget` best tokens of each image, in raster order: the inference pathway.
+
+    Args:
+      params: Weights.
+      config: Configuration.
+      image: Image tokens X.
+      text: Word embeddings of the question.
+      budget: Tokens to keep of each image.
+      text_mask: True at real text tokens.
+      stats: The statistics the scorer was trained with.
+    """
+    image = jnp.asarray(image)
+    b, n = image.shape[:2]
+    best = order(params, config, image, text, text_mask=text_mask, stats=stats)[:, :budget]
+    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], best].set(True)
+    return policy.gather(Picks(best, jnp.full(b, budget, jnp.int32), kept), image, budget)

@@ -1,0 +1,82 @@
+"""Pictures of a data set as pixels, each decoded once as long as memory lasts."""
+
+import collections
+import threading
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+
+
+class PixelCache:
+    """Preprocessed pictures by path, the latest ones kept as bytes.
+
+    The image processor resamples to bytes and then scales and normalises each of them by itself.
+    So bytes are kept, a quarter of the memory, and a table of 256 numbers per channel gives the
+    very pixels of `preprocess_clip`. May be used by several threads.
+    """
+
+    def __init__(self, settings: ImageSettings, side: int, limit_bytes: int):
+        """Starts empty.
+
+        Args:
+            settings: of the model's image processor.
+            side: height and width that the model takes.
+            limit_bytes: pictures beyond this are forgotten, the least recently used first.
+        """
+        self._bytes_only = settings._replace(rescale=None, mean=None, std=None)
+        self._table = _table(settings)
+        self._side, self._limit = side, limit_bytes
+        self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, path: Path) -> Float[np.ndarray, "3 H W"]:
+        """Pixels of a picture.
+
+        Args:
+            path: the file.
+
+        Returns:
+            float32 `[3, side, side]`, normalised, equal to `preprocess_clip` of it.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: no picture, a damaged one, or one that the settings bring to another size.
+        """
+        with self._lock:
+            found = self._kept.get(path)
+            if found is not None:
+                self._kept.move_to_end(path)
+        if found is None:
+            found = self._decode(path)
+            self._keep(path, found)
+        return np.stack([row[channel] for row, channel in zip(self._table, found, strict=True)])
+
+    def _decode(self, path: Path) -> UInt8[np.ndarray, "3 H W"]:
+        pixels = preprocess_clip(open_image(path), self._bytes_only)
+        if pixels.shape[1:] != (self._side, self._side):
+            raise ValueError(
+                f"{path}: the image processor makes {pixels.shape[1]} x {pixels.shape[2]} pixels, "
+                f"the model takes {self._side} x {self._side}: crop_size of "
+                "preprocessor_config.json is wrong"
+            )
+        return pixels.astype(np.uint8)
+
+    def _keep(self, path: Path, pixels: np.ndarray):
+        with self._lock:
+            if path not in self._kept:
+                self._kept[path] = pixels
+                self._size += pixels.nbytes
+            while self._size > self._limit and self._kept:
+                self._size -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _table(settings: ImageSettings) -> Float[np.ndarray, "3 256"]:
+    """What the processor makes of each byte in each channel."""
+    ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
+    same_size = settings._replace(pad_to_square=False, resize_to=None, crop_to=None)
+    return preprocess_clip(Image.fromarray(ramp), same_size).reshape(3, 256)

@@ -1,0 +1,179 @@
+"""The training loop, from a configuration to a trained selector's file."""
+
+import collections
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.data.llava import read_conversations
+from stepprune_jax.data.source import IMAGES, TRAIN_FILE, data_folder
+from stepprune_jax.generate.placement import beside, place_rows
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.training import settings, step
+from stepprune_jax.training.batches import Batches, encode_rows
+from stepprune_jax.training.checkpoints import (
+    POLICY_FILE,
+    Checkpoints,
+    Saved,
+    claim,
+    file_identity,
+    model_identity,
+)
+from stepprune_jax.training.interrupt import Interrupt
+from stepprune_jax.training.metrics import MetricsLog, summary_writer
+from stepprune_jax.training.pixels import PixelCache
+
+# Updates that may wait on the device while the host goes on; each holds its batch.
+_IN_FLIGHT = 2
+
+
+class _Run(NamedTuple):
+    """What the loop needs."""
+
+    model: VLM
+    setup: step.Setup
+    mesh: Mesh | None
+    pixels: PixelCache
+    batches: Batches
+    key: jax.Array
+
+
+def train(config: Any, workdir: str | Path) -> None:
+    """Trains a selector on a frozen model, or goes on where an interrupted run stopped.
+
+    Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
+    `policy.safetensors`. The continuation of a run gives the numbers that the whole run would have
+    given, bit for bit. On Ctrl-C or SIGTERM it saves and returns.
+
+    Args:
+        config: see `configs/shapes.py`.
+        workdir: folder of the run; one run each.
+
+    Raises:
+        FileNotFoundError: model, data or a picture is missing.
+        ValueError: a bad configuration, bad data, or the folder of another run.
+    """
+    workdir = Path(workdir).expanduser().resolve()
+    settings.check_config(config)
+    mesh = settings.make_mesh(config)
+    if config.tensorboard:
+        summary_writer(workdir / "tensorboard").close()
+    source = inspect_folder(*settings.model_folders(config))
+    setup = settings.make_setup(config, source.config)
+    folder = data_folder(config, workdir)
+    claim(workdir, config, model_identity(source), file_identity(folder / TRAIN_FILE))
+    with Interrupt() as interrupt:
+        checkpoints = Checkpoints(workdir, config.keep_checkpoints)
+        try:
+            if checkpoints.latest == config.steps and (workdir / POLICY_FILE).is_file():
+                print(f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}")
+                return
+            run = _prepare(config, folder, setup, mesh)
+            _loop(config, workdir, run, checkpoints, interrupt)
+        finally:
+            checkpoints.close()
+
+
+def _prepare(config: Any, folder: Path, setup: step.Setup, mesh: Mesh | None) -> _Run:
+    """Reads the data, then loads the model."""
+    samples = read_conversations(
+        folder / TRAIN_FILE, folder / IMAGES, split_turns=config.data.split_turns
+    )
+    name, vision = settings.model_folders(config)
+    model = load_vlm(name, mesh, settings.model_dtype(config), vision_folder=vision)
+    rows = encode_rows(
+        samples, model.tokenizer, model.config.num_image_tokens, config.data.context_limit
+    )
+    limit = int(config.data.cache_gb * 2**30)
+    pixels = PixelCache(model.image_settings, model.config.vision.image_size, limit)
+    batches = Batches(
+        rows, config.batch_size, config.seed, config.data.length_multiple, pixels,
+        config.data.workers,
+    )  # fmt: skip
+    key = beside(model.params, jax.random.key(config.seed))
+    print(
+        f"{len(rows)} conversations, {model.config.num_image_tokens} visual tokens, widths "
+        f"{', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps of "
+        f"{config.batch_size} on {jax.device_count() if mesh else 1} "
+        f"{jax.default_backend()} device(s)",
+        flush=True,
+    )
+    return _Run(model, setup, mesh, pixels, batches, key)
+
+
+def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved]:
+    """The state to start from: of the latest checkpoint, else a new one."""
+    init_key = jax.random.fold_in(run.key, 0)
+    state = jax.jit(step.init_state, static_argnums=1)(init_key, run.setup)
+    stats = FeatureStats.start(run.setup.model.vision.hidden_size)
+    fresh = beside(run.model.params, Saved(state, stats))
+    if checkpoints.latest is not None:
+        print(f"Resuming after step {checkpoints.latest}", flush=True)
+        return checkpoints.latest, checkpoints.restore(fresh)
+    stats = _statistics(run, config, fresh.stats)
+    return 0, Saved(fresh.state, stats)
+
+
+def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
+    """Feature statistics over the pictures of the first steps."""
+    paths = run.batches.first_images(config.data.stats_images)
+    size = config.batch_size
+    for start in range(0, len(paths), size):
+        part = paths[start : start + size]
+        real = np.arange(size) < len(part)
+        pixels = np.stack([run.pixels(path) for path in part + part[:1] * (size - len(part))])
+        pixels, real = place_rows(run.mesh, (pixels, real))
+        stats = step.gather_stats(
+            run.model.params, stats, pixels, real, model=run.setup.model,
+            attention=run.setup.attention, mesh=run.mesh,
+        )  # fmt: skip
+    return stats
+
+
+def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt):
+    """Updates until the end or an interruption."""
+    done, (state, stats) = _begin(run, config, checkpoints)
+    log = MetricsLog(workdir, done, config.steps, config.batch_size, config.tensorboard)
+    key, first = jax.random.fold_in(run.key, 1), done
+    waiting: collections.deque = collections.deque()
+    stream = run.batches.stream(done, config.steps)
+    try:
+        for batch in stream:
+            state, scalars = step.update(
+                run.model.params, state, stats, place_rows(run.mesh, batch), key, np.int32(done),
+                setup=run.setup, mesh=run.mesh,
+            )  # fmt: skip
+            done += 1
+            waiting.append(scalars["loss"])
+            if len(waiting) > _IN_FLIGHT:
+                jax.block_until_ready(waiting.popleft())
+            if done == first + 1:
+                jax.block_until_ready(scalars)
+                log.start_clock(done)
+            last = done == config.steps or interrupt.requested
+            if done % config.log_every == 0 or done == config.steps:
+                log.write(done, scalars)
+            if done % config.checkpoint_every == 0 or last:
+                checkpoints.save(done, Saved(state, stats))
+            if last:
+                break
+    finally:
+        stream.close()
+        log.close()
+    if done < config.steps:
+        print(f"Stopped after step {done} of {config.steps}; the same command goes on from there")
+        return
+    _save(workdir, run, state, stats)
+
+
+def _save(workdir: Path, run: _Run, state: step.State, stats: FeatureStats):
+    """Writes the trained selector as one file."""
+    policy = Policy(state.params, run.setup.selector, stats)
+    path = save_policy(policy, workdir / POLICY_FILE)
+    print(f"Done: {path}", flush=True)

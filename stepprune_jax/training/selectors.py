@@ -1,0 +1,125 @@
+"""What can be trained: StepPrune and its one-shot rival, behind the same three functions."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax import policy
+from stepprune_jax.baselines import autoselect
+from stepprune_jax.baselines.autoselect import AutoSelectConfig
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+
+Selector = PolicyConfig | AutoSelectConfig
+
+# Method to its configuration class and the group of the configuration that describes it.
+METHODS = {
+    "stepprune": (PolicyConfig, "policy"),
+    "autoselect": (AutoSelectConfig, "autoselect"),
+}
+
+
+class Inputs(NamedTuple):
+    """What a selector sees of a batch; never anything of the answer.
+
+    Attributes:
+        image: features of the frozen tower.
+        text: word embeddings of the human turns.
+        text_mask: True at real words.
+    """
+
+    image: Float[Array, "b n d"]
+    text: Float[Array, "b l e"]
+    text_mask: Bool[Array, "b l"]
+
+
+class Progress(NamedTuple):
+    """How far training has come, as traced scalars.
+
+    Attributes:
+        share: of all steps done, in [0, 1).
+        text_gate: g_txt.
+        running_count: running mean of K, for `soft_budget="batch_mean"`.
+    """
+
+    share: Float[Array, ""]
+    text_gate: Float[Array, ""]
+    running_count: Float[Array, ""]
+
+
+def build(config: Any, model: LlavaConfig) -> Selector:
+    """The configuration of the selector to be trained, its widths taken from the model.
+
+    Args:
+        config: the run's `ConfigDict`; `method` names the group that is read.
+        model: the frozen model.
+
+    Returns:
+        A `PolicyConfig` or an `AutoSelectConfig`.
+
+    Raises:
+        ValueError: an unknown method, an unknown field, or a value that the class refuses.
+    """
+    if config.method not in METHODS:
+        raise ValueError(
+            f"config.method is {config.method!r}, expected one of {', '.join(METHODS)}"
+        )
+    kind, group = METHODS[config.method]
+    fields = config[group].to_dict()
+    known = {field.name for field in dataclasses.fields(kind)} - {"feature_width", "text_width"}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(
+            f"config.{group} has unknown field(s) {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known))} (the widths of features and text are the model's)"
+        )
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **fields)
+
+
+def init(key: Array, selector: Selector) -> dict[str, Any]:
+    """Draws the trainable weights; `key` is consumed."""
+    if isinstance(selector, PolicyConfig):
+        return policy.init_policy(key, selector)
+    return autoselect.init(key, selector)
+
+
+def train_loss(
+    params: dict[str, Any],
+    selector: Selector,
+    key: Array,
+    inputs: Inputs,
+    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+    progress: Progress,
+    stats: FeatureStats,
+) -> tuple[Float[Array, ""], dict[str, Any]]:
+    """The loss of one batch.
+
+    Args:
+        params: the selector's weights; differentiate with respect to these alone.
+        selector: its configuration.
+        key: PRNG key; consumed.
+        inputs: what it sees.
+        lm_loss_fn: maps gated tokens to the mean language-modelling loss.
+        progress: schedules of the training so far.
+        stats: statistics of the tower's features.
+
+    Returns:
+        The loss, and {"running_count": scalar, "metrics": scalars by name}.
+    """
+    text = (inputs.text, inputs.text_mask) if selector.text_width else (None, None)
+    options = {"text_mask": text[1], "text_gate": progress.text_gate, "stats": stats}
+    arguments = (params, selector, key, inputs.image, text[0], lm_loss_fn)
+    if isinstance(selector, PolicyConfig):
+        loss, gated = policy.train_loss(*arguments, **options, running_count=progress.running_count)
+        found = {"metrics": policy.policy_metrics(gated), "running_count": gated.running_count}
+    else:
+        loss, gated = autoselect.train_loss(*arguments, **options, progress=progress.share)
+        found = {
+            "metrics": autoselect.metrics(gated),
+            "running_count": progress.running_count,
+        }
+    return loss, jax.lax.stop_gradient(found)

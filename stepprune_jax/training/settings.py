@@ -1,0 +1,183 @@
+"""Reading and checking a run's configuration, before anything is loaded or compiled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.generate.placement import row_count
+from stepprune_jax.models.layers import check_attention
+from stepprune_jax.sharding import build_mesh
+from stepprune_jax.training import selectors
+from stepprune_jax.training.step import Setup
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+# The model of the shapes world, used when no folder is given.
+SHAPES_MODEL = ASSETS / "shapes_llava"
+
+# Fields that may change between a run and its continuation: they do not change what is learned.
+# The model and the data are compared by their contents, not by where they lie.
+FREE = (
+    "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "eval", "mesh",
+    "model.folder", "model.vision_folder", "data.folder", "data.workers", "data.cache_gb",
+    "data.validation_scenes", "data.test_scenes", "data.test_seed",
+)  # fmt: skip
+
+_COUNTS = (
+    "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints",
+    "data.length_multiple", "data.context_limit", "data.workers", "data.stats_images",
+)  # fmt: skip
+_NOT_NEGATIVE = ("optimizer.lr", "optimizer.final_lr", "optimizer.weight_decay", "data.cache_gb")
+_SHARES = ("optimizer.b1", "optimizer.b2", "text_gate_anneal")
+
+
+def model_folders(config: Any) -> tuple[str, str | None]:
+    """The frozen model's folder or hub id (without one, the model of the shapes world), and CLIP's.
+
+    The second is for the original LLaVA layout, where the tower lies elsewhere, and None otherwise.
+    """
+    return config.model.folder or str(SHAPES_MODEL), config.model.vision_folder or None
+
+
+def check_config(config: Any) -> None:
+    """Refuses a configuration that makes no sense.
+
+    Args:
+        config: the run's `ConfigDict`.
+
+    Raises:
+        ValueError: a field is missing or has a bad value; the message names it.
+    """
+    values = flat(config)
+    for name in _COUNTS:
+        value = _get(values, name)
+        _require(isinstance(value, int) and value >= 1, name, value, "an integer from 1")
+    for name in (*_NOT_NEGATIVE, *_SHARES, "optimizer.clip"):
+        value = _get(values, name)
+        _require(isinstance(value, float | int) and value >= 0, name, value, "a number from 0")
+    for name in _SHARES:
+        _require(values[name] <= 1, name, values[name], "a share from 0 to 1")
+    _require(values["optimizer.clip"] > 0, "optimizer.clip", values["optimizer.clip"], "above 0")
+    warmup = _get(values, "optimizer.warmup")
+    _require(
+        isinstance(warmup, int) and 0 <= warmup < config.steps, "optimizer.warmup", warmup,
+        f"an integer from 0, below config.steps ({config.steps})",
+    )  # fmt: skip
+    for name in ("seed", "data.seed"):
+        value = _get(values, name)
+        _require(isinstance(value, int) and value >= 0, name, value, "an integer from 0")
+    if _get(values, "method") not in selectors.METHODS:
+        known = ", ".join(selectors.METHODS)
+        _require(False, "method", values["method"], f"one of {known}")
+    check_attention(_get(values, "model.attention"))
+    dtypes = ("float32", "bfloat16")
+    dtype = _get(values, "model.dtype")
+    _require(dtype in dtypes, "model.dtype", dtype, f"one of {', '.join(dtypes)}")
+
+
+def make_mesh(config: Any) -> Mesh | None:
+    """The mesh of a run, or None on a single device.
+
+    Args:
+        config: the run's `ConfigDict`; `mesh` is a preset of `build_mesh` or sizes by axis.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: an unknown preset, too many devices, or rows that do not divide over them.
+    """
+    preset = config.mesh if isinstance(config.mesh, str) else config.mesh.to_dict()
+    if preset == "single":
+        return None
+    mesh = build_mesh(preset)
+    check_rows(config.batch_size, mesh)
+    return mesh
+
+
+def check_rows(batch_size: int, mesh: Mesh | None) -> None:
+    """Raises a ValueError unless the rows of a batch divide over a mesh."""
+    parts = row_count(mesh)
+    _require(
+        batch_size % parts == 0, "batch_size", batch_size,
+        f"a multiple of the {parts} devices that its rows are split over",
+    )  # fmt: skip
+
+
+def make_setup(config: Any, model: LlavaConfig) -> Setup:
+    """The static part of the step.
+
+    Args:
+        config: the run's checked `ConfigDict`.
+        model: the frozen model.
+
+    Returns:
+        The setup.
+
+    Raises:
+        ValueError: the method's own fields are bad, or a kernel needs another device.
+    """
+    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
+    selector = selectors.build(config, model)
+    return Setup(
+        model=model, selector=selector, steps=config.steps,
+        text_gate_anneal=config.text_gate_anneal, attention=config.model.attention,
+        remat=config.model.remat, **config.optimizer.to_dict(),
+    )  # fmt: skip
+
+
+def model_dtype(config: Any) -> Any:
+    """The floating dtype of the frozen weights."""
+    return jnp.dtype(config.model.dtype)
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """The fields of a configuration by dotted name, as JSON has them."""
+
+    def walk(prefix: str, value: Any):
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from walk(f"{prefix}.{name}" if prefix else name, inner)
+        else:
+            yield prefix, value
+
+    plain = config if isinstance(config, dict) else config.to_dict()
+    return dict(walk("", json.loads(json.dumps(plain))))
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], method: str) -> list[str]:
+    """Fields that differ and change what is learned, as "name: old -> new".
+
+    Args:
+        old: `flat` of the run's configuration.
+        new: `flat` of the one to go on with.
+        method: what is trained; the group of another method does not matter.
+    """
+    others = [group for name, (_, group) in selectors.METHODS.items() if name != method]
+    free = (*FREE, *others)
+    names = sorted(
+        name
+        for name in {*old, *new}
+        if not any(name == field or name.startswith(field + ".") for field in free)
+    )
+    return [
+        f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _get(values: dict[str, Any], name: str) -> Any:
+    if name not in values:
+        raise ValueError(f"config.{name} is missing")
+    return values[name]
+
+
+def _require(holds: bool, name: str, found: Any, expected: str):
+    if not holds:
+        raise ValueError(f"config.{name} is {found!r}, expected {expected}")

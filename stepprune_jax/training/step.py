@@ -1,0 +1,247 @@
+"""One update of the selector: frozen tower, soft selection, frozen language model, AdamW."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax import sharding
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.generate.placement import constrain_rows, jit_for_weights
+from stepprune_jax.models import vlm
+from stepprune_jax.policy import FeatureStats, update_stats
+from stepprune_jax.training import selectors
+from stepprune_jax.training.selectors import Inputs, Progress, Selector
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything static about the step.
+
+    Attributes:
+        model: the frozen model.
+        selector: what is trained.
+        steps: updates of the whole run.
+        lr: peak learning rate.
+        final_lr: learning rate at the end of the cosine.
+        warmup: updates over which it rises from 0.
+        weight_decay: of AdamW.
+        clip: largest global norm of the gradient.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1.
+        attention: "matmul", "xla" or "cudnn" in tower and language model.
+        remat: whether the backward pass recomputes the language model's blocks.
+    """
+
+    model: LlavaConfig
+    selector: Selector
+    steps: int
+    lr: float = 1e-3
+    final_lr: float = 1e-4
+    warmup: int = 40
+    weight_decay: float = 1e-4
+    clip: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+    text_gate_anneal: float = 0.1
+    attention: str = "matmul"
+    remat: bool = False
+
+
+class Batch(NamedTuple):
+    """Rows of conversations with one image each.
+
+    Attributes:
+        pixels: normalised images.
+        ids: the conversation with `IMAGE_TOKEN` at the image, right-padded.
+        length: ids of each row.
+        text: the human words alone, right-padded.
+        text_length: of each row.
+        place: where, in the expanded sequence, each supervised token is predicted.
+        target: the supervised tokens.
+        supervised: True at real targets.
+    """
+
+    pixels: Float[np.ndarray | Array, "b 3 H W"]
+    ids: Int[np.ndarray | Array, "b l"]
+    length: Int[np.ndarray | Array, " b"]
+    text: Int[np.ndarray | Array, "b t"]
+    text_length: Int[np.ndarray | Array, " b"]
+    place: Int[np.ndarray | Array, "b k"]
+    target: Int[np.ndarray | Array, "b k"]
+    supervised: Bool[np.ndarray | Array, "b k"]
+
+
+class State(NamedTuple):
+    """What training changes.
+
+    Attributes:
+        params: weights of the selector.
+        optimizer: moments of AdamW.
+        running_count: running mean of K.
+        skipped: updates left out because loss or gradient was not finite.
+    """
+
+    params: Any
+    optimizer: Any
+    running_count: Float[Array, ""]
+    skipped: Int[Array, ""]
+
+
+def _optimizer(setup: Setup) -> optax.GradientTransformation:
+    """AdamW with clipping, but for its learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(setup.clip),
+        optax.scale_by_adam(setup.b1, setup.b2),
+        optax.add_decayed_weights(setup.weight_decay),
+    )
+
+
+def learning_rate(setup: Setup, step: Int[Array, ""] | int) -> Float[Array, ""]:
+    """The learning rate of update `step`: linear from 0 over the warm-up, then a cosine."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, setup.lr, setup.warmup, setup.steps, setup.final_lr
+    )
+    return jnp.asarray(schedule(step), jnp.float32)
+
+
+def init_state(key: Array, setup: Setup) -> State:
+    """The state before the first update; `key` is consumed."""
+    params = selectors.init(key, setup.selector)
+    moments = _optimizer(setup).init(params)
+    return State(params, moments, jnp.zeros(()), jnp.zeros((), jnp.int32))
+
+
+def selector_inputs(
+    params: dict[str, Any], setup: Setup, batch: Batch, mesh: Mesh | None = None
+) -> Inputs:
+    """Features and question of a batch, from the frozen model.
+
+    Args:
+        params: the frozen model's weights.
+        setup: the static part.
+        batch: the batch.
+        mesh: what rows are split over.
+
+    Returns:
+        What the selector sees: nothing of it depends on an answer.
+    """
+    features, _ = vlm.encode_image(params, setup.model, batch.pixels, attention=setup.attention)
+    text = vlm.embed_text(params, setup.model, batch.text)
+    mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
+    return Inputs(*constrain_rows(mesh, (features, text, mask)))
+
+
+def lm_loss(
+    params: dict[str, Any],
+    setup: Setup,
+    tokens: Float[Array, "b n d"],
+    batch: Batch,
+    mesh: Mesh | None = None,
+) -> Float[Array, ""]:
+    """Language-modelling loss of visual tokens at full length and original positions.
+
+    Args:
+        params: the frozen model's weights.
+        setup: the static part.
+        tokens: all N gated tokens of each image, in the tower's space.
+        batch: conversations and targets.
+        mesh: what rows are split over.
+
+    Returns:
+        Cross-entropy in nats, float32, averaged over the supervised tokens of the batch.
+    """
+    (b, n, _), config = tokens.shape, setup.model
+    visual = vlm.project(params, config, tokens)[:, None]
+    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, 1, n))
+    sequence = vlm.assemble(
+        params, config, batch.ids, batch.length, visual, jnp.ones((b, 1, n), bool), index,
+        "original", capacity=batch.ids.shape[1] - 1 + n,
+    )  # fmt: skip
+    embeddings = constrain_rows(mesh, sequence.embeddings)
+    valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
+    hidden = vlm.run_layers(
+        params, config, embeddings, sequence.position, valid, 0, config.text.num_layers,
+        attention=setup.attention, remat=setup.remat,
+    ).hidden  # fmt: skip
+    # The head runs at the supervised places only: on the whole sequence it would be the largest
+    # array of the step.
+    hidden = jnp.take_along_axis(hidden, batch.place[..., None], axis=1)
+    log_prob = jax.nn.log_softmax(vlm.logits(params, config, hidden), axis=-1)
+    found = jnp.take_along_axis(log_prob, batch.target[..., None], axis=-1)[..., 0]
+    count = jnp.maximum(jnp.sum(batch.supervised), 1)
+    return -jnp.sum(jnp.where(batch.supervised, found, 0)) / count
+
+
+def _norm_at_stop(grads: Any) -> Float[Array, ""]:
+    """Norm of the gradient of the stop slot and of whatever else a path calls "stop"."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(grads)
+    stop = [leaf for path, leaf in flat if "stop" in sharding.path_name(path)]
+    return optax.global_norm(stop)
+
+
+def _update(
+    params: dict[str, Any],
+    state: State,
+    stats: FeatureStats,
+    batch: Batch,
+    key: Array,
+    step: Int[Array, ""],
+    setup: Setup,
+    mesh: Mesh | None,
+) -> tuple[State, dict[str, Array]]:
+    """Update number `step`, counted from 0; the new state, and scalars of the old one."""
+    share = step / setup.steps
+    text_gate = jnp.minimum(1.0, share / max(setup.text_gate_anneal, 1e-9))
+    progress = Progress(share, text_gate, state.running_count)
+    inputs = selector_inputs(params, setup, batch, mesh)
+
+    def loss(trained):
+        seen = {}
+
+        def of_tokens(tokens):
+            seen["lm_loss"] = lm_loss(params, setup, tokens, batch, mesh)
+            return seen["lm_loss"]
+
+        value, found = selectors.train_loss(
+            trained, setup.selector, jax.random.fold_in(key, step), inputs, of_tokens, progress,
+            stats,
+        )  # fmt: skip
+        return value, found | seen
+
+    (value, found), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    norm, lr = optax.global_norm(grads), learning_rate(setup, step)
+    directions, moments = _optimizer(setup).update(grads, state.optimizer, state.params)
+    trained = jax.tree.map(lambda p, d: p - (lr * d).astype(p.dtype), state.params, directions)
+    good = jnp.isfinite(value) & jnp.isfinite(norm)
+    new = (trained, moments, found["running_count"])
+    kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, tuple(state[:3]))
+    skipped = state.skipped + (~good).astype(jnp.int32)
+    scalars = {"loss": value, "lm_loss": found["lm_loss"], **found["metrics"], "grad_norm": norm}
+    scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
+    return State(*kept, skipped), scalars | {"skipped": skipped}
+
+
+def _gather_stats(
+    params: dict[str, Any],
+    stats: FeatureStats,
+    pixels: Float[Array, "b 3 H W"],
+    real: Bool[Array, " b"],
+    model: LlavaConfig,
+    attention: str,
+    mesh: Mesh | None,
+) -> FeatureStats:
+    """Statistics of features, extended by a batch of images of which only the `real` ones count."""
+    features, _ = vlm.encode_image(params, model, pixels, attention=attention)
+    features = constrain_rows(mesh, features)
+    return update_stats(stats, features, jnp.broadcast_to(real[:, None], features.shape[:2]))
+
+
+update = jit_for_weights(_update, ("setup", "mesh"), ("state",))
+gather_stats = jit_for_weights(_gather_stats, ("model", "attention", "mesh"))
