@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.study import (
-    ALL_TOKENS,
+    ALL,
     DEFAULT,
     Study,
     all_tokens,
@@ -39,10 +39,10 @@ def draw_accuracy(path: str | Path, study: Study) -> Path:
     with style.canvas(7, 4.3) as figure:
         axes = figure.add_axes((0.085, 0.15, 0.67, 0.79))
         axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.plot(study.num_tokens, 100, "o", color=palette[ALL_TOKENS], clip_on=False)
+        axes.plot(study.num_tokens, 100, "o", color=palette[ALL], clip_on=False)
         ends = []
         for method in dict.fromkeys(row["method"] for row in study.table):
-            if method != ALL_TOKENS:
+            if method != ALL:
                 ends.append(_draw_method(axes, study, method, palette[method]))
         _scale(axes, study)
         _name_lines(axes, [end for end in ends if end])
@@ -68,7 +68,7 @@ def _draw_method(
         ("adaptive", {"linestyle": "--", "markerfacecolor": "white"}),
         ("exact", {"linestyle": "-"}),
     ):
-        rows = rows_of(study, method, mode)
+        rows = [r for r in rows_of(study, method, mode) if _has_place(r)]
         if rows:
             x, y = [r["mean_k"] for r in rows], [r["retention"] for r in rows]
             marker = "o" if main else "."
@@ -79,11 +79,17 @@ def _draw_method(
     return end
 
 
+def _has_place(row: dict[str, Any]) -> bool:
+    """Whether a row can be drawn: some retention, at a K that has a logarithm."""
+    return row["retention"] is not None and row["mean_k"] > 0
+
+
 def _scale(axes: Axes, study: Study) -> None:
     """A logarithmic axis from all tokens down, marked at the budgets."""
     budgets = sorted({round(r["mean_k"]) for r in study.table if r["mode"] == "exact"})
+    least = min([r["mean_k"] for r in study.table if _has_place(r)], default=1)
     axes.set_xscale("log")
-    axes.set_xlim(study.num_tokens * 1.08, min(r["mean_k"] for r in study.table) * 0.92)
+    axes.set_xlim(study.num_tokens * 1.08, least * 0.92)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     names = [
@@ -134,11 +140,11 @@ def draw_families(path: str | Path, study: Study) -> Path:
             error = np.array([100 * np.sqrt(c.mean() * (1 - c.mean()) / len(c)) for c in correct])
             adaptive = record.mode == "adaptive"
             name = record.method
-            if name != ALL_TOKENS:
+            if name != ALL:
                 name += f", {record.mode}, {record.count.mean():.0f} tokens"
             axes.errorbar(
                 share, np.arange(len(kinds))[::-1] + offset, xerr=error, label=name,
-                fmt="D" if record.method == ALL_TOKENS else "o", color=palette[record.method],
+                fmt="D" if record.method == ALL else "o", color=palette[record.method],
                 markerfacecolor="white" if adaptive else None, elinewidth=0.9, capsize=0,
             )  # fmt: skip
         numbers = [int(members.sum()) for members in kinds.values()]

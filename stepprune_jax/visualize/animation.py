@@ -70,10 +70,10 @@ def _frame(study: Study, record: Records, chosen: Sequence[int], step: int) -> I
     frame = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(frame)
     for place, i in enumerate(chosen):
-        left, count = _GAP + place * (_SIDE + _GAP), int(record.count[i])
-        order = record.order[i, : min(step, count)]
+        left = _GAP + place * (_SIDE + _GAP)
+        order = study.patches(record, i)[:step]
         panel = draw_panel(study.questions[i].image, order, study.grid, _SIDE, marks=False)
-        if 0 < step <= count:
+        if 0 < step == len(order):
             left_, top, right, bottom = patch_box(order[-1], study.grid, _SIDE)
             newest = (left_, top, right - 1, bottom - 1)
             ImageDraw.Draw(panel).rectangle(newest, outline="#ffcf33", width=3)

@@ -7,15 +7,16 @@ import numpy as np
 from jaxtyping import Bool, Int
 from matplotlib.axes import Axes
 
+from stepprune_jax.evaluation.statistics import spearman
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.study import (
+    ALL,
     DEFAULT,
     Study,
     all_tokens,
     default_record,
     families,
     group,
-    spearman,
 )
 
 FEWEST = 20  # questions in a bucket whose accuracy is shown
@@ -63,14 +64,15 @@ def draw_histogram(path: str | Path, study: Study) -> Path:
         enough = np.flatnonzero(number >= min(FEWEST, number.max()))
         bucket = np.digitize(record.count, edges) - 1
         for who, colour, marker in (
-            (full, style.COLOURS["all tokens"], "D"),
+            (full, style.COLOURS[ALL], "D"),
             (record, style.COLOURS[DEFAULT], "o"),
         ):
-            share = np.array([100 * who.correct[bucket == i].mean() for i in enough])
-            error = np.sqrt(share * (100 - share) / number[enough])
-            name = who.method if who is full else f"{who.method}, adaptive"
+            share = np.full(len(number), np.nan)  # a gap where questions are too few
+            share[enough] = [100 * who.correct[bucket == i].mean() for i in enough]
+            error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
+            name = who.method if who is full else f"{who.method}, {who.mode}"
             right.errorbar(
-                middle[enough], share, yerr=error, marker=marker, color=colour,
+                middle, share, yerr=error, marker=marker, color=colour,
                 linewidth=1.6, elinewidth=0.8, label=f"accuracy, {name}",
             )  # fmt: skip
         low = min(80.0, 10 * (right.get_ylim()[0] // 10))
@@ -129,7 +131,9 @@ def _draw_boxes(
     axes.set_xticks(range(1, len(names) + 1), names, fontsize=7.5)
     axes.set_ylabel("K")
     axes.set_xlabel(label)
-    axes.set_title(f"Spearman \N{GREEK SMALL LETTER RHO} = {spearman(count, by):.2f}")
+    together = spearman(count, by)
+    value = "undefined" if together is None else f"{together:.2f}"
+    axes.set_title(f"Spearman \N{GREEK SMALL LETTER RHO} = {value}")
     style.lines_across(axes)
     axes.tick_params(axis="x", length=0)
 
@@ -150,7 +154,7 @@ def _draw_kinds(
             va="center", fontsize=8,
         )  # fmt: skip
     axes.set_yticks(range(len(order)), [names[i] for i in order])
-    axes.set_xlim(0, means.max() * 1.16)
+    axes.set_xlim(0, max(means.max(), 1) * 1.16)
     axes.set_xlabel("mean K")
     axes.set_title("by question family")
     axes.tick_params(axis="y", length=0)

@@ -14,7 +14,7 @@ from stepprune_jax.visualize.patches import draw_panel, font
 from stepprune_jax.visualize.study import Study, default_record
 
 ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
-_SIDE, _GAP, _LEFT, _HEAD, _FOOT = 336, 26, 62, 48, 112  # pixels
+_SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
 
 
 def choose(
@@ -142,7 +142,7 @@ def _draw_example(
 ) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
-    order = record.order[i, : record.count[i]]
+    order = study.patches(record, i)
     panel = draw_panel(study.questions[i].image, order, study.grid, _SIDE)
     # figimage counts from below, in pixels of the figure.
     figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")

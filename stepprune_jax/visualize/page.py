@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.visualize.study import Study, all_tokens, default_record, spearman
+from stepprune_jax.evaluation.statistics import paired_difference, spearman
+from stepprune_jax.visualize.study import Study, all_tokens, default_record
 from stepprune_jax.visualize.style import DPI
 from stepprune_jax.visualize.table import html_table
 
@@ -60,43 +61,36 @@ def describe(study: Study) -> list[tuple[str, str]]:
     """
     record, full = default_record(study), all_tokens(study)
     count = record.count
-    base = f"{record.method}, adaptive, calibrated to {record.pruning_rate:.1f} % pruned"
+    pictures: dict[Path, int] = {}
+    image = np.array([pictures.setdefault(q.image, len(pictures)) for q in study.questions])
     facts = [
-        ("Questions", f"{len(count):,} on {_pictures(study):,} pictures"),
+        ("Questions", f"{len(count):,} on {len(pictures):,} pictures"),
         ("All tokens", f"{100 * full.correct.mean():.1f} % of the answers are right"),
         (
-            f"K ({base})",
+            f"K of {record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned",
             f"{count.mean():.1f} ± {count.std():.1f} on average, from {count.min()} to "
             f"{count.max()} of {study.num_tokens} tokens; half of the questions keep "
             f"{np.quantile(count, 0.25):.0f} to {np.quantile(count, 0.75):.0f}",
         ),
     ]
     if study.scenes is not None:
-        objects = [scene.complexity for scene in study.scenes]
-        relevant = [len(scene.relevant) for scene in study.scenes]
-        facts.append(
-            (
-                "Spearman's rank correlation of K",
-                f"{spearman(count, objects):.2f} with the number of objects in the picture, "
-                f"{spearman(count, relevant):.2f} with the number of patches the answer depends on",
-            )
+        objects = np.array([scene.complexity for scene in study.scenes])
+        relevant = np.array([len(scene.relevant) for scene in study.scenes])
+        told = (
+            (spearman(count, objects), "the number of objects in the picture"),
+            (spearman(count, relevant), "the number of patches the answer depends on"),
         )
+        known = [f"{value:.2f} with {what}" for value, what in told if value is not None]
+        facts.append(("Spearman's rank correlation of K", ", ".join(known) or "K does not vary"))
     for exact in study.records:
         same = (exact.method, exact.pruning_rate) == (record.method, record.pruning_rate)
-        if same and exact.mode == "exact":
-            change = record.correct.astype(float) - exact.correct
-            facts.append(
-                (
-                    "Adaptive against exact at the same budget",
-                    f"{100 * change.mean():+.1f} ± {100 * change.std() / len(change) ** 0.5:.1f} "
-                    "points of accuracy (paired standard error)",
-                )
-            )
+        if same and exact.mode == "exact" != record.mode:
+            change = paired_difference(record.correct, exact.correct, image)
+            error = change["standard_error_by_image"]
+            spread = "" if error is None else f" ± {error:.1f} (standard error, by picture)"
+            value = f"{change['difference']:+.1f}{spread} points of accuracy"
+            facts.append(("Adaptive against exact at the same budget", value))
     return facts
-
-
-def _pictures(study: Study) -> int:
-    return len({question.image for question in study.questions})
 
 
 def write_page(

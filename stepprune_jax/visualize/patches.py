@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
 from stepprune_jax.visualize.style import INK
 
-_LANCZOS, _BRIGHTNESS = int(Image.Resampling.LANCZOS), 0.4
+_BRIGHTNESS = 0.4  # of what is not kept
 MOST_NUMBERS = 99  # three digits do not fit a patch
 _RAMP = "plasma"
 
@@ -24,7 +24,9 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def read_square(path: str | Path, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Reads a picture as the vision tower sees it: padded to a square, and enlarged.
+    """Reads a picture as the vision tower sees it: padded to a square, and resized.
+
+    A small picture whose side divides `side` keeps its pixels, as squares.
 
     Args:
       path: The picture.
@@ -34,8 +36,10 @@ def read_square(path: str | Path, side: int) -> UInt8[np.ndarray, "side side 3"]
       FileNotFoundError: There is no such file.
       ValueError: The file is no picture, or is damaged.
     """
-    settings = ImageSettings(True, (side, side), None, None, None, None, _LANCZOS)
-    return preprocess_clip(open_image(path), settings).transpose(1, 2, 0).astype(np.uint8)
+    image = open_image(path)
+    resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
+    settings = ImageSettings(True, (side, side), None, None, None, None, int(resample))
+    return preprocess_clip(image, settings).transpose(1, 2, 0).astype(np.uint8)
 
 
 def dim(

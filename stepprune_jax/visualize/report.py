@@ -1,10 +1,12 @@
 """Everything a reader wants to see of an evaluation: seven figures, an animation, and a page."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.folder import MANIFEST, read_report
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.visualize.accuracy import draw_accuracy, draw_families
 from stepprune_jax.visualize.animation import draw_selection
@@ -14,6 +16,8 @@ from stepprune_jax.visualize.page import Picture, write_page
 from stepprune_jax.visualize.study import Study, check_study, default_record, tightest
 from stepprune_jax.visualize.training import draw_training
 
+# Of the manifest: what differs between two runs of the same command, or says where files are.
+_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model")
 _CHOSEN = (
     "Examples are chosen by K and question family alone, without a look at answers or selections."
 )
@@ -76,6 +80,27 @@ def write_report(
     return write_page(folder, study, pictures, title=title, command=command, config=config)
 
 
+def redraw(folder: str | Path, *, command: str | None = None) -> Path:
+    """Draws the report of an evaluation from what it saved; runs no model.
+
+    Args:
+      folder: The report folder that `evaluate` wrote.
+      command: The command that made the evaluation, shown as it is.
+
+    Returns:
+      The path of `index.html`, in the same folder.
+
+    Raises:
+      FileNotFoundError: The folder, its data, a picture or the metrics file are missing.
+      ValueError: The folder holds no finished report, or as `write_report`.
+    """
+    report = read_report(folder)
+    facts = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+    shown = {name: value for name, value in facts.items() if name not in _NOT_SHOWN}
+    config = json.dumps(shown, indent=1, ensure_ascii=False)
+    return write_report(folder, *report, command=command, config=config)
+
+
 def _result_pictures(folder: Path, study: Study) -> list[Picture]:
     """The figures about accuracy and K."""
     record = default_record(study)
@@ -101,8 +126,8 @@ def _result_pictures(folder: Path, study: Study) -> list[Picture]:
             "How many tokens the policy keeps",
             f"Histogram of K, from {high}, with the accuracy of the questions in each bucket, "
             "by the policy and by all tokens.",
-            f"StepPrune, adaptive, {record.pruning_rate:.1f} % pruned. Accuracy where a bucket has "
-            "at least 20 questions, with its standard error.",
+            f"{record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned. Accuracy where "
+            "a bucket has at least 20 questions, with its standard error.",
         ),
     ]
     what = "objects, against patches the answer depends on, and by question family"

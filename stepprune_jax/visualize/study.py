@@ -1,6 +1,5 @@
 """What a report is drawn from, checked once, and the questions that every figure asks of it."""
 
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -9,10 +8,16 @@ from jaxtyping import Bool, Int
 
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.tables import ALL
 
-ALL_TOKENS = "all tokens"
-DEFAULT = "StepPrune"
-_FIELDS = {"method": str, "mode": str, "accuracy": Real, "retention": Real, "mean_k": Real}
+_FIELDS = {
+    "method": str,
+    "mode": str,
+    "accuracy": Real,
+    "retention": Real | None,  # none where all tokens get nothing right
+    "mean_k": Real,
+}
 
 
 class Study(NamedTuple):
@@ -37,7 +42,17 @@ class Study(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """N, the number of visual tokens of a picture."""
-        return self.grid[0] * self.grid[1]
+        return int(all_tokens(self).count.max())
+
+    @property
+    def first(self) -> int:
+        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        return self.num_tokens - self.grid[0] * self.grid[1]
+
+    def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
+        """Patches that a record keeps of question i, in the order of choice."""
+        order = record.order[i, : record.count[i]].astype(int) - self.first
+        return order[order >= 0]
 
 
 def check_study(study: Study) -> Study:
@@ -62,13 +77,16 @@ def check_study(study: Study) -> Study:
         values = getattr(study, name)
         if values is not None and len(values) != asked:
             raise ValueError(f"{name}: expected {asked}, one a question, got {len(values)}")
-    if min(study.grid) < 1:
-        raise ValueError(f"grid: expected two positive numbers, got {study.grid}")
+    tokens = study.num_tokens
+    if min(study.grid) < 1 or study.first not in (0, 1):
+        raise ValueError(
+            f"grid: {study.grid[0]} x {study.grid[1]} patches do not make {tokens} tokens, the "
+            f"count of {ALL!r}"
+        )
     for i, row in enumerate(study.table):
         _check_row(i, row)
     for i, record in enumerate(study.records):
-        _check_record(f"records[{i}] ({name_of(record)})", record, asked, study.num_tokens)
-    all_tokens(study)
+        _check_record(f"records[{i}] ({name_of(record)})", record, asked, tokens)
     default_record(study)
     return study
 
@@ -77,11 +95,10 @@ def _check_row(i: int, row: dict[str, Any]) -> None:
     """A row of the table has the fields that are read, as numbers where numbers are drawn."""
     for field, kind in _FIELDS.items():
         if not isinstance(row.get(field), kind):
+            wanted = "a text" if kind is str else "a number"
             raise ValueError(
-                f"table[{i}]: field {field!r} should be a {kind.__name__}, got {row.get(field)!r}"
+                f"table[{i}]: field {field!r} should be {wanted}, got {row.get(field)!r}"
             )
-    if row["mean_k"] <= 0:
-        raise ValueError(f"table[{i}]: field 'mean_k' should be positive, got {row['mean_k']}")
 
 
 def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
@@ -91,11 +108,11 @@ def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
         if length != asked:
             raise ValueError(f"{where}: field {field!r} has {length} entries for {asked} questions")
     order, count = record.order, record.count
-    bad = (count < 1) | (count > order.shape[1])
+    bad = (count < 0) | (count > order.shape[1])
     if bad.any():
         i = int(np.argmax(bad))
         raise ValueError(
-            f"{where}: count[{i}] is {count[i]}, expected 1 to {order.shape[1]}, the width of order"
+            f"{where}: count[{i}] is {count[i]}, expected 0 to {order.shape[1]}, the width of order"
         )
     kept = np.arange(order.shape[1]) < count[:, None]
     bad = np.where(kept, (order < 0) | (order >= tokens), order != -1)
@@ -129,20 +146,20 @@ def all_tokens(study: Study) -> Records:
       ValueError: There is none.
     """
     for record in study.records:
-        if record.method == ALL_TOKENS:
+        if record.method == ALL:
             return record
-    raise ValueError(f"records: none has the method {ALL_TOKENS!r}, the base of every retention")
+    raise ValueError(f"records: none has the method {ALL!r}, the base of every retention")
 
 
 def default_record(study: Study) -> Records:
-    """The default policy, adaptive, at the middle budget.
+    """The default policy at the middle budget; adaptive, unless it does not stop by itself.
 
     Raises:
       ValueError: There is none.
     """
-    found = records_of(study, DEFAULT, "adaptive")
+    found = records_of(study, DEFAULT, "adaptive") or records_of(study, DEFAULT, "exact")
     if not found:
-        raise ValueError(f"records: none has the method {DEFAULT!r} in the mode 'adaptive'")
+        raise ValueError(f"records: none has the method {DEFAULT!r}")
     return found[len(found) // 2]
 
 
@@ -159,24 +176,10 @@ def tightest(study: Study) -> list[Records]:
         r
         for r in study.records
         if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.pruning_rate == rate
-        if r.method != ALL_TOKENS
+        if r.method != ALL
     ]
     best = max(others, key=lambda r: r.correct.mean(), default=None)
     return [*adaptive, *exact, *([] if best is None else [best])]
-
-
-def spearman(x: Sequence[float | int] | np.ndarray, y: Sequence[float | int] | np.ndarray) -> float:
-    """Rank correlation, ties at their mean rank; 0 where one side does not vary."""
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (x, y)]
-    if min(r.std() for r in ranks) == 0:
-        return 0.0
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Rank of each value among the others, ties at their mean rank."""
-    _, index, number = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(number) - (number - 1) / 2)[index.ravel()]
 
 
 def families(study: Study) -> dict[str, Bool[np.ndarray, "q"]]:

@@ -7,21 +7,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stepprune_jax.visualize import animation, counts, overlays, patches, style, table, training
+from stepprune_jax.visualize import (
+    accuracy,
+    animation,
+    counts,
+    overlays,
+    page,
+    palette,
+    patches,
+    style,
+    table,
+    training,
+)
 from stepprune_jax.visualize import study as studies
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     return fake_study.make(tmp_path_factory.mktemp("study") / "images", 40)
-
-
-def test_spearman_by_hand():
-    assert studies.spearman([1, 2, 3, 4], [10, 20, 30, 1000]) == pytest.approx(1)
-    assert studies.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert studies.spearman([5, 5, 5], [1, 2, 3]) == 0
-    # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5.
-    assert studies.spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
 def test_groups_hold_every_value_once():
@@ -62,6 +65,19 @@ def test_buckets_hold_every_count():
         assert np.histogram(count, edges)[0].sum() == len(count) and len(edges) <= 16
 
 
+def test_few_colours_keep_the_common_ones_exactly():
+    pixels = np.full((64, 64, 3), 255, np.uint8)
+    pixels[:8] = (245, 247, 250)
+    pixels[8:16] = np.random.default_rng(0).integers(0, 256, (8, 64, 3))
+    image = Image.fromarray(pixels)
+    chosen = palette.choose_palette(image, 32)
+    few = np.asarray(palette.reduce_colours(image, chosen).convert("RGB"))
+    assert len(chosen) <= 32
+    np.testing.assert_array_equal(few[:8], pixels[:8])
+    np.testing.assert_array_equal(few[16:], pixels[16:])
+    assert np.abs(few[8:16].astype(int) - pixels[8:16]).mean() < 40
+
+
 def test_kept_patches_stay_and_the_rest_is_darker():
     pixels = np.full((60, 60, 3), 200, np.uint8)
     dimmed = patches.dim(pixels, patches.kept_patches([0, 5], (2, 3)))
@@ -70,7 +86,7 @@ def test_kept_patches_stay_and_the_rest_is_darker():
 
 
 def test_patches_tile_any_square():
-    for side, grid in ((336, (12, 12)), (100, (7, 7)), (50, (3, 4))):
+    for side, grid in ((36, (12, 12)), (50, (7, 7)), (50, (3, 4))):
         covered = np.zeros((side, side), int)
         for token in range(grid[0] * grid[1]):
             left, top, right, bottom = patches.patch_box(token, grid, side)
@@ -133,6 +149,46 @@ def test_table_marks_the_best_of_each_budget(study):
     assert len(re.findall("<b>", text)) >= 3 and "own stop" in text
 
 
+def test_a_model_that_gets_nothing_right_has_no_retention(study, tmp_path):
+    nothing = [row | {"retention": None} for row in study.table]
+    changed = studies.check_study(study._replace(table=nothing))
+    assert "<b>" not in table.html_table(changed) and "&ndash;" in table.html_table(changed)
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
+
+
+def test_a_policy_may_keep_nothing_or_never_stop(study, tmp_path):
+    exact = [r for r in study.records if r.mode == "exact"]
+    nothing = [
+        r._replace(count=np.zeros(40, int), order=np.full_like(r.order, -1))
+        if r.method == "StepPrune"
+        else r
+        for r in exact
+    ]
+    changed = study._replace(records=nothing, table=fake_study.rows(nothing))
+    assert studies.default_record(studies.check_study(changed)).mode == "exact"
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).exists()
+    assert counts.draw_histogram(tmp_path / "h.png", changed).exists()
+    assert counts.draw_complexity(tmp_path / "c.png", changed).exists()
+    assert overlays.draw_hero(tmp_path / "o.png", changed).exists()
+    with Image.open(animation.draw_selection(tmp_path / "s.gif", changed)) as image:
+        assert image.n_frames <= 2
+    told = dict(page.describe(changed))
+    assert told["Spearman's rank correlation of K"] == "K does not vary"
+
+
+def test_the_class_token_has_no_patch(study):
+    shifted = []
+    for r in study.records:
+        later = np.where(r.order < 0, -1, r.order + 1)
+        order = np.concatenate([np.zeros((40, 1), int), later], axis=1)
+        shifted.append(r._replace(count=r.count + 1, order=order))
+    changed = studies.check_study(study._replace(records=shifted))
+    before, after = studies.default_record(study), studies.default_record(changed)
+    assert (study.first, changed.first) == (0, 1)
+    for i in range(5):
+        np.testing.assert_array_equal(changed.patches(after, i), study.patches(before, i))
+
+
 def test_curves_tolerate_missing_keys(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0, "note": "x"}\n\n{"step": 2, "loss": NaN, "iou": 1}\n')
@@ -187,10 +243,10 @@ def broken(study, **changes):
         (lambda s: s._replace(grid=(0, 12)), "grid"),
         (lambda s: s._replace(table=[{"method": "x"}]), r"table\[0\]: field 'mode'"),
         (lambda s: s._replace(records=s.records[1:]), "'all tokens'"),
-        (lambda s: s._replace(records=s.records[:1]), "'StepPrune' in the mode 'adaptive'"),
+        (lambda s: s._replace(records=s.records[:1]), "none has the method 'StepPrune'"),
         (lambda s: broken(s, answer=["x"]), r"records\[1\] \(random.*'answer' has 1 entries"),
-        (lambda s: broken(s, count=np.zeros(40, int)), r"count\[0\] is 0"),
-        (lambda s: s._replace(grid=(2, 2)), r"order\[0, 4\] is 4, expected a token from 0 to 3"),
+        (lambda s: broken(s, count=np.full(40, 99)), r"count\[0\] is 99, expected 0 to 72"),
+        (lambda s: s._replace(grid=(2, 2)), "2 x 2 patches do not make 144 tokens"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(study, change, message):
