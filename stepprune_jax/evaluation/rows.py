@@ -43,9 +43,7 @@ def grid_shape(config: LlavaConfig) -> tuple[int, int]:
     return side, side
 
 
-def exact_row(
-    method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int
-) -> Row:
+def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int) -> Row:
     """The row that keeps the first `budget` tokens of each order."""
     count = np.full(len(order), budget, np.int32)
     return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
@@ -75,9 +73,7 @@ def untrained_rows(
     return rows + [exact_row(CLS, attended, budget, n) for budget in budgets]
 
 
-def exact_rows(
-    method: str, found: Ordering, budgets: Sequence[int], num_tokens: int
-) -> list[Row]:
+def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:
     """A trained method at exact budgets."""
     return [exact_row(method, found.order, budget, num_tokens) for budget in budgets]
 
