@@ -12,7 +12,9 @@ class Progress:
     On a terminal the line is rewritten; elsewhere a new one comes every ten seconds.
     """
 
-    def __init__(self, total: float, out: TextIO | None = None, every: float | None = None):
+    def __init__(
+        self, total: float | int, out: TextIO | None = None, every: float | int | None = None
+    ):
         """Starts the clock.
 
         Args:
@@ -26,7 +28,7 @@ class Progress:
         self._total, self._done, self._begin = max(total, 1e-9), 0.0, time.monotonic()
         self._last = self._begin
 
-    def task(self, name: str, work: float, count: int) -> Callable[[int], None]:
+    def task(self, name: str, work: float | int, count: int) -> Callable[[int], None]:
         """Begins a piece of work of `count` parts; returns what to call with the parts done."""
         before = self._done
 

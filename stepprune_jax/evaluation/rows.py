@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -97,9 +98,11 @@ def adaptive_rows(
         num_tokens: N.
     """
     least = min(policy.config.min_tokens, found.order.shape[1])
+    margin = jnp.asarray(validation.margin)
+    bound = float(jnp.max(jnp.abs(margin))) + 1
     rows = []
     for budget in budgets:
-        bias = float(calibrate_stop_bias(validation.margin, float(budget), min_tokens=least))
+        bias = float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
         rate = pruning_rate(budget, num_tokens)
         rows.append(Row(method, "adaptive", rate, _stopped(found, bias, least), bias))
     return rows
@@ -114,5 +117,5 @@ def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) 
 
 
 def _stopped(found: Ordering, bias: float, least: int) -> Selection:
-    count = np.asarray(count_at_bias(jax.numpy.asarray(found.margin), bias, least))
+    count = np.asarray(count_at_bias(jnp.asarray(found.margin), bias, least))
     return Selection(found.order, count)
