@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any
 
 
 class Progress:
@@ -12,14 +12,12 @@ class Progress:
     On a terminal the line is rewritten; elsewhere a new one comes every ten seconds.
     """
 
-    def __init__(
-        self, total: float | int, out: TextIO | None = None, every: float | int | None = None
-    ):
+    def __init__(self, total: float | int, out: Any = None, every: float | int | None = None):
         """Starts the clock.
 
         Args:
             total: all the work.
-            out: where to write; by default the standard error stream.
+            out: a text stream to write to; by default the standard error stream.
             every: seconds between lines.
         """
         self._out = sys.stderr if out is None else out

@@ -17,7 +17,10 @@ from stepprune_jax.generate import generate
 from stepprune_jax.policy import FeatureStats
 
 TEXTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
-WIDTHS = {"feature_width": 32, "text_width": 48, "width": 16, "num_heads": 2, "mlp_ratio": 2}
+WIDTHS = {
+    "feature_width": 32, "text_width": 48, "width": 16, "num_heads": 2, "mlp_ratio": 2,
+    "encoder_layers": 1,
+}  # fmt: skip
 STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
 
 
@@ -68,7 +71,7 @@ def answer_as_the_model(folder, model, questions, wrong=()):
 
 def stepprune(seed=1, **fields):
     """A policy with sharp pointers, so that counts differ between rows."""
-    config = PolicyConfig(**(WIDTHS | fields))
+    config = PolicyConfig(**(WIDTHS | {"decoder_layers": 1} | fields))
     draw = jax.jit(init_policy, static_argnums=1)
     params = jax.tree.map(lambda leaf: 3 * leaf, draw(jax.random.key(seed), config))
     return Policy(params, config, STATS)

@@ -67,11 +67,12 @@ def test_a_policy_keeps_and_answers_as_by_generate(bench, test_split):
     exact = exact_row("x", found.order, 3, N).selection
     by_hand = ask(bench.model, test_split, policy=policy, budget=3)
     assert answers(bench, exact) == [a.text for a in by_hand]
-    (row,) = adaptive_rows("x", policy, found, found, [2], N)
+    known = trained_order(bench.model, policy, bench.validation, steps=STEPS, batch_size=4)
+    (row,) = adaptive_rows("x", policy, found, known, [2], N)
     alone = ask(bench.model, test_split, policy=policy, stop_bias=row.stop_bias)
     assert row.selection.count.tolist() == [a.kept for a in alone]
     assert answers(bench, row.selection) == [a.text for a in alone]
-    assert abs(row.selection.count.mean() - 2) < 0.5 and row.selection.count.std() > 0
+    assert 1 < row.selection.count.mean() < 3 and row.selection.count.std() > 0
 
 
 @pytest.mark.parametrize("kind", ["no text", "one-shot"])
