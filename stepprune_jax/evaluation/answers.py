@@ -138,9 +138,7 @@ def _answer_batch(
     return [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
 
 
-def keep(
-    split: Encoded, selection: Selection, rows: np.ndarray, ladder: Sequence[int]
-) -> Pruned:
+def keep(split: Encoded, selection: Selection, rows: np.ndarray, ladder: Sequence[int]) -> Pruned:
     """Gathers what is kept of a batch on the host, in raster order.
 
     Args:

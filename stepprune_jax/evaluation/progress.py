@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any
 
 
 class Progress:
@@ -12,12 +12,12 @@ class Progress:
     On a terminal the line is rewritten; elsewhere a new one comes every ten seconds.
     """
 
-    def __init__(self, total: float, out: TextIO | None = None, every: float | None = None):
+    def __init__(self, total: float | int, out: Any = None, every: float | int | None = None):
         """Starts the clock.
 
         Args:
             total: all the work.
-            out: where to write; by default the standard error stream.
+            out: a text stream to write to; by default the standard error stream.
             every: seconds between lines.
         """
         self._out = sys.stderr if out is None else out
@@ -26,7 +26,7 @@ class Progress:
         self._total, self._done, self._begin = max(total, 1e-9), 0.0, time.monotonic()
         self._last = self._begin
 
-    def task(self, name: str, work: float, count: int) -> Callable[[int], None]:
+    def task(self, name: str, work: float | int, count: int) -> Callable[[int], None]:
         """Begins a piece of work of `count` parts; returns what to call with the parts done."""
         before = self._done
 

@@ -87,7 +87,8 @@ def load_records(folder: str | Path) -> list[Records]:
 
 def _load(file: Path) -> Records:
     try:
-        with np.load(file, allow_pickle=False) as data:
+        # Opened here: of a damaged file, numpy would leave it open.
+        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as data:
             missing = [name for name in _FIELDS if name not in data]
             if missing:
                 raise ValueError(f"{file} lacks {', '.join(missing)}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -43,9 +44,7 @@ def grid_shape(config: LlavaConfig) -> tuple[int, int]:
     return side, side
 
 
-def exact_row(
-    method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int
-) -> Row:
+def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int) -> Row:
     """The row that keeps the first `budget` tokens of each order."""
     count = np.full(len(order), budget, np.int32)
     return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
@@ -75,9 +74,7 @@ def untrained_rows(
     return rows + [exact_row(CLS, attended, budget, n) for budget in budgets]
 
 
-def exact_rows(
-    method: str, found: Ordering, budgets: Sequence[int], num_tokens: int
-) -> list[Row]:
+def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:
     """A trained method at exact budgets."""
     return [exact_row(method, found.order, budget, num_tokens) for budget in budgets]
 
@@ -101,9 +98,11 @@ def adaptive_rows(
         num_tokens: N.
     """
     least = min(policy.config.min_tokens, found.order.shape[1])
+    margin = jnp.asarray(validation.margin)
+    bound = float(jnp.max(jnp.abs(margin))) + 1
     rows = []
     for budget in budgets:
-        bias = float(calibrate_stop_bias(validation.margin, float(budget), min_tokens=least))
+        bias = float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
         rate = pruning_rate(budget, num_tokens)
         rows.append(Row(method, "adaptive", rate, _stopped(found, bias, least), bias))
     return rows
@@ -118,5 +117,5 @@ def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) 
 
 
 def _stopped(found: Ordering, bias: float, least: int) -> Selection:
-    count = np.asarray(count_at_bias(jax.numpy.asarray(found.margin), bias, least))
+    count = np.asarray(count_at_bias(jnp.asarray(found.margin), bias, least))
     return Selection(found.order, count)

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder
