@@ -238,6 +238,7 @@ def run_layers(
     query_index: Int[Array, "b q"] | None = None,
     remat: bool = False,
     attention: str = "matmul",
+    segment: Int[Array, "b s"] | None = None,
 ) -> Stage:
     """Runs blocks first to last - 1 as one stage with its own length and its own cache.
 
@@ -258,6 +259,8 @@ def run_layers(
         query_index: [b, q] indices into s, for "attention" taps.
         remat: recompute blocks in the backward pass instead of storing their intermediates.
         attention: "matmul", or "xla" or "cudnn" where there is no cache to read.
+        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
+            segment 0 and of their own. Needs "matmul" and no cache.
 
     Returns:
         A `Stage`.
@@ -278,6 +281,8 @@ def run_layers(
             f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
             f"{last - first}"
         )
+    if segment is not None and (attention != "matmul" or cache is not None or capacity is not None):
+        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
         if not first <= at < last + (kind == "hidden"):
@@ -286,22 +291,24 @@ def run_layers(
             raise ValueError(f"tap {name} needs query_index")
     return _run_stage(
         params, config, hidden, position, valid, (first, last), cache, capacity, named,
-        query_index, remat, attention,
+        query_index, remat, attention, segment,
     )  # fmt: skip
 
 
 def _run_stage(
     params, config, hidden, position, valid, span, cache, capacity, named, query_index, remat,
-    attention,
+    attention, segment,
 ):  # fmt: skip
     """`run_layers` after its checks; `span` are the first layer and the one to stop before."""
     (first, last), (b, s, _) = span, hidden.shape
     block, stack = LlamaBlock(config), params["layers"]
-    causal = jnp.tril(jnp.ones((s, s), bool))
+    seen = jnp.tril(jnp.ones((s, s), bool)) & valid[:, None]
+    if segment is not None:
+        seen &= (segment[:, None] == 0) | (segment[:, None] == segment[..., None])
     cached_mask = None
     if cache is not None:
         cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    context = Context(*rotary(config, position), causal & valid[:, None], cached_mask)
+    context = Context(*rotary(config, position), seen, cached_mask)
 
     def cached_at(index):
         if cache is None:

@@ -1,0 +1,11 @@
+"""A procedural visual-question world, written as ordinary LLaVA data."""
+
+from stepprune_jax.data.shapes.draw import patch_labels, render
+from stepprune_jax.data.shapes.questions import FAMILIES, Query, ask
+from stepprune_jax.data.shapes.scene import GRID, SIDE, Dot, Scene, Shape, Stroke, draw_scene
+from stepprune_jax.data.shapes.world import scene_at, write_world
+
+__all__ = [
+    "FAMILIES", "GRID", "SIDE", "Dot", "Query", "Scene", "Shape", "Stroke", "ask", "draw_scene",
+    "patch_labels", "render", "scene_at", "write_world",
+]  # fmt: skip

@@ -1,0 +1,30 @@
+"""Writes the world: `python -m stepprune_jax.data.shapes --out DIR --train 3000 --test 500`."""
+
+import argparse
+
+from stepprune_jax.data.shapes.world import preview, write_world
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the arguments and writes; one line on mistakes, exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="of training and validation scenes")
+    parser.add_argument("--test_seed", type=int, help="of test scenes; default: --seed")
+    for split, scenes in (("train", 3000), ("validation", 300), ("test", 500)):
+        parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
+    parser.add_argument("--patches", action="store_true", help="also label every training patch")
+    parser.add_argument("--preview", type=int, default=0, help="scenes on a contact sheet")
+    options = vars(parser.parse_args(argv))
+    out, count = options.pop("out"), options.pop("preview")
+    try:
+        folder = write_world(out, **options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {folder}")
+    if count:
+        print(f"wrote {preview(folder, options['seed'], count)}")
+
+
+if __name__ == "__main__":
+    main()

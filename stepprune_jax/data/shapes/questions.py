@@ -1,0 +1,209 @@
+"""Questions about scenes, with one-word answers and the patches that they depend on."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from stepprune_jax.data.shapes.draw import covered
+from stepprune_jax.data.shapes.scene import COLORS, SHAPES, SIDE, Scene, Shape, cell_of
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+class Query(NamedTuple):
+    """A question about a scene.
+
+    Attributes:
+      family: One of `FAMILIES`.
+      text: The question.
+      answer: One word.
+      relevant: Patches that suffice to answer: the middle of each shape or dot the answer depends
+        on, everything two shapes cover if their sizes are compared, one patch of the background.
+    """
+
+    family: str
+    text: str
+    answer: str
+    relevant: tuple[int, ...]
+
+
+def _middle(*shapes: Shape) -> tuple[int, ...]:
+    return tuple(sorted({cell_of(shape.x, shape.y) for shape in shapes}))
+
+
+def _pick(random: np.random.Generator, items: list):
+    return items[int(random.integers(len(items)))] if items else None
+
+
+def _sole(scene: Scene, key: Callable[[Shape], object]) -> list[Shape]:
+    """Shapes that are the only ones with their `key`."""
+    counts = Counter(key(shape) for shape in scene.shapes)
+    return [shape for shape in scene.shapes if counts[key(shape)] == 1]
+
+
+def _named(shape: Shape) -> str:
+    return f"{shape.color} {shape.kind}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _color(scene: Scene, random: np.random.Generator) -> Query | None:
+    shape = _pick(random, _sole(scene, lambda s: s.kind))
+    if shape is None:
+        return None
+    return Query("color", f"What color is the {shape.kind}?", shape.color, _middle(shape))
+
+
+def _shape(scene: Scene, random: np.random.Generator) -> Query | None:
+    shape = _pick(random, _sole(scene, lambda s: s.color))
+    if shape is None:
+        return None
+    return Query("shape", f"What shape is {shape.color}?", shape.kind, _middle(shape))
+
+
+def _existence(scene: Scene, random: np.random.Generator) -> Query:
+    """Asked in the manner of POPE: absent pairs mostly have a colour and a kind that are there."""
+    if random.random() < 0.5:
+        shape = _pick(random, list(scene.shapes))
+        return Query("existence", f"Is there a {_named(shape)}?", "yes", _middle(shape))
+    present = {(s.color, s.kind) for s in scene.shapes}
+    colors, kinds = {s.color for s in scene.shapes}, {s.kind for s in scene.shapes}
+    mixed = sorted((c, k) for c in colors for k in kinds if (c, k) not in present)
+    if mixed and random.random() < 0.6:
+        color, kind = _pick(random, mixed)
+    else:
+        absent = [(c, k) for c in COLORS for k in SHAPES if (c, k) not in present]
+        half = [pair for pair in absent if pair[0] in colors or pair[1] in kinds]
+        color, kind = _pick(random, half)
+    rivals = [s for s in scene.shapes if s.color == color or s.kind == kind]
+    return Query("existence", f"Is there a {color} {kind}?", "no", _middle(*rivals))
+
+
+def _counting(scene: Scene, random: np.random.Generator) -> Query:
+    draw = random.random()
+    if draw < 0.5:
+        text, hit = "How many shapes are there?", list(scene.shapes)
+    elif draw < 0.75:
+        color = _pick(random, list(scene.shapes)).color
+        text, hit = (
+            f"How many {color} shapes are there?",
+            [s for s in scene.shapes if s.color == color],
+        )
+    else:
+        kind = _pick(random, list(scene.shapes)).kind
+        plural = "crosses" if kind == "cross" else f"{kind}s"
+        text, hit = f"How many {plural} are there?", [s for s in scene.shapes if s.kind == kind]
+    return Query("counting", text, NUMBERS[len(hit)], _middle(*hit))
+
+
+def _comparison(scene: Scene, random: np.random.Generator) -> Query | None:
+    """More shapes of one colour than of another; never a tie, each answer half of the time."""
+    counts = Counter(s.color for s in scene.shapes)
+    first = _pick(random, list(counts))
+    other = _pick(random, [c for c in COLORS if counts[c] != counts[first]])
+    if other is None:
+        return None
+    more, less = sorted((first, other), key=lambda c: -counts[c])
+    one, two = (more, less) if random.random() < 0.5 else (less, more)
+    hit = [s for s in scene.shapes if s.color in (one, two)]
+    text = f"Are there more {one} shapes than {two} shapes?"
+    return Query("comparison", text, _yes(counts[one] > counts[two]), _middle(*hit))
+
+
+def _relation(scene: Scene, random: np.random.Generator) -> Query | None:
+    """Left, right, above or below, by at least ten pixels."""
+    pair = _pick(random, list(itertools.permutations(_sole(scene, _named), 2)))
+    if pair is None:
+        return None
+    one, two = pair
+    dx, dy = one.x - two.x, one.y - two.y
+    if max(abs(dx), abs(dy)) < 10:
+        return None
+    along_x = abs(dx) >= 10 and (abs(dy) < 10 or random.random() < 0.5)
+    words, delta = (("left of", "right of"), dx) if along_x else (("above", "below"), dy)
+    word = str(random.choice(words))
+    holds = (delta < 0) == (word == words[0])
+    text = f"Is the {_named(one)} {word} the {_named(two)}?"
+    return Query("relation", text, _yes(holds), _middle(one, two))
+
+
+def _position(scene: Scene, random: np.random.Generator) -> Query | None:
+    shape = _pick(random, [s for s in _sole(scene, _named) if abs(s.x - SIDE / 2) > 5])
+    if shape is None:
+        return None
+    side = "left" if shape.x < SIDE / 2 else "right"
+    return Query("position", f"Which side is the {_named(shape)} on?", side, _middle(shape))
+
+
+def _size(scene: Scene, random: np.random.Generator) -> Query | None:
+    """Two shapes, one at least a quarter larger."""
+    pairs = itertools.permutations(_sole(scene, _named), 2)
+    pair = _pick(random, [p for p in pairs if not 0.8 < p[0].radius / p[1].radius < 1.25])
+    if pair is None:
+        return None
+    one, two = pair
+    text = f"Is the {_named(one)} larger than the {_named(two)}?"
+    patches = tuple(sorted({*covered(one), *covered(two)}))
+    return Query("size", text, _yes(one.radius > two.radius), patches)
+
+
+def _majority(scene: Scene, random: np.random.Generator) -> Query | None:
+    if not scene.dots:
+        return None
+    counts = Counter(dot.color for dot in scene.dots)
+    more, less = sorted(counts, key=lambda c: -counts[c])
+    patches = tuple(sorted({cell_of(dot.x, dot.y) for dot in scene.dots}))
+    if random.random() < 0.5:
+        return Query("majority", "What color are most dots?", more, patches)
+    one, two = (more, less) if random.random() < 0.5 else (less, more)
+    text = f"Are there more {one} dots than {two} dots?"
+    return Query("majority", text, _yes(one == more), patches)
+
+
+def _background(scene: Scene, random: np.random.Generator) -> Query:
+    taken = {cell_of(d.x, d.y) for d in scene.dots}.union(*(covered(s, 0.01) for s in scene.shapes))
+    free = sorted(set(range((SIDE // 8) ** 2)) - taken)
+    patch = _pick(random, free) if free else 0
+    return Query("background", "What is the background?", scene.background, (patch,))
+
+
+FAMILIES = {
+    "color": _color,
+    "shape": _shape,
+    "existence": _existence,
+    "counting": _counting,
+    "comparison": _comparison,
+    "relation": _relation,
+    "position": _position,
+    "size": _size,
+    "majority": _majority,
+    "background": _background,
+}
+# How often each is drawn; the families that need many tokens are drawn more often.
+WEIGHTS = np.asarray([1.0, 1.0, 1.2, 1.6, 1.2, 1.2, 0.8, 1.2, 4.5, 0.8])
+
+
+def ask(scene: Scene, random: np.random.Generator, count: int = 8) -> list[Query]:
+    """Draws different questions about a scene.
+
+    Args:
+      scene: The scene.
+      random: Source of randomness; advanced.
+      count: How many; a scene that is too plain gets fewer.
+
+    Returns:
+      The questions, in random order of families.
+    """
+    makers, found = list(FAMILIES.values()), {}
+    for _ in range(12 * count):
+        query = makers[int(random.choice(len(makers), p=WEIGHTS / WEIGHTS.sum()))](scene, random)
+        if query is not None:
+            found.setdefault(query.text, query)
+        if len(found) == count:
+            break
+    return list(found.values())

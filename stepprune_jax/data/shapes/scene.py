@@ -1,0 +1,145 @@
+"""Random scenes: shapes, dots and strokes on a background, laid out without overlap of shapes."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+SIDE = 96  # pixels
+CELL = 8  # pixels of a patch
+GRID = SIDE // CELL
+
+SHAPES = ("circle", "square", "triangle", "cross", "diamond")
+COLORS = {
+    "red": (214, 40, 40),
+    "green": (38, 160, 66),
+    "blue": (44, 82, 212),
+    "yellow": (236, 200, 38),
+    "purple": (146, 54, 176),
+    "cyan": (40, 186, 200),
+}
+BACKGROUNDS = ("plain", "striped", "checkered", "speckled")
+MOST_SHAPES = 8
+_SMALLEST, _LARGEST = 6.5, 21.0
+
+
+class Shape(NamedTuple):
+    """A coloured shape; `x`, `y` and `radius` in pixels."""
+
+    kind: str
+    color: str
+    x: float
+    y: float
+    radius: float
+
+
+class Dot(NamedTuple):
+    """A small disc in the middle of a patch."""
+
+    color: str
+    x: float
+    y: float
+
+
+class Stroke(NamedTuple):
+    """A grey line from one point to another: a distractor that no question asks about."""
+
+    start: tuple[float, float]
+    end: tuple[float, float]
+    shade: int
+
+
+class Scene(NamedTuple):
+    """Everything that is in a picture.
+
+    Attributes:
+      background: One of `BACKGROUNDS`.
+      shade: Base colour of the background, RGB.
+      texture_seed: Seed of the background's pattern.
+      shapes: One to eight, large ones first.
+      dots: None, or a dozen and more in two colours.
+      strokes: Distractors.
+    """
+
+    background: str
+    shade: tuple[int, int, int]
+    texture_seed: int
+    shapes: tuple[Shape, ...]
+    dots: tuple[Dot, ...]
+    strokes: tuple[Stroke, ...]
+
+    @property
+    def complexity(self) -> int:
+        """Number of things in the picture: shapes, dots and strokes."""
+        return len(self.shapes) + len(self.dots) + len(self.strokes)
+
+
+def cell_of(x: float, y: float) -> int:
+    """Index of the patch under a point, row by row."""
+    return int(min(y // CELL, GRID - 1)) * GRID + int(min(x // CELL, GRID - 1))
+
+
+def _place_shapes(random: np.random.Generator) -> list[Shape]:
+    """One to eight shapes that keep clear of each other; the more, the smaller on average."""
+    wanted = int(random.integers(1, MOST_SHAPES + 1))
+    largest = _LARGEST if wanted <= 3 else (16.0 if wanted <= 5 else 12.0)
+    placed: list[Shape] = []
+    for _ in range(wanted):
+        if placed and random.random() < 0.35:  # repeated, in kind and colour
+            kind, color = placed[int(random.integers(len(placed)))][:2]
+        else:
+            kind, color = str(random.choice(SHAPES)), str(random.choice(list(COLORS)))
+        for _ in range(40):
+            radius = float(random.uniform(_SMALLEST, largest))
+            x, y = random.uniform(radius + 1, SIDE - radius - 1, 2)
+            if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in placed):
+                placed.append(Shape(kind, color, float(x), float(y), radius))
+                break
+    return sorted(placed, key=lambda shape: -shape.radius)
+
+
+def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
+    """Dots in free patches, in two colours of which one is clearly more frequent."""
+    free = []
+    for cell in range(GRID * GRID):
+        x, y = (cell % GRID + 0.5) * CELL, (cell // GRID + 0.5) * CELL
+        if all(np.hypot(x - o.x, y - o.y) > 1.1 * o.radius + 4 for o in shapes):
+            free.append((x, y))
+    most = min(len(free), 90)
+    if most < 12:
+        return []
+    total = int(np.round(np.exp(random.uniform(np.log(12), np.log(most)))))
+    lead = int(np.round(total * random.uniform(0.2, 0.7)))
+    first = (total + max(3, lead)) // 2
+    colors = random.choice(list(COLORS), 2, replace=False)
+    dots = []
+    for number, at in enumerate(random.permutation(len(free))[:total]):
+        x, y = free[at] + random.uniform(-1, 1, 2)
+        dots.append(Dot(str(colors[int(number >= first)]), float(x), float(y)))
+    return dots
+
+
+def draw_scene(random: np.random.Generator) -> Scene:
+    """Draws a scene.
+
+    Args:
+      random: Source of randomness; advanced.
+
+    Returns:
+      The scene.
+    """
+    shapes = _place_shapes(random)
+    dots = _place_dots(random, shapes) if random.random() < 0.85 else []
+    strokes = []
+    for _ in range(int(random.integers(0, 6))):
+        start = random.uniform(0, SIDE, 2)
+        end = start + random.uniform(-30, 30, 2)
+        strokes.append(Stroke(tuple(start), tuple(end), int(random.integers(70, 130))))
+    shade = int(random.integers(150, 236)) + random.integers(-10, 11, 3)
+    return Scene(
+        background=str(random.choice(BACKGROUNDS)),
+        shade=tuple(int(value) for value in shade),
+        texture_seed=int(random.integers(2**31)),
+        shapes=tuple(shapes),
+        dots=tuple(dots),
+        strokes=tuple(strokes),
+    )

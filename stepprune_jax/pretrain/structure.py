@@ -1,0 +1,86 @@
+"""Where a small tower starts: heads that look at neighbouring patches.
+
+A vision transformer trained from scratch on a small budget first has to find out that neighbouring
+patches belong together. Here the position embedding holds a two-dimensional Fourier code, and the
+query and key projections of most heads compare that code at a fixed offset, so that the tower
+begins as a stack of local filters. Nothing is fixed: all of it is trained on.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from stepprune_jax.config import ClipConfig
+from stepprune_jax.models import clip
+
+_STRENGTH = 1.5  # of the code, against patch content of variance about 1
+_SHARPNESS = 6.0  # of a local head: the neighbour meant gets e^5 times the weight of the next
+_AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
+
+
+def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
+    """Code of each patch of a `side` by `side` grid; half of it for the row, half for the column.
+
+    Args:
+      side: Patches along an edge.
+      width: Channels; a multiple of 4.
+
+    Returns:
+      cos and sin of odd multiples of position x pi / side.
+    """
+    frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
+    row, column = np.divmod(np.arange(side * side), side)
+    angles = np.concatenate([row[:, None] * frequency, column[:, None] * frequency], axis=1)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).reshape(side * side, width)
+
+
+def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "width width"]:
+    """Matrix that turns the code of a patch into that of the patch `offset` away."""
+    frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
+    matrix = np.zeros((width, width), np.float32)
+    for pair, angle in enumerate(np.concatenate([offset[0] * frequency, offset[1] * frequency])):
+        c, s, at = math.cos(angle), math.sin(angle), 2 * pair
+        matrix[at : at + 2, at : at + 2] = [[c, s], [-s, c]]  # row vectors
+    return matrix
+
+
+def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
+    """Random weights of a tower whose heads look at neighbouring patches.
+
+    All heads of the first two blocks, and half of those of later ones, look at one of the eight
+    neighbours: at distance 1 in even blocks, at distance 2 in odd ones.
+
+    Args:
+      key: PRNG key; consumed.
+      config: The tower's shape; the width of a head must be a multiple of 4.
+
+    Returns:
+      The tree of `clip.init_vision`.
+    """
+    params = clip.init_vision(key, config)
+    side, heads = config.image_size // config.patch_size, config.num_heads
+    width = config.hidden_size // heads
+    position = np.array(params["position_embedding"])
+    position[1:, -width:] = _STRENGTH * fourier_code(side, width)
+    params["position_embedding"] = jnp.asarray(position)
+    # The code has its channels for itself at the start.
+    kernel = params["patch_embedding"]["kernel"]
+    params["patch_embedding"]["kernel"] = kernel.at[:, -width:].multiply(0.1)
+    attention = params["layers"]["attention"]
+    query, keys = (np.array(attention[name]["kernel"]) for name in ("query", "key"))
+    scale = math.sqrt(_SHARPNESS)
+    for layer in range(config.num_layers):
+        reach = 1 + layer % 2
+        for head in range(heads if layer < 2 else heads // 2):
+            at = slice(head * width, (head + 1) * width)
+            offset = tuple(reach * step for step in _AROUND[head % 8])
+            query[layer, :, at] *= 0.1
+            keys[layer, :, at] *= 0.1
+            query[layer, -width:, at] += scale * shift(offset, side, width)
+            keys[layer, -width:, at] += scale * np.eye(width, dtype=np.float32)
+    attention["query"]["kernel"], attention["key"]["kernel"] = map(jnp.asarray, (query, keys))
+    return jax.tree.map(jnp.array, params)  # copies: norms share buffers, which donation refuses
