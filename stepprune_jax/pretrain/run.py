@@ -112,8 +112,11 @@ def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
     return _apply(recipe, state, grads), scalars
 
 
-def _language_update(params, state: State, pixels, packed: Packed, key, recipe: Recipe):
-    """One update of what `state` trains; `params` are the other weights."""
+def _language_update(key, state: State, params, pixels, packed: Packed, recipe: Recipe):
+    """One update of what `state` trains; `params` are the other weights, which may be none.
+
+    So the key comes first: it says where it runs.
+    """
     prefix = packed.prefix
 
     def loss(trained, part, piece_key):
@@ -261,7 +264,7 @@ def _train_language(config, workdir, model, params, packed, data: _Data, interru
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
         return language_update(
-            frozen, state, data.images(rows), part, jax.random.fold_in(key, step),
+            jax.random.fold_in(key, step), state, frozen, data.images(rows), part,
             recipe=recipes[kept_at(config, step)],
         )  # fmt: skip
 
