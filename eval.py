@@ -1,12 +1,13 @@
-"""Evaluates a trained policy: `python eval.py --config configs/toy.py --workdir runs/toy`.
+"""Evaluates a trained policy: `python eval.py --config configs/shapes.py --workdir runs/shapes`.
 
-Any field of the configuration can be set by a flag, for example `--config.eval.questions=5000`.
+Any field of the configuration can be set by a flag; `--config.data.test_seed=7` asks questions of
+a fresh test world.
 """
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from stepprune_jax import toy
+from stepprune_jax.evaluation import evaluate
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote.")
@@ -16,8 +17,8 @@ def main(argv: list[str]):
     """Reads the flags and evaluates."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
-    toy.evaluate(_CONFIG.value, _WORKDIR.value)
+    logging.set_verbosity(logging.WARNING)
+    evaluate(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":

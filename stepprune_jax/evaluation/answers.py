@@ -1,0 +1,164 @@
+"""Greedy answers to all questions of a split, for any selection of each question's tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import CONTEXT_LIMIT
+from stepprune_jax.evaluation.split import Encoded
+from stepprune_jax.generate import decoding
+from stepprune_jax.generate.placement import mesh_of, place_rows
+from stepprune_jax.generate.prefix import place
+from stepprune_jax.generate.text import answer_text
+from stepprune_jax.policy import Pruned, choose_bucket
+
+
+class Selection(NamedTuple):
+    """What is kept for each question: the first `count` entries of its order.
+
+    Attributes:
+        order: [q, t] token indices in order of choice; what lies behind the count does not matter.
+        count: [q] tokens kept.
+    """
+
+    order: Int[np.ndarray, "q t"]
+    count: Int[np.ndarray, "q"]
+
+
+class Answering(NamedTuple):
+    """How answers are made.
+
+    Attributes:
+        ladder: sizes that kept tokens are padded to; programs are compiled once for each in use.
+        batch_size: questions at a time.
+        max_new_tokens: longest answer.
+        positions: position ids of kept tokens, "original" or "compact".
+        attention: "matmul", "xla" or "cudnn".
+    """
+
+    ladder: tuple[int, ...]
+    batch_size: int
+    max_new_tokens: int
+    positions: str = "original"
+    attention: str = "matmul"
+
+
+def check_lengths(split: Encoded, num_tokens: int) -> None:
+    """Refuses prompts that are too long for the model with all their visual tokens.
+
+    Args:
+        split: the questions.
+        num_tokens: visual tokens of a picture.
+
+    Raises:
+        ValueError: the number of the first such question and its length.
+    """
+    longest = int(np.argmax(split.length))
+    total = int(split.length[longest]) - 1 + num_tokens
+    if total > CONTEXT_LIMIT:
+        raise ValueError(
+            f"question {longest} takes {total} embeddings with all visual tokens, more than "
+            f"{CONTEXT_LIMIT}: its end would be cut"
+        )
+
+
+def answer(
+    model: VLM,
+    split: Encoded,
+    selection: Selection,
+    how: Answering,
+    report: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """Answers every question from its kept tokens, in raster order, as `generate` does.
+
+    Questions are sorted by their counts, so that a batch is padded to the smallest size that holds
+    it. What a question is answered does not depend on the others.
+
+    Args:
+        model: the model.
+        split: the questions.
+        selection: what is kept.
+        how: sizes and settings.
+        report: called with the number of questions done at each batch.
+
+    Returns:
+        The answers' texts, in the order of the split.
+
+    Raises:
+        ValueError: a count above the largest size.
+    """
+    total, size = len(split.length), how.batch_size
+    ranked = np.argsort(-selection.count, kind="stable")
+    known: dict[tuple[int, ...], str] = {}
+    texts = [""] * total
+    for first in range(0, total, size):
+        rows = ranked[np.minimum(np.arange(first, first + size), total - 1)]
+        count = min(size, total - first)
+        for row, ids in zip(rows[:count], _answer_batch(model, split, selection, how, rows),
+                            strict=False):  # fmt: skip
+            if ids not in known:
+                known[ids] = answer_text(model.tokenizer, ids)
+            texts[row] = known[ids]
+        report(first + count)
+    return texts
+
+
+def _answer_batch(
+    model: VLM, split: Encoded, selection: Selection, how: Answering, rows: np.ndarray
+) -> Sequence[tuple[int, ...]]:
+    """Generated ids of a batch of full size."""
+    mesh = mesh_of(model.params)
+    pruned = keep(split, selection, rows, how.ladder)
+    # One capacity for each size of the ladder: prompts are padded to one width.
+    capacity = split.ids.shape[1] + pruned.tokens.shape[1]
+    slot = np.arange(len(rows), dtype=np.int32)[:, None]
+    ids, length, pruned, slot, present = place_rows(
+        mesh, (split.ids[rows], split.length[rows], pruned, slot, np.ones(slot.shape, bool))
+    )
+    sequence = place(
+        model.params, model.config, ids, length, pruned, slot, present,
+        positions=how.positions, capacity=capacity, mesh=mesh,
+    )  # fmt: skip
+    # Greedy: the keys are never used.
+    keys = decoding.row_keys(jax.random.key(0), len(rows))
+    stops = np.array(model.config.eos_token_ids, np.int32)
+    greedy = decoding.Settings(np.float32(0), np.float32(1), stops)
+    state = decoding.run_start(
+        model.params, model.config, sequence, keys, greedy,
+        max_tokens=how.max_new_tokens, attention=how.attention, mesh=mesh,
+    )  # fmt: skip
+    state = decoding.run_decode(
+        model.params, model.config, state, greedy, np.int32(how.max_new_tokens), mesh=mesh
+    )
+    tokens, counts = jax.device_get((state.tokens, state.count))
+    return [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
+
+
+def keep(split: Encoded, selection: Selection, rows: np.ndarray, ladder: Sequence[int]) -> Pruned:
+    """Gathers what is kept of a batch on the host, in raster order.
+
+    Args:
+        split: the questions.
+        selection: what is kept for each.
+        rows: [b] questions of the batch.
+        ladder: sizes to choose from.
+
+    Returns:
+        The kept tokens in the smallest size that holds the batch.
+    """
+    n = split.features.shape[1]
+    count = selection.count[rows].astype(np.int32)
+    size = choose_bucket(count, ladder)
+    picks = selection.order[rows, :size]
+    real = np.arange(picks.shape[1]) < count[:, None]
+    index = np.full((len(rows), size), n, np.int32)
+    index[:, : picks.shape[1]] = np.where(real, picks, n)
+    index.sort(axis=1)
+    valid = index < n
+    tokens = split.features[split.image_of[rows][:, None], np.minimum(index, n - 1)]
+    tokens = np.where(valid[..., None], tokens, np.zeros((), tokens.dtype))
+    return Pruned(np.where(valid, index, -1), tokens, valid, count)

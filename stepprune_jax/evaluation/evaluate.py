@@ -1,0 +1,116 @@
+"""The whole evaluation of a run: every method on every question, tables and statistics."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation import measure
+from stepprune_jax.evaluation.records import FOLDER, Records, digest, save_records, write_json
+from stepprune_jax.evaluation.rows import Row, grid_shape
+from stepprune_jax.evaluation.settings import (
+    DEFAULT,
+    Settings,
+    check_policies,
+    load_policies,
+    read_settings,
+)
+from stepprune_jax.evaluation.sources import load_model, split_folders
+from stepprune_jax.evaluation.split import Split, read_split, thin
+from stepprune_jax.evaluation.statistics import make_statistics
+from stepprune_jax.evaluation.tables import make_family_table, make_table, markdown, write_tables
+
+
+def evaluate(config: Any, workdir: str | Path) -> list[dict[str, Any]]:
+    """Compares the policy of a run with all tokens, with heuristics and with other policies.
+
+    Stop biases are calibrated on the validation split, everything is measured on the test split.
+    Writes workdir/report: table.{json,md,csv}, table_by_family.{json,md}, statistics.json,
+    records/ and report.json; prints the table.
+
+    Args:
+        config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
+        workdir: folder of the run, with policy.safetensors.
+
+    Returns:
+        The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
+        mean_k, questions and seed.
+
+    Raises:
+        FileNotFoundError: a policy, the model or data are missing.
+        ValueError: bad settings, policies that do not fit the model, bad data, or a report folder
+            that holds something else.
+    """
+    begin = time.monotonic()
+    workdir = Path(workdir)
+    settings = read_settings(config)
+    policies = load_policies(settings, workdir)
+    report = folders.open_folder(workdir / "report")
+    places = split_folders(config, workdir)
+    test = read_split(places["test"], "test")
+    validation = calibration_split(places["validation"], policies, settings)
+    model = load_model(config)
+    check_policies(policies, model.config, settings)
+    bench = measure.make_bench(model, test, validation, settings, config.model.attention)
+    rows = all_rows(bench, policies, config.seed)
+    records = measure.answer_rows(bench, rows)
+    facts = {
+        "data": folders.relative(places["test"], report),
+        "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
+        "grid": grid_shape(model.config),
+        "seed": config.seed,
+        "model": str(model.folder),
+        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
+        "stop_biases": {
+            f"{row.method}, {row.pruning_rate:g}": round(row.stop_bias, 4)
+            for row in rows
+            if row.stop_bias is not None
+        },
+        "device": jax.devices()[0].device_kind,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    metrics = workdir / "metrics.jsonl"
+    if metrics.is_file():
+        facts["metrics_file"] = folders.relative(metrics, report)
+    table = write_results(report, records, test, config.seed, facts)
+    print(markdown(table), end="")
+    seconds = time.monotonic() - begin
+    print(f"{len(test.questions)} questions, {len(rows)} rows in {seconds:.0f} s: {report}")
+    return table
+
+
+def calibration_split(
+    folder: Path, policies: dict[str, Policy], settings: Settings
+) -> Split | None:
+    """The validation split, thinned out, if a row needs it."""
+    if not any(measure.stops(name, policy, settings) for name, policy in policies.items()):
+        return None
+    return thin(read_split(folder, "validation"), settings.validation_questions)
+
+
+def all_rows(bench: measure.Bench, policies: dict[str, Policy], seed: int) -> list[Row]:
+    """Rows in the order of the table: untrained, other policies, the default, ablations."""
+    trained = measure.trained_rows(bench, policies)
+    rows = measure.baseline_rows(bench, seed)
+    return rows + [row for name in policies for row in trained[name]]
+
+
+def write_results(
+    report: Path, records: list[Records], test: Split, seed: int, facts: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Writes tables, statistics, records and the manifest; returns the table."""
+    table = make_table(records, seed)
+    write_tables(report, table, make_family_table(records, test.questions))
+    statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
+    write_json(report / "statistics.json", statistics)
+    save_records(report / FOLDER, records)
+    folders.write_manifest(report, facts)
+    return table
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return dict(value) if hasattr(value, "keys") else value

@@ -1,0 +1,124 @@
+"""The report folder: what lies there, and reading it again."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.records import FOLDER, Records, load_records, write_json
+from stepprune_jax.evaluation.split import read_split
+
+MANIFEST = "report.json"
+_KIND = "stepprune_report"
+
+
+class Report(NamedTuple):
+    """A report as it was saved.
+
+    Attributes:
+        table: objects of table.json.
+        records: one per row of the table.
+        questions: the questions.
+        answers: the right answers.
+        scenes: what is known of the pictures, or None.
+        grid: rows and columns of a picture's patches.
+        metrics_file: of the training run, or None.
+    """
+
+    table: list[dict[str, Any]]
+    records: list[Records]
+    questions: list[Question]
+    answers: list[str]
+    scenes: list[Scene] | None
+    grid: tuple[int, int]
+    metrics_file: Path | None
+
+
+def open_folder(folder: str | Path) -> Path:
+    """Makes the folder of a report, or takes one that holds a report of ours.
+
+    Args:
+        folder: where.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: it is a file, or holds files but no report.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, expected a folder for the report")
+    if folder.is_dir() and any(folder.iterdir()):
+        try:
+            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            ours = isinstance(found, dict) and found.get("kind") == _KIND
+        except (OSError, ValueError):
+            ours = False
+        if not ours:
+            some = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
+            raise ValueError(
+                f"{folder} holds files that are not a report's ({some}); move them away, or give "
+                "another --workdir"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    # At once, so that a run that is cut short leaves a folder that the next one may use.
+    write_manifest(folder, {})
+    return folder
+
+
+def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """Says that the folder is ours, and what was evaluated."""
+    write_json(folder / MANIFEST, {"kind": _KIND} | facts)
+
+
+def read_report(folder: str | Path) -> Report:
+    """Reads a saved report with its questions, to draw it again.
+
+    Args:
+        folder: written by `evaluate`.
+
+    Returns:
+        The report.
+
+    Raises:
+        FileNotFoundError: the folder, its tables or its data are not there (any more).
+        ValueError: files that do not go together.
+    """
+    folder = Path(folder)
+    for name in (MANIFEST, "table.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no file {folder / name}; run eval.py first")
+    facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if facts.get("kind") != _KIND or "data" not in facts:
+        raise ValueError(f"{folder / MANIFEST} is not that of a finished report")
+    split = read_split(_beside(folder, facts["data"]), "test")
+    records = load_records(folder / FOLDER)
+    table = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    if len(table) != len(records):
+        raise ValueError(f"{folder} has {len(table)} table rows, but {len(records)} records")
+    for row in records:
+        if len(row.count) != len(split.questions):
+            raise ValueError(
+                f"the records of {row.method!r} have {len(row.count)} questions, the test split "
+                f"in {facts['data']} has {len(split.questions)}"
+            )
+    metrics = facts.get("metrics_file")
+    return Report(
+        table, records, split.questions, split.answers, split.scenes, tuple(facts["grid"]),
+        _beside(folder, metrics) if metrics else None,
+    )  # fmt: skip
+
+
+def relative(path: Path, folder: Path) -> str:
+    """A path as the manifest has it: relative to the working directory of the run if it is inside.
+
+    So the whole directory can be moved.
+    """
+    root = folder.resolve().parent
+    resolved = path.resolve()
+    return str(resolved.relative_to(root)) if resolved.is_relative_to(root) else str(resolved)
+
+
+def _beside(folder: Path, path: str) -> Path:
+    return folder.resolve().parent / path

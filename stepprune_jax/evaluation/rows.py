@@ -1,0 +1,121 @@
+"""Rows of the table: a method, a budget, and what it keeps of each question's picture."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.baselines import grid_order, random_order
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.evaluation.answers import Selection
+from stepprune_jax.evaluation.orders import Ordering
+from stepprune_jax.evaluation.split import Encoded
+from stepprune_jax.evaluation.tables import ALL, pruning_rate
+from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
+
+RANDOM, GRID, CLS = "random", "grid", "[CLS] top-K"
+
+
+class Row(NamedTuple):
+    """One row before its questions are answered.
+
+    Attributes:
+        method: name.
+        mode: "exact" (every question keeps the budget) or "adaptive" (the policy stops).
+        pruning_rate: of the budget, in percent.
+        selection: what is kept.
+        stop_bias: added to the stop logits; None for exact rows.
+    """
+
+    method: str
+    mode: str
+    pruning_rate: float
+    selection: Selection
+    stop_bias: float | None = None
+
+
+def grid_shape(config: LlavaConfig) -> tuple[int, int]:
+    """Rows and columns of a picture's patches."""
+    side = config.vision.image_size // config.vision.patch_size
+    return side, side
+
+
+def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int) -> Row:
+    """The row that keeps the first `budget` tokens of each order."""
+    count = np.full(len(order), budget, np.int32)
+    return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
+
+
+def untrained_rows(
+    split: Encoded, config: LlavaConfig, budgets: Sequence[int], seed: int
+) -> list[Row]:
+    """All tokens, random ones, a grid, and the class token's favourites.
+
+    Args:
+        split: the questions, encoded with the class token's attention.
+        config: the model's.
+        budgets: tokens to keep.
+        seed: of the random row.
+    """
+    questions, n = len(split.image_of), split.features.shape[1]
+    everything = np.broadcast_to(np.arange(n, dtype=np.int32), (questions, n))
+    rows = [exact_row(ALL, everything, n, n)]
+    drawn = np.asarray(random_order(jax.random.key(seed), questions, n))
+    rows += [exact_row(RANDOM, drawn, budget, n) for budget in budgets]
+    first = n - config.vision.num_patches  # a class token that is kept stands in front
+    for budget in budgets:
+        grid = first + grid_order(*grid_shape(config), budget, questions)
+        rows.append(exact_row(GRID, grid, budget, n))
+    attended = split.by_attention[split.image_of]
+    return rows + [exact_row(CLS, attended, budget, n) for budget in budgets]
+
+
+def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:
+    """A trained method at exact budgets."""
+    return [exact_row(method, found.order, budget, num_tokens) for budget in budgets]
+
+
+def adaptive_rows(
+    method: str,
+    policy: Policy,
+    found: Ordering,
+    validation: Ordering,
+    budgets: Sequence[int],
+    num_tokens: int,
+) -> list[Row]:
+    """A policy that stops by itself, at biases that meet each budget on the validation split.
+
+    Args:
+        method: name of the rows.
+        policy: StepPrune's.
+        found: its order on the questions.
+        validation: its order on other questions.
+        budgets: mean numbers of tokens wanted.
+        num_tokens: N.
+    """
+    least = min(policy.config.min_tokens, found.order.shape[1])
+    margin = jnp.asarray(validation.margin)
+    bound = float(jnp.max(jnp.abs(margin))) + 1
+    rows = []
+    for budget in budgets:
+        bias = float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
+        rate = pruning_rate(budget, num_tokens)
+        rows.append(Row(method, "adaptive", rate, _stopped(found, bias, least), bias))
+    return rows
+
+
+def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) -> Row:
+    """A policy that stops where it learned to, at the mean number of tokens that this gives."""
+    least = min(policy.config.min_tokens, found.order.shape[1])
+    selection = _stopped(found, 0.0, least)
+    rate = pruning_rate(float(selection.count.mean()), num_tokens)
+    return Row(f"{method}, own stop", "adaptive", rate, selection, 0.0)
+
+
+def _stopped(found: Ordering, bias: float, least: int) -> Selection:
+    count = np.asarray(count_at_bias(jnp.asarray(found.margin), bias, least))
+    return Selection(found.order, count)

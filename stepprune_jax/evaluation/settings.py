@@ -1,0 +1,173 @@
+"""The `eval` group of a configuration, read and checked before anything is loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.generate.prefix import check_positions
+
+# The policy that the run in the working directory trained.
+DEFAULT = "StepPrune"
+POLICY_FILE = "policy.safetensors"
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Settings(NamedTuple):
+    """How to evaluate; each field is `config.eval` of that name.
+
+    Attributes:
+        budgets: exact numbers of tokens, and mean ones for a learned stop.
+        batch_size: questions that go through a program together.
+        max_new_tokens: longest answer.
+        positions: position ids of kept tokens, "original" or "compact".
+        rows: further trained rows: name of the row to policy file. A name that is a path of the
+            package ("assets/policies/...") is found wherever the package lies.
+        ablations: as `rows`, but a file that does not exist is left out.
+        adaptive: rows whose own stop is used as well, at a bias that meets each budget on average.
+        validation_questions: most questions that biases are calibrated on; 0 for all.
+    """
+
+    budgets: tuple[int, ...] = (48, 32, 16)
+    batch_size: int = 32
+    max_new_tokens: int = 3
+    positions: str = "original"
+    rows: Mapping[str, str] = {}
+    ablations: Mapping[str, str] = {}
+    adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
+    validation_questions: int = 1000
+
+
+def read_settings(config: Any) -> Settings:
+    """The settings of a run.
+
+    Args:
+        config: its `ConfigDict`; fields that `config.eval` lacks take their defaults.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: a field that is unknown or has a bad value; the message names it.
+    """
+    given = config.eval.to_dict() if "eval" in config else {}
+    unknown = sorted(set(given) - set(Settings._fields))
+    if unknown:
+        raise ValueError(
+            f"config.eval has unknown field(s) {', '.join(unknown)}; it has "
+            f"{', '.join(Settings._fields)}"
+        )
+    given |= {name: tuple(given[name]) for name in ("budgets", "adaptive") if name in given}
+    settings = Settings(**given)
+    for name in ("batch_size", "max_new_tokens"):
+        _require(_is_count(getattr(settings, name)), name, settings, "an integer from 1")
+    many = settings.validation_questions
+    _require(many == 0 or _is_count(many), "validation_questions", settings, "an integer from 0")
+    budgets = settings.budgets
+    good = bool(budgets) and all(map(_is_count, budgets)) and len(set(budgets)) == len(budgets)
+    _require(good, "budgets", settings, "distinct integers from 1")
+    check_positions(settings.positions)
+    for name in ("rows", "ablations"):
+        paths = getattr(settings, name)
+        good = isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())
+        _require(good, name, settings, "a mapping from row names to policy files")
+    names = [DEFAULT, *settings.rows, *settings.ablations]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
+    return settings
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require(holds: bool, name: str, settings: Settings, expected: str):
+    if not holds:
+        found = getattr(settings, name)
+        raise ValueError(f"config.eval.{name} is {found!r}, expected {expected}")
+
+
+def find_policy(name: str, path: str) -> Path:
+    """The file of a row.
+
+    Args:
+        name: of the row, for the message.
+        path: absolute, relative to the current folder, or relative to the package.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: it is nowhere.
+    """
+    places = [Path(path).expanduser(), _PACKAGE / path]
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileNotFoundError(
+        f"no policy file for the row {name!r}: looked for {' and '.join(map(str, places))}"
+    )
+
+
+def load_policies(settings: Settings, workdir: str | Path) -> dict[str, Policy]:
+    """Reads the policy of every trained row: further rows first, then the run's own, ablations.
+
+    Args:
+        settings: the settings.
+        workdir: the run's folder, with the policy that it trained.
+
+    Returns:
+        Name of the row to its policy, in the order of the table.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message names row and file.
+        ValueError: a file that is no policy.
+    """
+    own = Path(workdir) / POLICY_FILE
+    if not own.is_file():
+        raise FileNotFoundError(
+            f"{own} does not exist; run train.py with this --workdir first, or copy a policy there"
+        )
+    paths = {name: find_policy(name, path) for name, path in settings.rows.items()}
+    paths[DEFAULT] = own
+    for name, path in settings.ablations.items():
+        try:
+            paths[name] = find_policy(name, path)
+        except FileNotFoundError:
+            print(f"no row {name!r}: there is no policy file {path}")
+    return {name: load_policy(path) for name, path in paths.items()}
+
+
+def check_policies(policies: Mapping[str, Policy], config: LlavaConfig, settings: Settings) -> None:
+    """Refuses policies that do not fit the model or cannot keep to the budgets.
+
+    Args:
+        policies: by row.
+        config: the model's.
+        settings: with the budgets.
+
+    Raises:
+        ValueError: which row, and what is wrong.
+    """
+    n = config.num_image_tokens
+    most = max(settings.budgets)
+    if most > n:
+        raise ValueError(f"config.eval.budgets holds {most}, the model has {n} visual tokens")
+    for name, policy in policies.items():
+        try:
+            check_fits(policy, config)
+        except ValueError as error:
+            raise ValueError(f"row {name!r}: {error}") from error
+        steps = policy.config.steps(n)
+        if most > steps:
+            raise ValueError(
+                f"row {name!r}: config.eval.budgets holds {most}, its policy takes at most {steps} "
+                f"steps for {n} visual tokens"
+            )
+    for name in settings.adaptive:
+        if name in policies and policies[name].method != "stepprune":
+            raise ValueError(
+                f"config.eval.adaptive names {name!r}, whose policy has no stop of its own"
+            )

@@ -1,0 +1,57 @@
+"""The model and the data that a configuration names."""
+
+from pathlib import Path
+from typing import Any
+
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.source import data_folder
+from stepprune_jax.training.settings import make_mesh, model_dtype, model_folders
+
+
+def load_model(config: Any) -> VLM:
+    """The frozen model of a run, as training loads it."""
+    folder, vision = model_folders(config)
+    return load_vlm(folder, make_mesh(config), model_dtype(config), vision_folder=vision)
+
+
+def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:
+    """Where the validation and the test split lie.
+
+    Args:
+        config: the run's `ConfigDict`. `data.test_seed` asks for a test world of its own, which is
+            written to workdir/data_test_SEED.
+        workdir: folder of the run.
+
+    Returns:
+        "validation" and "test" to a data folder.
+
+    Raises:
+        FileNotFoundError: `data.folder` does not exist.
+        ValueError: a test seed for data that are not drawn, or what `data_folder` refuses.
+    """
+    seed = config.data.get("test_seed")
+    fresh = seed is not None and seed >= 0
+    if config.data.folder:
+        if fresh:
+            raise ValueError(
+                f"config.data.test_seed is {seed}, but the data of config.data.folder "
+                f"({config.data.folder}) are files, not drawn from a seed"
+            )
+        folder = Path(config.data.folder).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"config.data.folder: no folder {folder}")
+        return {"validation": folder, "test": folder}
+    folder = data_folder(config, workdir)
+    if not fresh:
+        return {"validation": folder, "test": folder}
+    # Imported here: it draws pictures, which a run on a folder of data does not need.
+    from stepprune_jax.data.shapes import write_world
+
+    other = Path(workdir) / f"data_test_{seed}"
+    print(f"Test world of seed {seed}: {config.data.test_scenes} scenes in {other}", flush=True)
+    write_world(
+        other, seed=config.data.seed, train=0, validation=0, test=config.data.test_scenes,
+        test_seed=seed,
+    )  # fmt: skip
+    return {"validation": folder, "test": other}

@@ -1,0 +1,132 @@
+"""Accuracy of every row, as JSON, Markdown and CSV."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.records import Records, write_json
+
+ALL = "all tokens"
+
+
+def is_correct(answers: Sequence[str], expected: Sequence[str]) -> Bool[np.ndarray, "q"]:
+    """Exact match without regard to case and outer white space."""
+    pairs = zip(answers, expected, strict=True)
+    return np.array([a.strip().casefold() == b.strip().casefold() for a, b in pairs], bool)
+
+
+def percent(correct: Bool[np.ndarray, "q"]) -> float:
+    """Share of true entries in percent, to two decimals."""
+    return round(100 * float(np.mean(correct)), 2)
+
+
+def retention(correct: Bool[np.ndarray, "q"], whole: Bool[np.ndarray, "q"]) -> float | None:
+    """Accuracy over that with all tokens on the same questions, in percent; None over zero."""
+    return round(100 * float(np.sum(correct) / np.sum(whole)), 2) if np.any(whole) else None
+
+
+def pruning_rate(count: float | int, num_tokens: int) -> float:
+    """Share of the tokens that is gone, in percent, to one decimal."""
+    return round(100 * (1 - count / num_tokens), 1)
+
+
+def full_row(rows: Sequence[Records]) -> Records:
+    """The row that keeps all tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [row for row in rows if row.method == ALL]
+    if not found:
+        raise ValueError(f"the rows lack {ALL!r}, which retention is measured against")
+    return found[0]
+
+
+def make_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
+    """One object per row: method, mode, rate, accuracy, retention, mean K, questions, seed.
+
+    Args:
+        rows: what was answered.
+        seed: of the run.
+
+    Raises:
+        ValueError: no row keeps all tokens.
+    """
+    whole = full_row(rows).correct
+    return [
+        {
+            "method": row.method,
+            "mode": row.mode,
+            "pruning_rate": row.pruning_rate,
+            "accuracy": percent(row.correct),
+            "retention": retention(row.correct, whole),
+            "mean_k": round(float(row.count.mean()), 2),
+            "questions": len(row.correct),
+            "seed": seed,
+        }
+        for row in rows
+    ]
+
+
+def make_family_table(
+    rows: Sequence[Records], questions: Sequence[Question]
+) -> list[dict[str, Any]]:
+    """As `make_table`, for every category of questions: one object per row, with all families."""
+    whole = full_row(rows).correct
+    category = np.array([question.category for question in questions])
+    table = []
+    for row in rows:
+        families = {}
+        for name in np.unique(category).tolist():
+            at = category == name
+            families[name] = {
+                "accuracy": percent(row.correct[at]),
+                "retention": retention(row.correct[at], whole[at]),
+                "mean_k": round(float(row.count[at].mean()), 2),
+                "questions": int(at.sum()),
+            }
+        head = {"method": row.method, "mode": row.mode, "pruning_rate": row.pruning_rate}
+        table.append(head | {"families": families})
+    return table
+
+
+def write_tables(folder: Path, table: list[dict], families: list[dict]) -> None:
+    """Writes table.{json,md,csv} and table_by_family.{json,md}."""
+    write_json(folder / "table.json", table)
+    write_json(folder / "table_by_family.json", families)
+    (folder / "table.md").write_text(markdown(table), encoding="utf-8")
+    (folder / "table.csv").write_text(_csv(table), encoding="utf-8")
+    flat = [
+        {name: row[name] for name in ("method", "mode", "pruning_rate")}
+        | {name: found["accuracy"] for name, found in row["families"].items()}
+        for row in families
+    ]
+    (folder / "table_by_family.md").write_text(markdown(flat), encoding="utf-8")
+
+
+def markdown(table: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of objects with the same fields; numbers are right-aligned."""
+    fields = list(table[0])
+    aligned = ["---" if isinstance(table[0][name], str) else "---:" for name in fields]
+    lines = [[name.replace("_", " ") for name in fields], aligned]
+    lines += [[_cell(row[name]) for name in fields] for row in table]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """A value as Markdown; a bar would end the cell."""
+    return "" if value is None else str(value).replace("|", "\\|")
+
+
+def _csv(table: Sequence[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return out.getvalue()

@@ -1,0 +1,108 @@
+"""A tiny model with a folder of questions, made in a second."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from PIL import Image
+
+from stepprune_jax import PolicyConfig, init_policy, testing
+from stepprune_jax.baselines import AutoSelectConfig, autoselect
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.generate import generate
+from stepprune_jax.policy import FeatureStats
+
+TEXTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
+WIDTHS = {
+    "feature_width": 32, "text_width": 48, "width": 16, "num_heads": 2, "mlp_ratio": 2,
+    "encoder_layers": 1,
+}  # fmt: skip
+STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
+
+
+def write_lines(path, objects):
+    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
+
+
+def write_split(folder, name, pictures, seed, scenes=True):
+    """Questions about random pictures, three each; the answers are still to be written."""
+    random = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    questions = []
+    for picture in range(pictures):
+        file = f"{name}{picture}.png"
+        pixels = random.integers(0, 256, (24, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / file)
+        for text in random.choice(TEXTS, 3, replace=False).tolist():
+            kind = "long" if len(text) > 10 else "short"
+            number = f"{name}-{len(questions)}"
+            questions.append({"question_id": number, "image": file, "text": text, "category": kind})
+    write_lines(folder / f"{name}.jsonl", questions)
+    ids = [question["question_id"] for question in questions]
+    write_lines(
+        folder / f"{name}_answers.jsonl", [{"question_id": i, "answer": "dog"} for i in ids]
+    )
+    if scenes:
+        known = [
+            {"question_id": i, "complexity": n % 4, "relevant": list(range(n % 3))}
+            for n, i in enumerate(ids)
+        ]
+        write_lines(folder / f"{name}_scenes.jsonl", known)
+    return questions
+
+
+def answer_as_the_model(folder, model, questions, wrong=()):
+    """Makes right what the model says with all tokens, but for some questions."""
+    said = generate(
+        model, [q["text"] for q in questions], [folder / "images" / q["image"] for q in questions],
+        max_tokens=3, warm_up=False,
+    )  # fmt: skip
+    answers = [
+        {"question_id": q["question_id"], "answer": "no such" if n in wrong else s.text or "none"}
+        for n, (q, s) in enumerate(zip(questions, said, strict=True))
+    ]
+    write_lines(folder / "test_answers.jsonl", answers)
+    return [s.text for s in said]
+
+
+def stepprune(seed=1, **fields):
+    """A policy with sharp pointers, so that counts differ between rows."""
+    config = PolicyConfig(**(WIDTHS | {"decoder_layers": 1} | fields))
+    draw = jax.jit(init_policy, static_argnums=1)
+    params = jax.tree.map(lambda leaf: 3 * leaf, draw(jax.random.key(seed), config))
+    return Policy(params, config, STATS)
+
+
+def one_shot(seed=2):
+    config = AutoSelectConfig(**WIDTHS)
+    return Policy(autoselect.init(jax.random.key(seed), config), config, STATS)
+
+
+def tiny_model(folder):
+    return load_vlm(testing.tiny_llava(folder), dtype=jnp.float32, progress=False)
+
+
+def small_config(model: Path, data: Path, **fields) -> ConfigDict:
+    """What the evaluation reads of a run's configuration."""
+    config = ConfigDict()
+    config.seed, config.mesh, config.batch_size = 3, "single", 4
+    config.model = ConfigDict(
+        {"folder": str(model), "vision_folder": "", "dtype": "float32", "attention": "matmul"}
+    )
+    config.data = ConfigDict({"name": "folder", "folder": str(data)})
+    config.eval = ConfigDict({"budgets": (3, 2), "batch_size": 4, **fields})
+    return config
+
+
+def save_all(workdir: Path) -> dict[str, str]:
+    """The run's own policy, and two more rows."""
+    save_policy(stepprune(), workdir / "policy.safetensors")
+    rows = {"AutoSelect-like": one_shot(), "StepPrune literal": stepprune(5, min_tokens=0)}
+    return {
+        name: str(save_policy(policy, workdir / "rows" / f"{number}.safetensors"))
+        for number, (name, policy) in enumerate(rows.items())
+    }

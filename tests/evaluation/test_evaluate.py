@@ -1,0 +1,169 @@
+import json
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from small_world import (
+    answer_as_the_model,
+    one_shot,
+    save_all,
+    small_config,
+    stepprune,
+    tiny_model,
+    write_split,
+)
+
+from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.evaluation import evaluate, read_report
+from stepprune_jax.evaluation.settings import read_settings
+from stepprune_jax.evaluation.sources import split_folders
+
+WRONG = (1, 4, 5)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A model folder and a data folder whose answers the model knows, but for some."""
+    root = tmp_path_factory.mktemp("world")
+    model = tiny_model(root / "model")
+    said = answer_as_the_model(
+        root / "data", model, write_split(root / "data", "test", 3, 0), WRONG
+    )
+    assert all(said)
+    write_split(root / "data", "validation", 2, 1)
+    return root / "model", root / "data"
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    rows = save_all(workdir)
+    ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
+    config = small_config(*world, rows=rows, ablations=ablations)
+    (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return config, workdir, evaluate(config, workdir)
+
+
+def test_the_table_has_every_row(run):
+    _, workdir, table = run
+    heads = [(row["method"], row["mode"], row["pruning_rate"]) for row in table]
+    expected = [("all tokens", "exact", 0.0)]
+    for method in ("random", "grid", "[CLS] top-K", "AutoSelect-like"):
+        expected += [(method, "exact", 66.7), (method, "exact", 77.8)]
+    for method in ("StepPrune literal", "StepPrune"):
+        expected += [(method, mode, rate) for mode in ("exact", "adaptive")
+                     for rate in (66.7, 77.8)]  # fmt: skip
+    own = heads[17]
+    assert own[:2] == ("StepPrune, own stop", "adaptive")
+    assert heads[:17] == expected
+    assert heads[18:] == [("other", "exact", 66.7), ("other", "exact", 77.8)]
+    assert table[0]["accuracy"] == round(100 * 6 / 9, 2) and table[0]["retention"] == 100.0
+    assert {row["questions"] for row in table} == {9} and {row["seed"] for row in table} == {3}
+    assert table[17]["pruning_rate"] == round(100 * (1 - table[17]["mean_k"] / 9), 1)
+    assert json.loads((workdir / "report" / "table.json").read_text()) == table
+
+
+def test_the_report_can_be_read_again(run, world):
+    _, workdir, table = run
+    report = read_report(workdir / "report")
+    assert report.table == table and len(report.records) == len(table)
+    assert report.grid == (3, 3) and report.metrics_file == workdir / "metrics.jsonl"
+    assert len(report.questions) == len(report.scenes) == len(report.answers) == 9
+    for row, records in zip(table, report.records, strict=True):
+        assert (row["method"], row["mode"]) == (records.method, records.mode)
+        assert row["accuracy"] == round(100 * records.correct.mean(), 2)
+        assert row["mean_k"] == round(float(records.count.mean()), 2)
+    assert np.flatnonzero(~report.records[0].correct).tolist() == list(WRONG)
+    statistics = json.loads((workdir / "report" / "statistics.json").read_text())
+    assert len(statistics["adaptive"]) == 5 and len(statistics["adaptive_minus_exact"]) == 4
+    assert {row["method"] for row in statistics["default_minus"]} == {
+        "random", "grid", "[CLS] top-K", "AutoSelect-like", "StepPrune literal", "other",
+    }  # fmt: skip
+    families = json.loads((workdir / "report" / "table_by_family.json").read_text())
+    assert set(families[0]["families"]) == {"long", "short"}
+    facts = json.loads((workdir / "report" / "report.json").read_text())
+    assert len(facts["stop_biases"]) == 5 and facts["stop_biases"]["StepPrune, 66.7"]
+
+
+def test_a_second_run_gives_the_same_report(run):
+    config, workdir, table = run
+    (workdir / "report" / "records" / "99-old.npz").write_bytes(b"left over")
+    assert evaluate(config, workdir) == table
+    assert len(read_report(workdir / "report").records) == len(table)
+
+
+def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path):
+    config = small_config(*world)
+    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train.py"):
+        evaluate(config, tmp_path)
+    save_policy(stepprune(), tmp_path / "policy.safetensors")
+    bad = small_config(*world, rows={"mine": "absent.safetensors"})
+    with pytest.raises(FileNotFoundError, match="for the row 'mine': looked for absent"):
+        evaluate(bad, tmp_path)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "poem.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds files that are not a report's"):
+        evaluate(config, tmp_path)
+    (tmp_path / "report" / "poem.txt").unlink()
+    config.data.folder = str(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"config.data.folder: no folder .*absent"):
+        evaluate(config, tmp_path)
+
+
+def test_policies_that_do_not_fit_are_named(world, tmp_path):
+    save_policy(stepprune(), tmp_path / "policy.safetensors")
+    for fields, message in [
+        ({"budgets": (10,)}, "budgets holds 10, the model has 9 visual tokens"),
+        ({"budgets": (5,)}, "row 'StepPrune': config.eval.budgets holds 5, .* at most 4 steps"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            evaluate(small_config(*world, **fields), tmp_path)
+    save_policy(stepprune(text_width=8), tmp_path / "policy.safetensors")
+    with pytest.raises(ValueError, match=r"row 'StepPrune': .*text_width is 8"):
+        evaluate(small_config(*world), tmp_path)
+    save_policy(one_shot(), tmp_path / "policy.safetensors")
+    with pytest.raises(ValueError, match="adaptive names 'StepPrune', whose policy has no stop"):
+        evaluate(small_config(*world), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"colour": 1}, r"config.eval has unknown field\(s\) colour; it has budgets"),
+        ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
+        ({"budgets": (3, 3)}, "expected distinct integers"),
+        ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),
+        ({"max_new_tokens": 2.5}, "config.eval.max_new_tokens is 2.5"),
+        ({"validation_questions": -1}, "config.eval.validation_questions is -1"),
+        ({"positions": "mixed"}, "positions is 'mixed'"),
+        ({"rows": "x"}, "config.eval.rows is 'x', expected a mapping"),
+        ({"rows": {"StepPrune": "x"}}, "name StepPrune twice"),
+    ],
+)
+def test_bad_settings_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(ConfigDict({"eval": fields}))
+
+
+def test_settings_have_defaults():
+    assert read_settings(ConfigDict()).budgets == (48, 32, 16)
+    found = read_settings(ConfigDict({"eval": {"budgets": [3, 2]}}))
+    assert found.budgets == (3, 2) and found.max_new_tokens == 3
+
+
+def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
+    config = ConfigDict({"data": {
+        "name": "shapes", "folder": "", "train_scenes": 1, "validation_scenes": 1,
+        "test_scenes": 2, "seed": 0, "test_seed": 5,
+    }})  # fmt: skip
+    places = split_folders(config, tmp_path)
+    assert places["test"] == tmp_path / "data_test_5"
+    assert places["validation"] == tmp_path / "data"
+    fresh = (places["test"] / "test.jsonl").read_text()
+    assert fresh != (places["validation"] / "test.jsonl").read_text()
+    assert not (places["test"] / "train.json").exists()
+    config.data.test_seed = None
+    assert split_folders(config, tmp_path)["test"] == tmp_path / "data"
+    config.data.test_seed, config.data.folder = 5, str(tmp_path)
+    with pytest.raises(ValueError, match=r"test_seed is 5, but the data of config.data.folder"):
+        split_folders(config, tmp_path)

@@ -1,0 +1,220 @@
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation.progress import Progress
+from stepprune_jax.evaluation.records import (
+    Records,
+    file_name,
+    load_records,
+    save_records,
+    trimmed,
+)
+from stepprune_jax.evaluation.statistics import (
+    by_count,
+    make_statistics,
+    paired_difference,
+    ranks,
+    spearman,
+)
+from stepprune_jax.evaluation.tables import (
+    is_correct,
+    make_family_table,
+    make_table,
+    markdown,
+    pruning_rate,
+    write_tables,
+)
+
+QUESTIONS = [Question(str(n), Path(f"{n // 2}.png"), "?", "ab"[n % 2]) for n in range(4)]
+
+
+def records(method, mode, rate, count, correct):
+    count = np.array(count, np.int32)
+    order = trimmed(np.tile(np.arange(9, dtype=np.int32), (len(count), 1)), count)
+    answer = ["yes" if right else "né" for right in correct]
+    return Records(method, mode, rate, count, order, answer, np.array(correct, bool))
+
+
+FULL = records("all tokens", "exact", 0.0, [9] * 4, [1, 1, 1, 0])
+EXACT = records("StepPrune", "exact", 66.7, [3] * 4, [1, 0, 1, 0])
+ADAPTIVE = records("StepPrune", "adaptive", 66.7, [1, 2, 4, 5], [1, 1, 1, 0])
+RANDOM = records("random", "exact", 66.7, [3] * 4, [0, 0, 0, 0])
+ROWS = [FULL, RANDOM, EXACT, ADAPTIVE]
+
+
+def test_answers_match_but_for_case_and_outer_space():
+    said = [" Red", "red.", "", "STRASSE"]
+    assert is_correct(said, ["red", "red", "no", "straße"]).tolist() == [True, False, False, True]
+
+
+def test_rates_of_the_paper():
+    assert [pruning_rate(k, 144) for k in (48, 32, 16, 144)] == [66.7, 77.8, 88.9, 0.0]
+
+
+def test_the_table_worked_by_hand():
+    table = make_table(ROWS, seed=7)
+    assert table[0] == {
+        "method": "all tokens", "mode": "exact", "pruning_rate": 0.0, "accuracy": 75.0,
+        "retention": 100.0, "mean_k": 9.0, "questions": 4, "seed": 7,
+    }  # fmt: skip
+    assert [row["accuracy"] for row in table] == [75.0, 0.0, 50.0, 75.0]
+    assert [row["retention"] for row in table] == [100.0, 0.0, 66.67, 100.0]
+    families = make_family_table(ROWS, QUESTIONS)[2]["families"]
+    assert families["a"] == {"accuracy": 100.0, "retention": 100.0, "mean_k": 3.0, "questions": 2}
+    assert families["b"] == {"accuracy": 0.0, "retention": 0.0, "mean_k": 3.0, "questions": 2}
+    with pytest.raises(ValueError, match="lack 'all tokens'"):
+        make_table(ROWS[1:], 0)
+
+
+def test_nothing_right_with_all_tokens_has_no_retention():
+    table = make_table([records("all tokens", "exact", 0.0, [9] * 4, [0] * 4), EXACT], 0)
+    assert table[1]["retention"] is None
+
+
+def test_tables_in_three_formats(tmp_path):
+    table = make_table(ROWS, 0)
+    write_tables(tmp_path, table, make_family_table(ROWS, QUESTIONS))
+    assert json.loads((tmp_path / "table.json").read_text()) == table
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0] == "method,mode,pruning_rate,accuracy,retention,mean_k,questions,seed"
+    assert lines[3] == "StepPrune,exact,66.7,50.0,66.67,3.0,4,0"
+    lines = (tmp_path / "table_by_family.md").read_text().splitlines()
+    assert lines[0] == "| method | mode | pruning rate | a | b |"
+    assert lines[1] == "| --- | --- | ---: | ---: | ---: |"
+    assert markdown([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
+
+
+def test_ranks_and_correlation_worked_by_hand():
+    assert ranks(np.array([30, 10, 20, 20])).tolist() == [4.0, 1.0, 2.5, 2.5]
+    assert spearman(np.array([1, 2, 3, 4]), np.array([1, 4, 9, 16])) == 1.0
+    assert spearman(np.array([1, 2, 3]), np.array([9, 5, 1])) == -1.0
+    # Without ties: 1 - 6 sum d^2 / (n (n^2 - 1)) with d = 1, 1, 2, 2, 0.
+    found = spearman(np.array([1, 2, 3, 4, 5]), np.array([2, 1, 5, 3, 4]))
+    assert found == pytest.approx(1 - 6 * (1 + 1 + 4 + 1 + 1) / 120, abs=1e-4)
+    assert spearman(np.array([1, 2, 3]), np.array([4, 4, 4])) is None
+
+
+def test_paired_differences_worked_by_hand():
+    first, second = np.array([1, 1, 0, 1], bool), np.array([0, 1, 0, 1], bool)
+    # Differences 100, 0, 0, 0: mean 25, standard deviation 50 over 4 questions.
+    found = paired_difference(first, second, np.arange(4))
+    assert found["difference"] == 25.0 and found["standard_error"] == 25.0
+    assert found["standard_error_by_image"] == pytest.approx(25.0)
+    # Two pictures with residual sums 50 and -50: sqrt(5000 * 2) / 4.
+    pairs = paired_difference(first, second, np.array([0, 0, 1, 1]))
+    assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)
+    alone = paired_difference(first[:1], second[:1], np.zeros(1, int))
+    assert alone == {"difference": 100.0, "standard_error": None, "standard_error_by_image": None}
+
+
+def test_quarters_by_count_hold_every_question_once():
+    count = np.repeat(np.arange(1, 9), 2)
+    row = records("StepPrune", "adaptive", 50.0, count, [1, 0] * 8)
+    found = by_count(row, np.ones(16, bool))
+    assert [b["questions"] for b in found] == [4, 4, 4, 4]
+    assert [(b["least_k"], b["most_k"]) for b in found] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert {b["retention"] for b in found} == {50.0}
+    # Equal counts are never split.
+    (single,) = by_count(row._replace(count=np.full(16, 3, np.int32)), np.zeros(16, bool))
+    assert single["questions"] == 16 and single["retention"] is None
+    skewed = by_count(row._replace(count=np.array([1] * 13 + [9] * 3, np.int32)), np.ones(16, bool))
+    assert [b["questions"] for b in skewed] == [13, 3]
+
+
+def test_statistics_of_a_report():
+    scenes = [Scene(n, tuple(range(n))) for n in range(4)]
+    found = make_statistics(ROWS, QUESTIONS, scenes, "StepPrune")
+    assert found["questions"] == 4 and found["images"] == 2
+    (adaptive,) = found["adaptive"]
+    assert adaptive["spearman_relevant"] == adaptive["spearman_complexity"] == 1.0
+    assert adaptive["mean_k"] == 3.0 and adaptive["std_k"] == pytest.approx(1.58)
+    (difference,) = found["adaptive_minus_exact"]
+    assert difference["difference"] == 25.0 and difference["method"] == "StepPrune"
+    (other,) = found["default_minus"]
+    assert other["method"] == "random" and other["difference"] == 50.0
+    without = make_statistics(ROWS, QUESTIONS, None, "StepPrune")["adaptive"][0]
+    assert "spearman_relevant" not in without
+    json.dumps(found)
+
+
+def test_records_come_back(tmp_path):
+    save_records(tmp_path / "records", [FULL])
+    save_records(tmp_path / "records", ROWS)
+    names = sorted(path.name for path in (tmp_path / "records").iterdir())
+    assert names[0] == "00-all-tokens-exact-0.npz" and len(names) == 4
+    assert file_name(12, RANDOM._replace(method="[CLS] top-K")) == "12-cls-top-k-exact-66.7.npz"
+    for one, other in zip(load_records(tmp_path / "records"), ROWS, strict=True):
+        assert one[:3] == other[:3] and one.answer == other.answer
+        for name in ("count", "order", "correct"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert load_records(tmp_path / "records")[3].order.tolist()[1] == [0, 1, -1, -1, -1]
+
+
+def test_bad_records_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no records; run eval\.py"):
+        load_records(tmp_path)
+    np.savez(tmp_path / "a.npz", method="x")
+    with pytest.raises(ValueError, match=r"a\.npz lacks mode, pruning_rate"):
+        load_records(tmp_path)
+    (tmp_path / "a.npz").write_bytes(b"PK\3\4 broken")
+    with pytest.raises(ValueError, match=r"a\.npz is not a file of records"):
+        load_records(tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    folder = folders.open_folder(tmp_path / "report")
+    assert folders.open_folder(folder) == folder  # cut short, and again
+    other = tmp_path / "other"
+    other.mkdir()
+    assert folders.open_folder(other) == other  # empty
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.tex").write_text("mine")
+    with pytest.raises(ValueError, match=r"thesis holds files that are not a report's .chapter"):
+        folders.open_folder(thesis)
+    (thesis / folders.MANIFEST).write_text('{"kind": "else"}')
+    with pytest.raises(ValueError, match="holds files that are not a report's"):
+        folders.open_folder(thesis)
+    assert sorted(path.name for path in thesis.iterdir()) == ["chapter.tex", "report.json"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file is a file, expected a folder"):
+        folders.open_folder(tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match=r"no file .*table\.json; run eval"):
+        folders.read_report(folder)
+
+
+class Terminal(io.StringIO):
+    def __init__(self, tty):
+        super().__init__()
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_progress_counts_work_and_says_what_is_left(tty, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = Terminal(tty)
+    progress = Progress(40, out, every=5)
+    report = progress.task("first", 10, 2)
+    now[0] = 4.0
+    report(1)
+    assert out.getvalue() == ""  # too early
+    now[0] = 10.0
+    report(2)
+    assert " 25%    30 s left  first" in out.getvalue() and out.getvalue().startswith("\r") == tty
+    report = progress.task("second", 30, 3)
+    now[0] = 20.0
+    report(1)
+    assert " 50%    20 s left  second" in out.getvalue()
+    progress.close()
+    assert out.getvalue().endswith("\r" if tty else "\n")
