@@ -47,5 +47,18 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
         print(f"Writing the shapes world to {folder}", flush=True)
     return write_world(
         folder, seed=data.seed, train=data.train_scenes, validation=data.validation_scenes,
-        test=data.test_scenes,
+        test=data.test_scenes, **world_size(config),
     )  # fmt: skip
+
+
+def world_size(config: Any) -> dict[str, int]:
+    """How finely the shapes world is drawn, as arguments of `write_world`.
+
+    Args:
+        config: the run's `ConfigDict`; `data.side` (pixels) and `data.grid` (patches along an edge)
+            may be absent.
+
+    Returns:
+        Those of the two that the configuration has.
+    """
+    return {name: config.data[name] for name in ("side", "grid") if name in config.data}

@@ -5,7 +5,7 @@ from typing import Any
 
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.source import data_folder
+from stepprune_jax.data.source import data_folder, world_size
 from stepprune_jax.training.settings import make_mesh, model_dtype, model_folders
 
 
@@ -52,6 +52,6 @@ def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:
     print(f"Test world of seed {seed}: {config.data.test_scenes} scenes in {other}", flush=True)
     write_world(
         other, seed=config.data.seed, train=0, validation=0, test=config.data.test_scenes,
-        test_seed=seed,
+        test_seed=seed, **world_size(config),
     )  # fmt: skip
     return {"validation": folder, "test": other}

@@ -19,11 +19,13 @@ def main(argv: list[str]) -> None:
     config, workdir = _CONFIG.value, Path(_WORKDIR.value)
     folder = config.data.folder
     if not folder:
+        # Imported here: it draws pictures, which a run on a folder of data does not need.
         from stepprune_jax.data.shapes import write_world
+        from stepprune_jax.data.source import world_size
 
         folder = write_world(
             workdir / "data", seed=config.data.seed, train=config.data.train_scenes, validation=0,
-            test=0, patches=True,
+            test=0, patches=True, **world_size(config),
         )  # fmt: skip
     pretrain(config, workdir, folder)
 

@@ -2,6 +2,7 @@
 
 import argparse
 
+from stepprune_jax.data.shapes.scene import GRID, SIDE
 from stepprune_jax.data.shapes.world import preview, write_world
 
 
@@ -13,10 +14,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--test_seed", type=int, help="of test scenes; default: --seed")
     for split, scenes in (("train", 3000), ("validation", 300), ("test", 500)):
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
+    parser.add_argument("--side", type=int, default=SIDE, help="of the pictures, in pixels")
+    parser.add_argument("--grid", type=int, default=GRID, help="patches along an edge")
     parser.add_argument("--patches", action="store_true", help="also label every training patch")
     parser.add_argument("--preview", type=int, default=0, help="scenes on a contact sheet")
     options = vars(parser.parse_args(argv))
     out, count = options.pop("out"), options.pop("preview")
+    if count < 0:
+        parser.error(f"--preview is {count}, expected a number >= 0")
     try:
         folder = write_world(out, **options)
     except (ValueError, OSError) as error:

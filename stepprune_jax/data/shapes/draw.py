@@ -4,11 +4,12 @@ import functools
 import math
 
 import numpy as np
-from jaxtyping import Int8
+from jaxtyping import Float, Float32, Int8
 from PIL import Image, ImageDraw
 
 from stepprune_jax.data.shapes.scene import (
     BACKGROUNDS,
+    CELL,
     COLORS,
     GRID,
     SHAPES,
@@ -22,11 +23,11 @@ DOT_RADIUS = 2.4
 _FINE = 4  # pixels are drawn this many times finer, then averaged
 
 
-def _background(scene: Scene) -> np.ndarray:
-    """The background as float RGB [SIDE, SIDE, 3]."""
+def _background(scene: Scene, side: int) -> Float[np.ndarray, "side side 3"]:
+    """The background as RGB from 0 to 255."""
     random = np.random.default_rng(scene.texture_seed)
-    y, x = np.mgrid[:SIDE, :SIDE].astype(np.float32)
-    pattern = np.zeros((SIDE, SIDE), np.float32)
+    y, x = np.mgrid[:side, :side].astype(np.float32) * np.float32(SIDE / side)
+    pattern = np.zeros((side, side), np.float32)
     if scene.background == "striped":
         angle, period = random.uniform(0, math.pi), random.uniform(7, 14)
         phase = (x * math.cos(angle) + y * math.sin(angle)) * 2 * math.pi / period
@@ -35,8 +36,10 @@ def _background(scene: Scene) -> np.ndarray:
         side = random.integers(5, 10)
         pattern = (((x // side) + (y // side)) % 2 * 2 - 1) * 14
     elif scene.background == "speckled":
-        pattern = random.normal(0, 16, (SIDE, SIDE))
-    return np.clip(np.asarray(scene.shade, np.float32) + pattern[..., None], 0, 255)
+        # The same grains however finely they are drawn.
+        pattern = random.normal(0, 16, (SIDE, SIDE))[y.astype(int), x.astype(int)]
+    colors = np.asarray(scene.shade, np.float32) + pattern[..., None]
+    return np.clip(colors, 0, 255)
 
 
 def _corners(shape: Shape) -> list[tuple[float, float]]:
@@ -55,7 +58,7 @@ def _corners(shape: Shape) -> list[tuple[float, float]]:
     return [(x + dx, y + dy) for dx, dy in steps]
 
 
-def _fill(canvas: ImageDraw.ImageDraw, shape: Shape, scale: int, color) -> None:
+def _fill(canvas: ImageDraw.ImageDraw, shape: Shape, scale: float, color) -> None:
     """Fills a shape on a canvas `scale` times finer than the picture."""
     if shape.kind == "circle":
         x, y, r = (scale * value for value in (shape.x, shape.y, shape.radius))
@@ -69,27 +72,29 @@ def _tinted(color: str, random: np.random.Generator) -> tuple[int, ...]:
     return tuple(int(np.clip(v + random.integers(-10, 11), 0, 255)) for v in COLORS[color])
 
 
-def render(scene: Scene) -> Image.Image:
+def render(scene: Scene, side: int = SIDE) -> Image.Image:
     """Draws a scene.
 
     Args:
       scene: What to draw.
+      side: Height and width of the picture.
 
     Returns:
-      An RGB picture of `SIDE` by `SIDE` pixels; the same for the same scene.
+      An RGB picture of `side` by `side` pixels; the same for the same arguments.
     """
     random = np.random.default_rng(scene.texture_seed + 1)
-    base = Image.fromarray(_background(scene).astype(np.uint8))
-    picture = base.resize((SIDE * _FINE, SIDE * _FINE), Image.Resampling.NEAREST)
+    base = Image.fromarray(_background(scene, side).astype(np.uint8))
+    picture = base.resize((side * _FINE, side * _FINE), Image.Resampling.NEAREST)
+    scale = _FINE * side / SIDE
     canvas = ImageDraw.Draw(picture)
     for stroke in scene.strokes:
-        ends = [tuple(_FINE * v for v in point) for point in (stroke.start, stroke.end)]
-        canvas.line(ends, fill=(stroke.shade,) * 3, width=_FINE)
+        ends = [tuple(scale * v for v in point) for point in (stroke.start, stroke.end)]
+        canvas.line(ends, fill=(stroke.shade,) * 3, width=max(1, round(scale)))
     for dot in scene.dots:
-        x, y, r = (_FINE * value for value in (dot.x, dot.y, DOT_RADIUS))
+        x, y, r = (scale * value for value in (dot.x, dot.y, DOT_RADIUS))
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=_tinted(dot.color, random))
     for shape in scene.shapes:
-        _fill(canvas, shape, _FINE, _tinted(shape.color, random))
+        _fill(canvas, shape, scale, _tinted(shape.color, random))
     return picture.reduce(_FINE)
 
 
@@ -98,38 +103,41 @@ def _color_ids() -> dict[str, int]:
     return {color: number + 1 for number, color in enumerate(COLORS)}
 
 
-def covered(shape: Shape, least: float = 0.1) -> list[int]:
+def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
+    """How much of each patch a shape covers, from 0 to 1."""
+    mask = Image.new("L", (CELL * grid, CELL * grid))
+    _fill(ImageDraw.Draw(mask), shape, grid / GRID, 255)
+    share = mask.resize((grid, grid), Image.Resampling.BOX)
+    return np.asarray(share, np.float32).ravel() / 255
+
+
+def covered(shape: Shape, grid: int = GRID, least: float = 0.1) -> list[int]:
     """Patches of which a shape covers at least this share."""
-    mask = Image.new("L", (SIDE, SIDE))
-    _fill(ImageDraw.Draw(mask), shape, 1, 255)
-    share = np.asarray(mask.resize((GRID, GRID), Image.Resampling.BOX)).ravel() / 255
-    return np.flatnonzero(share >= least).tolist()
+    return np.flatnonzero(_shares(shape, grid) >= least).tolist()
 
 
-def patch_labels(scene: Scene) -> dict[str, np.ndarray]:
+def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
     """What each patch shows, for local supervision of a vision tower.
 
     Args:
       scene: The scene.
+      grid: Patches along an edge of the picture.
 
     Returns:
-      `class_kind` (0 nothing, shapes from 1, a dot last), `class_color` (0 none, colours from 1)
-      and `class_background`, int8 [n], and `value_place` float16 [n, 3]: centre of the shape in
-      [-1, 1] and a tenth of its radius in pixels, NaN
-      where there is no shape.
+      `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
+      `class_color` (0 none, colours from 1) and `class_background`, int8 [n], and `value_place`
+      float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
+      picture of `SIDE` pixels, NaN where there is no shape.
     """
-    n = GRID * GRID
+    n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
     place = np.full((n, 3), np.nan, np.float16)
     best = np.full(n, 0.1)
     for dot in scene.dots:
-        cell = cell_of(dot.x, dot.y)
+        cell = cell_of(dot.x, dot.y, grid)
         kind[cell], color[cell] = len(SHAPES) + 1, _color_ids()[dot.color]
-    mask = Image.new("L", (SIDE, SIDE))
     for shape in scene.shapes:
-        mask.paste(0, (0, 0, SIDE, SIDE))
-        _fill(ImageDraw.Draw(mask), shape, 1, 255)
-        share = np.asarray(mask.resize((GRID, GRID), Image.Resampling.BOX)).ravel() / 255
+        share = _shares(shape, grid)
         hit = share > best
         best = np.where(hit, share, best)
         kind[hit] = SHAPES.index(shape.kind) + 1

@@ -8,7 +8,17 @@ from typing import NamedTuple
 import numpy as np
 
 from stepprune_jax.data.shapes.draw import covered
-from stepprune_jax.data.shapes.scene import COLORS, SHAPES, SIDE, Scene, Shape, cell_of
+from stepprune_jax.data.shapes.scene import (
+    CELL,
+    COLORS,
+    GRID,
+    SHAPES,
+    SIDE,
+    Dot,
+    Scene,
+    Shape,
+    cell_of,
+)
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -30,8 +40,8 @@ class Query(NamedTuple):
     relevant: tuple[int, ...]
 
 
-def _middle(*shapes: Shape) -> tuple[int, ...]:
-    return tuple(sorted({cell_of(shape.x, shape.y) for shape in shapes}))
+def _middle(grid: int, *things: Shape | Dot) -> tuple[int, ...]:
+    return tuple(sorted({cell_of(thing.x, thing.y, grid) for thing in things}))
 
 
 def _pick(random: np.random.Generator, items: list):
@@ -52,25 +62,25 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _color(scene: Scene, random: np.random.Generator) -> Query | None:
+def _color(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     shape = _pick(random, _sole(scene, lambda s: s.kind))
     if shape is None:
         return None
-    return Query("color", f"What color is the {shape.kind}?", shape.color, _middle(shape))
+    return Query("color", f"What color is the {shape.kind}?", shape.color, _middle(grid, shape))
 
 
-def _shape(scene: Scene, random: np.random.Generator) -> Query | None:
+def _shape(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     shape = _pick(random, _sole(scene, lambda s: s.color))
     if shape is None:
         return None
-    return Query("shape", f"What shape is {shape.color}?", shape.kind, _middle(shape))
+    return Query("shape", f"What shape is {shape.color}?", shape.kind, _middle(grid, shape))
 
 
-def _existence(scene: Scene, random: np.random.Generator) -> Query:
+def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     """Asked in the manner of POPE: absent pairs mostly have a colour and a kind that are there."""
     if random.random() < 0.5:
         shape = _pick(random, list(scene.shapes))
-        return Query("existence", f"Is there a {_named(shape)}?", "yes", _middle(shape))
+        return Query("existence", f"Is there a {_named(shape)}?", "yes", _middle(grid, shape))
     present = {(s.color, s.kind) for s in scene.shapes}
     colors, kinds = {s.color for s in scene.shapes}, {s.kind for s in scene.shapes}
     mixed = sorted((c, k) for c in colors for k in kinds if (c, k) not in present)
@@ -81,10 +91,10 @@ def _existence(scene: Scene, random: np.random.Generator) -> Query:
         half = [pair for pair in absent if pair[0] in colors or pair[1] in kinds]
         color, kind = _pick(random, half)
     rivals = [s for s in scene.shapes if s.color == color or s.kind == kind]
-    return Query("existence", f"Is there a {color} {kind}?", "no", _middle(*rivals))
+    return Query("existence", f"Is there a {color} {kind}?", "no", _middle(grid, *rivals))
 
 
-def _counting(scene: Scene, random: np.random.Generator) -> Query:
+def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     draw = random.random()
     if draw < 0.5:
         text, hit = "How many shapes are there?", list(scene.shapes)
@@ -98,10 +108,10 @@ def _counting(scene: Scene, random: np.random.Generator) -> Query:
         kind = _pick(random, list(scene.shapes)).kind
         plural = "crosses" if kind == "cross" else f"{kind}s"
         text, hit = f"How many {plural} are there?", [s for s in scene.shapes if s.kind == kind]
-    return Query("counting", text, NUMBERS[len(hit)], _middle(*hit))
+    return Query("counting", text, NUMBERS[len(hit)], _middle(grid, *hit))
 
 
-def _comparison(scene: Scene, random: np.random.Generator) -> Query | None:
+def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """More shapes of one colour than of another; never a tie, each answer half of the time."""
     counts = Counter(s.color for s in scene.shapes)
     first = _pick(random, list(counts))
@@ -112,10 +122,10 @@ def _comparison(scene: Scene, random: np.random.Generator) -> Query | None:
     one, two = (more, less) if random.random() < 0.5 else (less, more)
     hit = [s for s in scene.shapes if s.color in (one, two)]
     text = f"Are there more {one} shapes than {two} shapes?"
-    return Query("comparison", text, _yes(counts[one] > counts[two]), _middle(*hit))
+    return Query("comparison", text, _yes(counts[one] > counts[two]), _middle(grid, *hit))
 
 
-def _relation(scene: Scene, random: np.random.Generator) -> Query | None:
+def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """Left, right, above or below, by at least ten pixels."""
     pair = _pick(random, list(itertools.permutations(_sole(scene, _named), 2)))
     if pair is None:
@@ -129,35 +139,35 @@ def _relation(scene: Scene, random: np.random.Generator) -> Query | None:
     word = str(random.choice(words))
     holds = (delta < 0) == (word == words[0])
     text = f"Is the {_named(one)} {word} the {_named(two)}?"
-    return Query("relation", text, _yes(holds), _middle(one, two))
+    return Query("relation", text, _yes(holds), _middle(grid, one, two))
 
 
-def _position(scene: Scene, random: np.random.Generator) -> Query | None:
+def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     shape = _pick(random, [s for s in _sole(scene, _named) if abs(s.x - SIDE / 2) > 5])
     if shape is None:
         return None
     side = "left" if shape.x < SIDE / 2 else "right"
-    return Query("position", f"Which side is the {_named(shape)} on?", side, _middle(shape))
+    return Query("position", f"Which side is the {_named(shape)} on?", side, _middle(grid, shape))
 
 
-def _size(scene: Scene, random: np.random.Generator) -> Query | None:
-    """Two shapes, one at least a quarter larger."""
+def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
+    """Two shapes, one at least a quarter larger in radius, so in extent."""
     pairs = itertools.permutations(_sole(scene, _named), 2)
     pair = _pick(random, [p for p in pairs if not 0.8 < p[0].radius / p[1].radius < 1.25])
     if pair is None:
         return None
     one, two = pair
     text = f"Is the {_named(one)} larger than the {_named(two)}?"
-    patches = tuple(sorted({*covered(one), *covered(two)}))
+    patches = tuple(sorted({*covered(one, grid), *covered(two, grid)}))
     return Query("size", text, _yes(one.radius > two.radius), patches)
 
 
-def _majority(scene: Scene, random: np.random.Generator) -> Query | None:
+def _majority(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     if not scene.dots:
         return None
     counts = Counter(dot.color for dot in scene.dots)
     more, less = sorted(counts, key=lambda c: -counts[c])
-    patches = tuple(sorted({cell_of(dot.x, dot.y) for dot in scene.dots}))
+    patches = _middle(grid, *scene.dots)
     if random.random() < 0.5:
         return Query("majority", "What color are most dots?", more, patches)
     one, two = (more, less) if random.random() < 0.5 else (less, more)
@@ -165,10 +175,12 @@ def _majority(scene: Scene, random: np.random.Generator) -> Query | None:
     return Query("majority", text, _yes(one == more), patches)
 
 
-def _background(scene: Scene, random: np.random.Generator) -> Query:
-    taken = {cell_of(d.x, d.y) for d in scene.dots}.union(*(covered(s, 0.01) for s in scene.shapes))
-    free = sorted(set(range((SIDE // 8) ** 2)) - taken)
-    patch = _pick(random, free) if free else 0
+def _background(scene: Scene, random: np.random.Generator, grid: int) -> Query:
+    taken = set(_middle(GRID, *scene.dots))
+    taken = taken.union(*(covered(shape, least=0.01) for shape in scene.shapes))
+    # Drawn from the same patches whatever the grid, so that all grids see the same questions.
+    row, column = divmod(_pick(random, sorted(set(range(GRID**2)) - taken)) or 0, GRID)
+    patch = cell_of((column + 0.5) * CELL, (row + 0.5) * CELL, grid)
     return Query("background", "What is the background?", scene.background, (patch,))
 
 
@@ -188,20 +200,22 @@ FAMILIES = {
 WEIGHTS = np.asarray([1.0, 1.0, 1.2, 1.6, 1.2, 1.2, 0.8, 1.2, 4.5, 0.8])
 
 
-def ask(scene: Scene, random: np.random.Generator, count: int = 8) -> list[Query]:
+def ask(scene: Scene, random: np.random.Generator, count: int = 8, grid: int = GRID) -> list[Query]:
     """Draws different questions about a scene.
 
     Args:
       scene: The scene.
       random: Source of randomness; advanced.
       count: How many; a scene that is too plain gets fewer.
+      grid: Patches along an edge, in which `relevant` is given; changes nothing else.
 
     Returns:
       The questions, in random order of families.
     """
     makers, found = list(FAMILIES.values()), {}
     for _ in range(12 * count):
-        query = makers[int(random.choice(len(makers), p=WEIGHTS / WEIGHTS.sum()))](scene, random)
+        maker = makers[int(random.choice(len(makers), p=WEIGHTS / WEIGHTS.sum()))]
+        query = maker(scene, random, grid)
         if query is not None:
             found.setdefault(query.text, query)
         if len(found) == count:

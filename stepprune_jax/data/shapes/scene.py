@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-SIDE = 96  # pixels
-CELL = 8  # pixels of a patch
-GRID = SIDE // CELL
+SIDE = 96  # pixels; lengths of a scene are in these, however finely it is drawn
+GRID = 12  # patches along an edge
+CELL = SIDE // GRID
 
 SHAPES = ("circle", "square", "triangle", "cross", "diamond")
 COLORS = {
@@ -23,7 +23,7 @@ _SMALLEST, _LARGEST = 6.5, 21.0
 
 
 class Shape(NamedTuple):
-    """A coloured shape; `x`, `y` and `radius` in pixels."""
+    """A coloured shape; `x`, `y` and `radius` in pixels of a picture of `SIDE` pixels."""
 
     kind: str
     color: str
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A small disc in the middle of a patch."""
+    """A small disc near the middle of a patch of the `GRID`."""
 
     color: str
     x: float
@@ -73,9 +73,10 @@ class Scene(NamedTuple):
         return len(self.shapes) + len(self.dots) + len(self.strokes)
 
 
-def cell_of(x: float, y: float) -> int:
-    """Index of the patch under a point, row by row."""
-    return int(min(y // CELL, GRID - 1)) * GRID + int(min(x // CELL, GRID - 1))
+def cell_of(x: float, y: float, grid: int = GRID) -> int:
+    """Index of the patch under a point, row by row, of `grid` patches along an edge."""
+    cell = SIDE / grid
+    return int(min(y // cell, grid - 1)) * grid + int(min(x // cell, grid - 1))
 
 
 def _place_shapes(random: np.random.Generator) -> list[Shape]:

@@ -1,8 +1,10 @@
 """Writes the world as a LLaVA data folder: conversations, question files, answers, pictures."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -10,41 +12,52 @@ from tqdm import tqdm
 
 from stepprune_jax.data.shapes.draw import patch_labels, presence, render
 from stepprune_jax.data.shapes.questions import Query, ask
-from stepprune_jax.data.shapes.scene import Scene, draw_scene
+from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
 
 MANIFEST = "world.json"
+# The manifest while the world is being written: the folder is ours, and incomplete.
+PARTIAL = "world.partial.json"
 VERSION = 1
 # Splits are numbered apart, so that no two of them share a scene's seed.
 _SPLITS = {"train": 0, "validation": 1, "test": 2}
 
 
-def scene_at(seed: int, split: str, number: int) -> tuple[Scene, list[Query]]:
+class _Drawing(NamedTuple):
+    """Where a world is written, and how finely."""
+
+    folder: Path
+    side: int
+    grid: int
+
+
+def scene_at(seed: int, split: str, number: int, grid: int = GRID) -> tuple[Scene, list[Query]]:
     """One scene of the world and its questions, without writing anything.
 
     Args:
       seed: Seed of the split.
       split: "train", "validation" or "test".
       number: Number of the scene in the split.
+      grid: Patches along an edge, in which the questions' `relevant` is given.
 
     Returns:
       The scene and its questions; the same for the same arguments.
     """
     random = np.random.default_rng([seed, _SPLITS[split], number])
     scene = draw_scene(random)
-    return scene, ask(scene, random)
+    return scene, ask(scene, random, grid=grid)
 
 
 def _name(split: str, number: int) -> str:
     return f"{split}_{number:06d}.png"
 
 
-def _scenes(folder: Path, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
+def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
     """Draws the pictures of a split, one after the other."""
     for number in tqdm(
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
     ):
-        scene, queries = scene_at(seed, split, number)
-        render(scene).save(folder / "images" / _name(split, number))
+        scene, queries = scene_at(seed, split, number, to.grid)
+        render(scene, to.side).save(to.folder / "images" / _name(split, number))
         yield scene, queries
 
 
@@ -52,10 +65,10 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_train(folder: Path, seed: int, count: int, patches: bool) -> None:
+def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     """Conversations: all questions about a picture in one, as LLaVA merges its VQA data."""
     samples, labels = [], []
-    for number, (scene, queries) in enumerate(_scenes(folder, seed, "train", count)):
+    for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
         turns = []
         for query in queries:
             mark = "" if turns else "<image>\n"
@@ -64,17 +77,17 @@ def _write_train(folder: Path, seed: int, count: int, patches: bool) -> None:
         name = _name("train", number)
         samples.append({"id": f"train_{number:06d}", "image": name, "conversations": turns})
         if patches:
-            labels.append(patch_labels(scene) | {"image_presence": presence(scene)})
-    (folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
+            labels.append(patch_labels(scene, to.grid) | {"image_presence": presence(scene)})
+    (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
         arrays = {key: np.stack([label[key] for label in labels]) for key in labels[0]}
-        np.savez_compressed(folder / "train_patches.npz", **arrays)
+        np.savez_compressed(to.folder / "train_patches.npz", **arrays)
 
 
-def _write_questions(folder: Path, seed: int, split: str, count: int) -> None:
+def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
     """A question file, its answers, and the scenes behind them."""
     asked, answers, scenes = [], [], []
-    for number, (scene, queries) in enumerate(_scenes(folder, seed, split, count)):
+    for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
         for query in queries:
             name = f"{split}_{len(asked):06d}"
             image = _name(split, number)
@@ -86,9 +99,9 @@ def _write_questions(folder: Path, seed: int, split: str, count: int) -> None:
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant}
             )
-    _write_lines(folder / f"{split}.jsonl", asked)
-    _write_lines(folder / f"{split}_answers.jsonl", answers)
-    _write_lines(folder / f"{split}_scenes.jsonl", scenes)
+    _write_lines(to.folder / f"{split}.jsonl", asked)
+    _write_lines(to.folder / f"{split}_answers.jsonl", answers)
+    _write_lines(to.folder / f"{split}_scenes.jsonl", scenes)
 
 
 def write_world(
@@ -100,8 +113,13 @@ def write_world(
     test: int,
     test_seed: int | None = None,
     patches: bool = False,
+    side: int = SIDE,
+    grid: int = GRID,
 ) -> Path:
     """Writes a world; what is already there with the same settings is left as it is.
+
+    The scenes and the questions do not depend on `side` and `grid`: a world of 336 pixels in 24 by
+    24 patches is that of 96 pixels in 12 by 12, drawn more finely.
 
     Args:
       folder: Where; created if needed.
@@ -112,61 +130,83 @@ def write_world(
       test_seed: Seed of the test scenes; default `seed`.
       patches: Also write `train_patches.npz`, labels of every training patch for a tower's
         pretraining.
+      side: Height and width of the pictures in pixels.
+      grid: Patches along an edge, for their labels and for what an answer depends on.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: A negative number, or a folder that holds a world with other settings.
+      ValueError: A negative number, a grid that does not divide the side, or a folder that holds a
+        world with other settings.
       FileExistsError: A folder that holds something else.
     """
     folder = Path(folder)
     settings = {
         "version": VERSION, "seed": seed, "train": train, "validation": validation, "test": test,
-        "test_seed": seed if test_seed is None else test_seed, "patches": patches,
+        "test_seed": seed if test_seed is None else test_seed, "patches": patches, "side": side,
+        "grid": grid,
     }  # fmt: skip
     for name, value in settings.items():
         if value < 0:
             raise ValueError(f"{name} of the shapes world is {value}, expected a number >= 0")
+    if not grid or not side or side % grid:
+        raise ValueError(
+            f"side of the shapes world is {side}, expected a positive multiple of grid ({grid})"
+        )
     if _is_written(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
+    text, to = json.dumps(settings, indent=1) + "\n", _Drawing(folder, side, grid)
+    (folder / PARTIAL).write_text(text, encoding="utf-8")
     if train:
-        _write_train(folder, seed, train, patches)
+        _write_train(to, seed, train, patches)
     if validation:
-        _write_questions(folder, seed, "validation", validation)
+        _write_questions(to, seed, "validation", validation)
     if test:
-        _write_questions(folder, settings["test_seed"], "test", test)
-    # Last, so that a folder without it is known to be incomplete.
-    (folder / MANIFEST).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        _write_questions(to, settings["test_seed"], "test", test)
+    os.replace(folder / PARTIAL, folder / MANIFEST)
     return folder
 
 
-def _is_written(folder: Path, settings: dict) -> bool:
-    """Whether this very world is there; refuses another one, or a stranger's files."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        known = {"images", "train.json", "train_patches.npz"}
-        known |= {f"{s}{e}.jsonl" for s in _SPLITS for e in ("", "_answers", "_scenes")}
-        strange = sorted(p.name for p in folder.glob("*") if p.name not in known)
+def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether this very world is there, complete; refuses another one, or a stranger's files."""
+    manifest = next((folder / n for n in (MANIFEST, PARTIAL) if (folder / n).is_file()), None)
+    if manifest is None:
+        strange = sorted(path.name for path in folder.glob("*"))
         if strange:
-            raise FileExistsError(f"{folder} holds {strange[0]}, which is not a shapes world's")
+            raise FileExistsError(
+                f"{folder} holds {strange[0]}, and no {MANIFEST} that would make it a shapes "
+                "world's; choose another folder"
+            )
         return False
-    found = json.loads(manifest.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
+    # Older worlds do not say what was then the only size.
+    found = {"side": SIDE, "grid": GRID} | found
     differ = [f"{k} is {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if differ:
         raise ValueError(
             f"{folder} holds a shapes world with other settings ({'; '.join(differ)}); "
             "choose another folder or delete it"
         )
-    return True
+    return manifest.name == MANIFEST
 
 
 def preview(folder: str | Path, seed: int, count: int) -> Path:
-    """Writes a contact sheet of the first scenes, to look at."""
-    tiles = [
-        render(scene_at(seed, "train", number)[0]).resize((192, 192)) for number in range(count)
-    ]
+    """Writes a contact sheet of the first training scenes, to look at.
+
+    Args:
+      folder: Where; must exist.
+      seed: Seed of the training scenes.
+      count: How many, from 1.
+
+    Returns:
+      The picture, `preview.png`.
+    """
+    tiles = [render(scene_at(seed, "train", number)[0], 192) for number in range(count)]
     columns = min(count, 6)
     sheet = Image.new("RGB", (columns * 200, -(-count // columns) * 200), "white")
     for number, tile in enumerate(tiles):
