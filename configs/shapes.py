@@ -45,6 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.dtype = "float32"
     c.model.attention = "matmul"
     c.model.remat = False
+    c.model.rows_at_once = 4  # of the frozen model, to bound memory; 0 for the whole batch
 
     c.data = ConfigDict()
     c.data.name = "shapes"  # or "folder"

@@ -1,13 +1,9 @@
 """Where a run's data lies; the shapes world is written on first use."""
 
-import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 NAMES = ("shapes", "folder")
-MANIFEST = "manifest.json"
 TRAIN_FILE = "train.json"
 IMAGES = "images"
 
@@ -25,7 +21,8 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: `data.folder` or its training file does not exist.
-        ValueError: an unknown name, no folder for "folder", or a world of other settings.
+        ValueError: an unknown name, no folder for "folder", no training scenes, or workdir/data
+            holds a world of other settings.
     """
     data = config.data
     if data.name not in NAMES:
@@ -40,49 +37,15 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
         if not (folder / TRAIN_FILE).is_file():
             raise FileNotFoundError(f"config.data.folder: no file {folder / TRAIN_FILE}")
         return folder
-    return _world(data, Path(workdir) / "data")
-
-
-def _world(data: Any, folder: Path) -> Path:
-    """The shapes world of these settings."""
-    settings = {
-        "seed": data.seed,
-        "train": data.train_scenes,
-        "validation": data.validation_scenes,
-        "test": data.test_scenes,
-    }
-    manifest = {"name": data.name} | settings
-    if folder.exists():
-        _check_manifest(folder, manifest)
-        return folder
+    if data.train_scenes < 1:
+        raise ValueError(f"config.data.train_scenes is {data.train_scenes}, expected 1 or more")
     # Imported here: it draws pictures, which a run on a folder of data does not need.
-    from stepprune_jax.data import shapes
+    from stepprune_jax.data.shapes import write_world
 
-    print(f"Writing the shapes world ({data.train_scenes} training scenes) to {folder}", flush=True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shapes.write_world(partial, **settings)
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(partial, folder)
-    return folder
-
-
-def _check_manifest(folder: Path, wanted: dict[str, Any]):
-    """Refuses a folder that holds another world, or something else."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} exists but has no {MANIFEST}: it was not written by this program. Set "
-            "config.data.folder to use it as it is, or move it away"
-        )
-    try:
-        found = json.loads(path.read_text())
-        differing = sorted(k for k in wanted if found.get(k) != wanted[k])
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
-    if differing:
-        listed = ", ".join(f"{k} {found.get(k)!r} -> {wanted[k]!r}" for k in differing)
-        raise ValueError(
-            f"{folder} holds a world of other settings ({listed}); give another --workdir or "
-            "remove the folder"
-        )
+    folder = Path(workdir) / "data"
+    if not folder.exists():
+        print(f"Writing the shapes world to {folder}", flush=True)
+    return write_world(
+        folder, seed=data.seed, train=data.train_scenes, validation=data.validation_scenes,
+        test=data.test_scenes,
+    )  # fmt: skip

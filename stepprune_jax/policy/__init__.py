@@ -7,6 +7,7 @@ globals. The folder imports nothing of the rest of the package and can be lifted
 from stepprune_jax.policy.budget import (
     calibrate_stop_bias,
     draw_limits,
+    draw_log_prices,
     dual_ascent,
     soft_budget,
     soft_count,
@@ -80,6 +81,7 @@ __all__ = [
     "count_at_bias",
     "denoise",
     "draw_limits",
+    "draw_log_prices",
     "draw_params",
     "dual_ascent",
     "encode",

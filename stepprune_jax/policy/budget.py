@@ -40,6 +40,22 @@ def draw_limits(
     return Limits(least, jnp.where(own, steps, drawn)), own
 
 
+def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> Float[Array, "b"]:
+    """Logarithm of each row's price of a token, over lambda: uniform in +-`config.price_range`.
+
+    The same number is added to the row's stop logits. Where the aligned stop is at rest, the gain
+    of the next token is its price; so l_stop - max_i l_i learns minus the logarithm of that gain,
+    and a stop bias at inference means a price.
+
+    Args:
+      key: PRNG key; consumed.
+      config: Policy configuration.
+      own: Rows that stop by themselves; the others pay nothing and get 0.
+    """
+    drawn = jax.random.uniform(key, own.shape, minval=-1.0, maxval=1.0) * config.price_range
+    return jnp.where(own, drawn, 0.0)
+
+
 def update_running_count(
     running: ArrayLike, count: Int[Array, "b"], own: Bool[Array, "b"], decay: ArrayLike = 0.9
 ) -> Float[Array, ""]:

@@ -67,6 +67,10 @@ class PolicyConfig:
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
       gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
       length_weight: lambda of Eq. (15).
+      price_range: Rows that stop by themselves are trained at a price of their own, lambda e^u with
+        u uniform in +-price_range, and with u added to their stop logits. The stop logit then
+        learns the logarithm of what the next token is worth, and one policy stops well at every
+        stop bias; 0 trains at lambda alone.
       dtype: Compute dtype of encoder, decoder and denoiser; `None` is that of the features, float32
         at least. Scores, probabilities and losses are float32 at least, whatever this says.
     """
@@ -98,6 +102,7 @@ class PolicyConfig:
     random_budget: tuple[Number, Number] = (0.08, 0.36)
     gate: str = "vp"
     length_weight: Number = 0.3
+    price_range: Number = 0.0
     dtype: str | None = None
 
     def __post_init__(self):
@@ -111,7 +116,8 @@ class PolicyConfig:
         self._require("max_steps", self.max_steps is None or self.max_steps > 0, "None or >= 1")
         self._require("min_tokens", self.min_tokens >= 0, "a count >= 0")
         self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
-        self._require("length_weight", self.length_weight >= 0, "a number >= 0")
+        for name in ("length_weight", "price_range"):
+            self._require(name, getattr(self, name) >= 0, "a number >= 0")
         low, high = self.random_budget
         self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:

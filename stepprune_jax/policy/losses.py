@@ -15,6 +15,7 @@ def length_penalty(
     num_tokens: ArrayLike,
     *,
     where: Bool[ArrayLike, "b"] | None = None,
+    price: Float[ArrayLike, "b"] | None = None,
 ) -> Float[Array, ""]:
     """Mean of K/N, with the gradient of E[K]/N.
 
@@ -25,10 +26,12 @@ def length_penalty(
       expected: E[K] from `expected_count`.
       num_tokens: N, a number or one per row.
       where: Rows that count, default all; with none, the penalty is 0.
+      price: Factor on each row's share, default 1.
     """
     expected = jnp.asarray(expected)
     soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
     ratio = soft / jnp.maximum(jnp.asarray(num_tokens, soft.dtype), 1)
+    ratio = ratio if price is None else ratio * jnp.asarray(price)
     rows = jnp.ones(ratio.shape, bool) if where is None else jnp.asarray(where)
     return jnp.sum(jnp.where(rows, ratio, 0)) / jnp.maximum(jnp.sum(rows), 1)
 

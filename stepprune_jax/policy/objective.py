@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stepprune_jax.policy.budget import draw_limits, soft_budget, update_running_count
+from stepprune_jax.policy.budget import (
+    draw_limits,
+    draw_log_prices,
+    soft_budget,
+    update_running_count,
+)
 from stepprune_jax.policy.checks import checked, require_finite
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.denoiser import denoise
@@ -33,6 +38,7 @@ class Gated(NamedTuple):
       budget: k of SoftTopK.
       trajectory: The selection behind it.
       own: Rows that stopped by themselves; the others had an exact budget.
+      price: Factor on lambda for each row, see `PolicyConfig.price_range`.
       running_count: Updated running mean of K.
     """
 
@@ -41,6 +47,7 @@ class Gated(NamedTuple):
     budget: Float[Array, "b"]
     trajectory: Trajectory
     own: Bool[Array, "b"]
+    price: Float[Array, "b"]
     running_count: Float[Array, ""]
 
 
@@ -77,7 +84,7 @@ def gate(
     Args:
       params: Policy weights.
       config: Policy configuration.
-      key: PRNG key; consumed (budgets and noise).
+      key: PRNG key; consumed (budgets, prices and noise).
       image: Image tokens X.
       text: Word embeddings of the question, never of the answer.
       image_mask: True at real image tokens.
@@ -99,10 +106,12 @@ def gate(
     x = jnp.where(real[..., None], x, 0)
     steps = config.steps(n) if max_steps is None else max_steps
     limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps)
+    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(
         params, config, slots, image_mask=image_mask, max_steps=steps,
-        min_tokens=limits.min_tokens, max_tokens=limits.max_tokens, stop_bias=stop_bias,
+        min_tokens=limits.min_tokens, max_tokens=limits.max_tokens,
+        stop_bias=stop_bias + log_price,
     )  # fmt: skip
     running = jnp.asarray(running_count, jnp.float32)
     running = update_running_count(running, trajectory.count, own)
@@ -114,7 +123,9 @@ def gate(
     x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))
     x = (x if stats is None else restore(x, stats)).astype(image.dtype)
     x = jnp.where(real[..., None], x, 0)
-    return Gated(x, alpha, k, trajectory, own, jax.lax.stop_gradient(running))
+    return Gated(
+        x, alpha, k, trajectory, own, jnp.exp(log_price), jax.lax.stop_gradient(running)
+    )  # fmt: skip
 
 
 def train_loss(
@@ -148,8 +159,9 @@ def train_loss(
     trajectory, image_mask = gated.trajectory, arguments.get("image_mask")
     tokens = image.shape[1] if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
     penalty = length_penalty(
-        trajectory.count, expected_count(trajectory.stop_prob), tokens, where=gated.own
-    )
+        trajectory.count, expected_count(trajectory.stop_prob), tokens, where=gated.own,
+        price=gated.price,
+    )  # fmt: skip
     weight = config.length_weight if length_weight is None else length_weight
     return total_loss(lm_loss_fn(gated.tokens), penalty, weight), gated
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from stepprune_jax.data.llava import Sample, encode_conversation
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
+from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.pixels import PixelCache
 from stepprune_jax.training.step import Batch
 
@@ -150,7 +151,8 @@ class Batches:
         place, count = _padded([row.place for row in rows], widths.targets)
         target, _ = _padded([row.target for row in rows], widths.targets)
         supervised = np.arange(widths.targets) < count[:, None]
-        return Batch(pixels, ids, length, text, text_length, place, target, supervised)
+        targets = Targets(ids, length, place, target, supervised)
+        return Batch(pixels, text, text_length, targets)
 
     def stream(self, first: int, last: int) -> Iterator[Batch]:
         """Batches of the steps first to last - 1, made in the background a few ahead.

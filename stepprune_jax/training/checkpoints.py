@@ -105,12 +105,12 @@ class Checkpoints:
         """Updates done in the latest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, saved: Saved):
+    def save(self, step: int, saved: Any):
         """Saves the state after `step` updates, unless it is there."""
         if step != self.latest:
             self._manager.save(step, args=ocp.args.StandardSave(saved))
 
-    def restore(self, like: Saved) -> Saved:
+    def restore(self, like: Any) -> Any:
         """The latest state.
 
         Args:

@@ -130,9 +130,8 @@ def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
         pixels = np.stack([run.pixels(path) for path in part + part[:1] * (size - len(part))])
         pixels, real = place_rows(run.mesh, (pixels, real))
         stats = step.gather_stats(
-            run.model.params, stats, pixels, real, model=run.setup.model,
-            attention=run.setup.attention, mesh=run.mesh,
-        )  # fmt: skip
+            run.model.params, stats, pixels, real, setup=run.setup, mesh=run.mesh
+        )
     return stats
 
 

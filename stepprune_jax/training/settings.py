@@ -73,6 +73,11 @@ def check_config(config: Any) -> None:
     if _get(values, "method") not in selectors.METHODS:
         known = ", ".join(selectors.METHODS)
         _require(False, "method", values["method"], f"one of {known}")
+    rows = _get(values, "model.rows_at_once")
+    _require(
+        isinstance(rows, int) and rows >= 0 and config.batch_size % max(rows, 1) == 0,
+        "model.rows_at_once", rows, f"0 or a divisor of config.batch_size ({config.batch_size})",
+    )  # fmt: skip
     check_attention(_get(values, "model.attention"))
     dtypes = ("float32", "bfloat16")
     dtype = _get(values, "model.dtype")
@@ -95,17 +100,14 @@ def make_mesh(config: Any) -> Mesh | None:
     if preset == "single":
         return None
     mesh = build_mesh(preset)
-    check_rows(config.batch_size, mesh)
-    return mesh
-
-
-def check_rows(batch_size: int, mesh: Mesh | None) -> None:
-    """Raises a ValueError unless the rows of a batch divide over a mesh."""
     parts = row_count(mesh)
-    _require(
-        batch_size % parts == 0, "batch_size", batch_size,
-        f"a multiple of the {parts} devices that its rows are split over",
-    )  # fmt: skip
+    expected = f"a multiple of the {parts} devices that rows are split over"
+    for name, rows in {
+        "batch_size": config.batch_size,
+        "model.rows_at_once": config.model.rows_at_once,
+    }.items():
+        _require(rows % parts == 0, name, rows, expected)
+    return mesh
 
 
 def make_setup(config: Any, model: LlavaConfig) -> Setup:
@@ -127,7 +129,8 @@ def make_setup(config: Any, model: LlavaConfig) -> Setup:
     return Setup(
         model=model, selector=selector, steps=config.steps,
         text_gate_anneal=config.text_gate_anneal, attention=config.model.attention,
-        remat=config.model.remat, **config.optimizer.to_dict(),
+        remat=config.model.remat, frozen_rows=config.model.rows_at_once,
+        **config.optimizer.to_dict(),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from stepprune_jax.generate.placement import constrain_rows, jit_for_weights
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import FeatureStats, update_stats
 from stepprune_jax.training import selectors
+from stepprune_jax.training.language_loss import Reading, Targets, lm_loss, map_rows
 from stepprune_jax.training.selectors import Inputs, Progress, Selector
 
 
@@ -37,6 +38,7 @@ class Setup:
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1.
         attention: "matmul", "xla" or "cudnn" in tower and language model.
         remat: whether the backward pass recomputes the language model's blocks.
+        frozen_rows: rows that the frozen model runs at a time; 0 for the whole batch.
     """
 
     model: LlavaConfig
@@ -52,6 +54,11 @@ class Setup:
     text_gate_anneal: float = 0.1
     attention: str = "matmul"
     remat: bool = False
+    frozen_rows: int = 0
+
+    def reading(self, mesh: Mesh | None) -> Reading:
+        """How the frozen model is run."""
+        return Reading(self.model, self.attention, self.remat, self.frozen_rows, mesh)
 
 
 class Batch(NamedTuple):
@@ -59,23 +66,15 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: normalised images.
-        ids: the conversation with `IMAGE_TOKEN` at the image, right-padded.
-        length: ids of each row.
         text: the human words alone, right-padded.
         text_length: of each row.
-        place: where, in the expanded sequence, each supervised token is predicted.
-        target: the supervised tokens.
-        supervised: True at real targets.
+        targets: the conversations, and what is supervised in them.
     """
 
     pixels: Float[np.ndarray | Array, "b 3 H W"]
-    ids: Int[np.ndarray | Array, "b l"]
-    length: Int[np.ndarray | Array, " b"]
     text: Int[np.ndarray | Array, "b t"]
     text_length: Int[np.ndarray | Array, " b"]
-    place: Int[np.ndarray | Array, "b k"]
-    target: Int[np.ndarray | Array, "b k"]
-    supervised: Bool[np.ndarray | Array, "b k"]
+    targets: Targets
 
 
 class State(NamedTuple):
@@ -118,6 +117,17 @@ def init_state(key: Array, setup: Setup) -> State:
     return State(params, moments, jnp.zeros(()), jnp.zeros((), jnp.int32))
 
 
+def encode_rows(
+    params: dict[str, Any], setup: Setup, pixels: Float[Array, "b 3 H W"], mesh: Mesh | None
+) -> Float[Array, "b n d"]:
+    """Features of images, as many at a time as the frozen model may run."""
+
+    def encode(pixels):
+        return vlm.encode_image(params, setup.model, pixels, attention=setup.attention)[0]
+
+    return constrain_rows(mesh, map_rows(encode, setup.reading(mesh), pixels))
+
+
 def selector_inputs(
     params: dict[str, Any], setup: Setup, batch: Batch, mesh: Mesh | None = None
 ) -> Inputs:
@@ -132,51 +142,10 @@ def selector_inputs(
     Returns:
         What the selector sees: nothing of it depends on an answer.
     """
-    features, _ = vlm.encode_image(params, setup.model, batch.pixels, attention=setup.attention)
+    features = encode_rows(params, setup, batch.pixels, mesh)
     text = vlm.embed_text(params, setup.model, batch.text)
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     return Inputs(*constrain_rows(mesh, (features, text, mask)))
-
-
-def lm_loss(
-    params: dict[str, Any],
-    setup: Setup,
-    tokens: Float[Array, "b n d"],
-    batch: Batch,
-    mesh: Mesh | None = None,
-) -> Float[Array, ""]:
-    """Language-modelling loss of visual tokens at full length and original positions.
-
-    Args:
-        params: the frozen model's weights.
-        setup: the static part.
-        tokens: all N gated tokens of each image, in the tower's space.
-        batch: conversations and targets.
-        mesh: what rows are split over.
-
-    Returns:
-        Cross-entropy in nats, float32, averaged over the supervised tokens of the batch.
-    """
-    (b, n, _), config = tokens.shape, setup.model
-    visual = vlm.project(params, config, tokens)[:, None]
-    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, 1, n))
-    sequence = vlm.assemble(
-        params, config, batch.ids, batch.length, visual, jnp.ones((b, 1, n), bool), index,
-        "original", capacity=batch.ids.shape[1] - 1 + n,
-    )  # fmt: skip
-    embeddings = constrain_rows(mesh, sequence.embeddings)
-    valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
-    hidden = vlm.run_layers(
-        params, config, embeddings, sequence.position, valid, 0, config.text.num_layers,
-        attention=setup.attention, remat=setup.remat,
-    ).hidden  # fmt: skip
-    # The head runs at the supervised places only: on the whole sequence it would be the largest
-    # array of the step.
-    hidden = jnp.take_along_axis(hidden, batch.place[..., None], axis=1)
-    log_prob = jax.nn.log_softmax(vlm.logits(params, config, hidden), axis=-1)
-    found = jnp.take_along_axis(log_prob, batch.target[..., None], axis=-1)[..., 0]
-    count = jnp.maximum(jnp.sum(batch.supervised), 1)
-    return -jnp.sum(jnp.where(batch.supervised, found, 0)) / count
 
 
 def _norm_at_stop(grads: Any) -> Float[Array, ""]:
@@ -206,7 +175,7 @@ def _update(
         seen = {}
 
         def of_tokens(tokens):
-            seen["lm_loss"] = lm_loss(params, setup, tokens, batch, mesh)
+            seen["lm_loss"] = lm_loss(params, setup.reading(mesh), tokens, batch.targets)
             return seen["lm_loss"]
 
         value, found = selectors.train_loss(
@@ -233,15 +202,13 @@ def _gather_stats(
     stats: FeatureStats,
     pixels: Float[Array, "b 3 H W"],
     real: Bool[Array, " b"],
-    model: LlavaConfig,
-    attention: str,
+    setup: Setup,
     mesh: Mesh | None,
 ) -> FeatureStats:
     """Statistics of features, extended by a batch of images of which only the `real` ones count."""
-    features, _ = vlm.encode_image(params, model, pixels, attention=attention)
-    features = constrain_rows(mesh, features)
+    features = encode_rows(params, setup, pixels, mesh)
     return update_stats(stats, features, jnp.broadcast_to(real[:, None], features.shape[:2]))
 
 
 update = jit_for_weights(_update, ("setup", "mesh"), ("state",))
-gather_stats = jit_for_weights(_gather_stats, ("model", "attention", "mesh"))
+gather_stats = jit_for_weights(_gather_stats, ("setup", "mesh"))

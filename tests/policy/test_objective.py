@@ -72,8 +72,9 @@ def test_metrics_by_hand():
     alpha = jnp.array([[0.9, 0.4, 0.6, 0.1], [1.0, 1.0, 1.0, 0.0]])
     own = jnp.array([True, False])
     gated = Gated(
-        jnp.zeros((2, 4, 1)), alpha, jnp.array([2.0, 3.0]), trajectory, own, jnp.array(2.0)
-    )
+        jnp.zeros((2, 4, 1)), alpha, jnp.array([2.0, 3.0]), trajectory, own, jnp.ones(2),
+        jnp.array(2.0),
+    )  # fmt: skip
     found = policy.policy_metrics(gated)
     np.testing.assert_allclose(found["k_mean"], 2.0)
     np.testing.assert_allclose(found["k_std"], 0.0)
@@ -85,6 +86,22 @@ def test_metrics_by_hand():
     np.testing.assert_allclose(found["iou"], (1 / 3 + 1) / 2, rtol=1e-6)
     # Row 0: two thirds and one third, ln 3 - 2/3 ln 2 = .636514; row 1: none.
     np.testing.assert_allclose(found["entropy"], 0.636514 / 2, rtol=1e-5)
+
+
+def test_every_row_pays_its_own_price():
+    """The loss is lambda e^u K/N with the very u that was added to the row's stop logits."""
+    config = dataclasses.replace(CONFIG, price_range=1.5, batch_budget="own", length_weight=0.4)
+    params = policy.init_policy(jax.random.key(0), config)
+    image, key = jax.random.normal(jax.random.key(1), (6, 12, 32)), jax.random.key(2)
+    loss, gated = policy.train_loss(params, config, key, image, None, lambda _: jnp.zeros(()))
+    np.testing.assert_allclose(
+        loss, 0.4 * np.mean(np.asarray(gated.price) * np.asarray(gated.trajectory.count)) / 12,
+        rtol=1e-5,
+    )  # fmt: skip
+    assert np.ptp(np.log(gated.price)) > 0.5 and np.abs(np.log(gated.price)).max() <= 1.5
+    slots = policy.memory(params, policy.encode(params, config, image, None))
+    shifted = policy.select(params, config, slots, stop_bias=jnp.log(gated.price))
+    np.testing.assert_allclose(shifted.margin, gated.trajectory.margin, atol=1e-4)
 
 
 def test_statistics_make_features_of_any_scale_equal():

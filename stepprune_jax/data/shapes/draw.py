@@ -113,8 +113,9 @@ def patch_labels(scene: Scene) -> dict[str, np.ndarray]:
       scene: The scene.
 
     Returns:
-      `class_kind` (0 nothing, shapes from 1, a dot last), `class_color` (0 none, colours from 1) and
-      `class_background`, int8 [n], and `value_place` float16 [n, 3]: centre of the shape in [-1, 1] and its radius, NaN
+      `class_kind` (0 nothing, shapes from 1, a dot last), `class_color` (0 none, colours from 1)
+      and `class_background`, int8 [n], and `value_place` float16 [n, 3]: centre of the shape in
+      [-1, 1] and a tenth of its radius in pixels, NaN
       where there is no shape.
     """
     n = GRID * GRID

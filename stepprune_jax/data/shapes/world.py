@@ -40,7 +40,9 @@ def _name(split: str, number: int) -> str:
 
 def _scenes(folder: Path, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
     """Draws the pictures of a split, one after the other."""
-    for number in tqdm(range(count), desc=f"drawing {split}", unit="scene", disable=count < 500):
+    for number in tqdm(
+        range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
+    ):
         scene, queries = scene_at(seed, split, number)
         render(scene).save(folder / "images" / _name(split, number))
         yield scene, queries

@@ -1,0 +1,55 @@
+"""The small LLaVA of the shapes world, from scratch.
+
+    python -m stepprune_jax.pretrain --config configs/pretrain_shapes.py --workdir runs/pretrain
+
+The result, runs/pretrain/model, is a folder in the Hugging Face layout. With `data.folder` it is
+trained on any data in LLaVA's format; without labels of patches (`train_patches.npz`) the tower has
+no stage of its own, so set `language.train_tower`.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The configuration; takes no argument."""
+    if arg:
+        raise ValueError(f"configs/pretrain_shapes.py takes no argument, got {arg!r}")
+    c = ConfigDict()
+    c.method = "pretrain"
+    c.seed = 0
+    c.micro_batch = 8
+    c.log_every = 20
+    c.checkpoint_every = 200
+    c.dtype = "float16"  # of the saved weights
+
+    c.data = ConfigDict()
+    c.data.folder = ""  # empty: the shapes world, written to workdir/data
+    c.data.train_scenes = 24000
+    c.data.seed = 1000  # not that of any other split
+
+    c.model = ConfigDict()
+    c.model.image_size = 96
+    c.model.patch_size = 8
+    c.model.vision_width = 128
+    c.model.vision_mlp = 384
+    c.model.vision_layers = 4
+    c.model.vision_heads = 8
+    c.model.feature_layer = -1
+    c.model.text_width = 128
+    c.model.text_mlp = 344
+    c.model.text_layers = 4
+    c.model.text_heads = 4
+
+    c.tower = ConfigDict()
+    c.tower.steps = 1500
+    c.tower.batch_size = 64
+    c.tower.lr = 1.5e-3
+
+    c.language = ConfigDict()
+    c.language.steps = 2000
+    c.language.batch_size = 32
+    c.language.lr = 1.5e-3
+    c.language.thinned_share = 0.6
+    c.language.kept = (2, 4, 8, 16, 32, 64)
+    c.language.train_tower = False
+    return c

@@ -1,0 +1,203 @@
+"""Converts the public easy-VQA set (github.com/vzhou842/easy-VQA, MIT) to a LLaVA data folder.
+
+    python -m stepprune_jax.data.easy_vqa --source FOLDER --out data/easy_vqa
+
+FOLDER holds ``train/`` and ``test/``, each with ``questions.json``, a list of [question,
+answer, number of the picture], and ``images/NUMBER.png``. Pictures of one coloured shape, thirteen
+answers. The validation split is cut from the training pictures and shares none with them.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from tqdm import tqdm
+
+from stepprune_jax.data.json_files import read_json_list, words
+
+
+class Asked(NamedTuple):
+    """One line of easy-VQA.
+
+    Attributes:
+        question: the question.
+        answer: one word.
+        image: number of the picture in its split.
+    """
+
+    question: str
+    answer: str
+    image: int
+
+
+def convert(
+    source: str | Path, out: str | Path, *, validation_share: float = 0.1, seed: int = 0
+) -> dict[str, int]:
+    """Writes easy-VQA as ``images/``, ``train.json``, and questions and answers of two splits.
+
+    Args:
+        source: folder with ``train/`` and ``test/`` of easy-VQA.
+        out: folder to write; what it holds of an earlier conversion is replaced.
+        validation_share: share of the training pictures that become the validation split.
+        seed: of the choice of these pictures.
+
+    Returns:
+        Number of questions of "train", "validation" and "test".
+
+    Raises:
+        FileNotFoundError: a file or picture of the source is missing.
+        ValueError: the share leaves one of the splits empty, or an entry is not a question, an
+            answer and a number; the file and the entry are named. Nothing is written then.
+    """
+    source, out = Path(source), Path(out)
+    if not 0 < validation_share < 1:
+        raise ValueError(f"validation_share is {validation_share}, expected between 0 and 1")
+    train, test = read_split(source, "train"), read_split(source, "test")
+    numbers = np.asarray(sorted({asked.image for asked in train}))
+    count = round(validation_share * len(numbers))
+    if not 0 < count < len(numbers):
+        raise ValueError(
+            f"validation_share {validation_share} of {len(numbers)} training pictures leaves the "
+            f"{'training' if count else 'validation'} split without a picture"
+        )
+    held = set(np.random.default_rng(seed).permutation(numbers)[:count].tolist())
+    validation = [asked for asked in train if asked.image in held]
+    train = [asked for asked in train if asked.image not in held]
+    _copy_images(source, out, "train", numbers.tolist())
+    _copy_images(source, out, "test", sorted({asked.image for asked in test}))
+    _write_conversations(out / "train.json", train)
+    _write_questions(out, "validation", "train", validation)
+    _write_questions(out, "test", "test", test)
+    return {"train": len(train), "validation": len(validation), "test": len(test)}
+
+
+def read_split(source: str | Path, split: str) -> list[Asked]:
+    """Reads a split of easy-VQA and checks that its pictures are there.
+
+    Args:
+        source: folder with ``train/`` and ``test/`` of easy-VQA.
+        split: "train" or "test".
+
+    Returns:
+        The questions in the file's order.
+
+    Raises:
+        FileNotFoundError: the question file or a picture is missing.
+        ValueError: an entry is not a question, an answer and a number.
+    """
+    folder = Path(source) / split
+    file = folder / "questions.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{source} has no {split}/questions.json; expected the folder of easy-VQA that holds "
+            "train/ and test/"
+        )
+    asked, present = [], set()
+    for number, entry in enumerate(read_json_list(file, "question")):
+        item = _asked(entry, f"{file}: entry {number}")
+        if item.image not in present and not (folder / "images" / _image(item.image)).is_file():
+            path = folder / "images" / _image(item.image)
+            raise FileNotFoundError(f"{file}: entry {number}: no picture at {path}")
+        present.add(item.image)
+        asked.append(item)
+    return asked
+
+
+def category(asked: Asked) -> str:
+    """Kind of a question: "yes-no", "color" or "shape"."""
+    if asked.answer in ("yes", "no"):
+        return "yes-no"
+    return "color" if "color" in asked.question.split() else "shape"
+
+
+def _asked(entry: Any, where: str) -> Asked:
+    """Checks one entry."""
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise ValueError(f"{where}: expected [question, answer, picture], got {entry!r}")
+    named = dict(zip(Asked._fields, entry, strict=True))
+    question, answer = words(named, "question", where), words(named, "answer", where)
+    image = named["image"]
+    if not isinstance(image, int) or isinstance(image, bool) or image < 0:
+        raise ValueError(f"{where}: expected the number of a picture, got {image!r}")
+    return Asked(question, answer, image)
+
+
+def _image(number: int) -> str:
+    return f"{number}.png"
+
+
+def _copy_images(source: Path, out: Path, split: str, numbers: Sequence[int]) -> None:
+    """Copies the pictures of a split to ``images/SPLIT/``."""
+    target = out / "images" / split
+    target.mkdir(parents=True, exist_ok=True)
+    for number in tqdm(numbers, f"copying {split}", unit="picture", disable=len(numbers) < 500):
+        shutil.copyfile(source / split / "images" / _image(number), target / _image(number))
+
+
+def _write_conversations(file: Path, asked: Sequence[Asked]) -> None:
+    """Writes all questions about a picture as one conversation."""
+    turns: dict[int, list[dict[str, str]]] = {}
+    for question, answer, image in asked:
+        said = turns.setdefault(image, [])
+        said.append({"from": "human", "value": question if said else f"<image>\n{question}"})
+        said.append({"from": "gpt", "value": answer})
+    samples = [
+        {"id": f"train_{image}", "image": f"train/{_image(image)}", "conversations": said}
+        for image, said in turns.items()
+    ]
+    file.write_text(json.dumps(samples, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_questions(out: Path, split: str, images: str, asked: Sequence[Asked]) -> None:
+    """Writes a question file and its answers; `images` is the folder of the pictures."""
+    questions, answers = [], []
+    for number, item in enumerate(asked):
+        name = f"{split}_{number:06d}"
+        questions.append(
+            {
+                "question_id": name,
+                "image": f"{images}/{_image(item.image)}",
+                "text": item.question,
+                "category": category(item),
+            }
+        )
+        answers.append({"question_id": name, "answer": item.answer})
+    for file, rows in ((f"{split}.jsonl", questions), (f"{split}_answers.jsonl", answers)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / file).write_text(text, encoding="utf-8")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and converts; one line on mistakes, exit code 2."""
+    parser = _Parser(prog="stepprune_jax.data.easy_vqa", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--source", required=True, help="folder of easy-VQA that holds train/ and test/")
+    add("--out", required=True, help="folder to write")
+    add("--validation_share", type=float, default=0.1, help="of the training pictures")
+    add("--seed", type=int, default=0, help="of the choice of validation pictures")
+    options = parser.parse_args(argv)
+    try:
+        counts = convert(
+            options.source,
+            options.out,
+            validation_share=options.validation_share,
+            seed=options.seed,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")
+
+
+if __name__ == "__main__":
+    main()

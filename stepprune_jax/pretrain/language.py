@@ -1,0 +1,105 @@
+"""Second stage: projector and language model learn to answer, from whole and from thinned images.
+
+On a share of the steps only some of the visual tokens are shown, at their own positions, as a
+pruned prefix is shown later. A large model stands such prefixes by its scale; a small one has to
+see them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models import vlm
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.pretrain.packing import Packed
+
+
+def thinned(
+    key: Array, saliency: Float[Array, "i n"], kept: int, sharpness: Float[Array, "i"]
+) -> Int[Array, "i k"]:
+    """Draws visual tokens to keep, in raster order.
+
+    Drawn without repetition with probabilities proportional to saliency ** sharpness: at random for
+    sharpness 0, the more the class token looks at them the likelier above.
+
+    Args:
+      key: PRNG key; consumed.
+      saliency: Positive weights, such as [CLS] attention.
+      kept: How many.
+      sharpness: One exponent per image.
+    """
+    gumbel = jax.random.gumbel(key, saliency.shape)
+    score = sharpness[:, None] * jnp.log(saliency + 1e-9) + gumbel
+    return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
+
+
+def _see(params, config, pixels, key, kept: int | None):
+    """Visual features and their indices, all or thinned."""
+    full = config.num_image_tokens
+    everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
+    if kept is None:
+        return vlm.encode_image(params, config, pixels)[0], everything
+    tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
+    features, found = vlm.encode_image(params, config, pixels, (tap,))
+    attention = next(iter(found.values()))[..., 1:].mean(1)
+    draw_key, sharp_key = jax.random.split(key)
+    # Half of the images uniformly, the others with more and more weight on what stands out.
+    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-2, maxval=2))
+    index = thinned(draw_key, jax.lax.stop_gradient(attention), kept, sharpness)
+    return jnp.take_along_axis(features, index[..., None], axis=1), index
+
+
+def language_loss(
+    trained: dict[str, Any],
+    frozen: dict[str, Any],
+    config: LlavaConfig,
+    key: Array,
+    pixels: Float[Array, "i 3 H W"],
+    packed: Packed,
+    kept: int | None,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
+
+    Args:
+      trained: The parts of the model that are trained.
+      frozen: Its other parts.
+      config: The model's shape.
+      key: PRNG key; consumed.
+      pixels: Normalised images.
+      packed: Their exchanges.
+      kept: Visual tokens to show; `None` shows all.
+
+    Returns:
+      The loss, and the share of supervised tokens that are told right.
+    """
+    params = frozen | trained
+    features, index = _see(params, config, pixels, key, kept)
+    visual = vlm.project(params, config, features)
+    images, before = pixels.shape[0], packed.prefix.shape[0]
+    prefix = jnp.broadcast_to(packed.prefix, (images, before))
+    behind = before + config.num_image_tokens
+    parts = [vlm.embed_text(params, config, prefix), visual,
+             vlm.embed_text(params, config, packed.ids)]  # fmt: skip
+    hidden = jnp.concatenate(parts, axis=1)
+    position = jnp.concatenate(
+        [jnp.broadcast_to(jnp.arange(before), prefix.shape), before + index,
+         behind + packed.offset], axis=1,
+    )  # fmt: skip
+    shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
+    segment = jnp.concatenate([shared, packed.segment], axis=1)
+    stage = vlm.run_layers(
+        params, config, hidden, position, segment >= 0, 0, config.text.num_layers, segment=segment
+    )
+    slot = shared.shape[1] + packed.target
+    told = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
+    logits = vlm.logits(params, config, told)
+    known = packed.label >= 0
+    label = jnp.where(known, packed.label, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    count = jnp.maximum(jnp.sum(known), 1)
+    right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
+    return jnp.sum(jnp.where(known, losses, 0)) / count, {"told": right}

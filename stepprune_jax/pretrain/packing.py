@@ -1,0 +1,94 @@
+"""Conversations about one picture, packed behind a single copy of it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.data.llava import Sample, encode_conversation
+from stepprune_jax.models.vlm import IMAGE_TOKEN
+
+
+class Packed(NamedTuple):
+    """What follows the picture, for all samples: several exchanges beside each other.
+
+    Every exchange is a prompt of its own as far as the model is concerned: its tokens see the
+    picture, what stands before it, and each other; positions start anew behind the picture.
+
+    Attributes:
+      prefix: Ids before the picture, the same everywhere.
+      ids: What follows it; 0 in the padding.
+      segment: Number of the exchange from 1; -1 in the padding.
+      offset: Place within the exchange from 0.
+      target: Slot, in `ids`, of each supervised token's predecessor; 0 where `label` is padding.
+      label: The supervised tokens; -1 in the padding.
+    """
+
+    prefix: Int[np.ndarray, "p"]
+    ids: Int[np.ndarray, "i l"]
+    segment: Int[np.ndarray, "i l"]
+    offset: Int[np.ndarray, "i l"]
+    target: Int[np.ndarray, "i a"]
+    label: Int[np.ndarray, "i a"]
+
+
+class _Row(NamedTuple):
+    ids: list[int]
+    segment: list[int]
+    offset: list[int]
+    target: list[int]
+    label: list[int]
+
+
+def _pack_row(tokenizer: Any, sample: Sample, most: int) -> tuple[list[int], _Row]:
+    """Prefix and packed exchanges of a sample, those that fit into `most` tokens."""
+    row, prefix = _Row([], [], [], [], []), []
+    for number in range(0, len(sample.turns), 2):
+        encoded = encode_conversation(tokenizer, sample.turns[number : number + 2], 1)
+        at = encoded.ids.index(IMAGE_TOKEN)
+        prefix, ids, labels = encoded.ids[:at], encoded.ids[at + 1 :], encoded.labels[at + 1 :]
+        start = len(row.ids)
+        if start and start + len(ids) > most:
+            break
+        row.ids.extend(ids)
+        row.segment.extend([number // 2 + 1] * len(ids))
+        row.offset.extend(range(len(ids)))
+        for place, label in enumerate(labels):
+            if label >= 0:
+                row.target.append(start + place - 1)
+                row.label.append(label)
+    return prefix, row
+
+
+def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
+    """Packs the exchanges of each sample behind its picture.
+
+    Args:
+      tokenizer: A fast `transformers` tokenizer.
+      samples: Conversations, each with a picture.
+      most: Longest row; exchanges that do not fit are left out.
+
+    Returns:
+      The packed samples.
+
+    Raises:
+      ValueError: A sample without a picture, named by its index in the file.
+    """
+    rows, prefix = [], []
+    for sample in samples:
+        if sample.image is None:
+            raise ValueError(f"sample {sample.index} ({sample.id}) has no image; all must have one")
+        prefix, row = _pack_row(tokenizer, sample, most)
+        rows.append(row)
+    fills = _Row(0, -1, 0, 0, -1)
+
+    def padded(field: str) -> np.ndarray:
+        lists = [getattr(row, field) for row in rows]
+        width = -(-max(map(len, lists)) // 8) * 8
+        out = np.full((len(lists), width), getattr(fills, field), np.int32)
+        for target, values in zip(out, lists, strict=True):
+            target[: len(values)] = values
+        return out
+
+    return Packed(np.asarray(prefix, np.int32), *(padded(field) for field in _Row._fields))

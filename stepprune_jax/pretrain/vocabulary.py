@@ -1,0 +1,55 @@
+"""A small word tokenizer, made from the words of a data folder."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from stepprune_jax.data.prompts import IMAGE_MARK, vicuna_v1
+
+_SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def build_tokenizer(texts: Iterable[str], most_words: int = 8000) -> Any:
+    """Builds a tokenizer with one token for each word, number or sign.
+
+    Case does not matter. The system sentence of the prompt, the same in every prompt, is a single
+    token: a small model should not spend a third of its sequence on it. Words that no text holds
+    become `<unk>`.
+
+    Args:
+      texts: Everything that is asked and answered.
+      most_words: Rarer words than these are left out.
+
+    Returns:
+      A fast `transformers` tokenizer with `<s>` in front, ids 0 to 2 for `<unk>`, `<s>` and `</s>`,
+      and `<image>`.
+    """
+    import tokenizers
+    import transformers
+
+    split = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.WhitespaceSplit(),
+            tokenizers.pre_tokenizers.Punctuation(),
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        ]
+    )
+    lower = tokenizers.normalizers.Lowercase()
+    counts: Counter[str] = Counter()
+    system = vicuna_v1([None]).partition(" USER:")[0]
+    for text in (*texts, "USER: ASSISTANT:"):
+        counts.update(word for word, _ in split.pre_tokenize_str(lower.normalize_str(text)))
+    # By count, then by the alphabet: the same texts in any order give the same ids.
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:most_words]
+    vocabulary = {word: number for number, word in enumerate((*_SPECIAL, *words))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.normalizer, backend.pre_tokenizer = lower, split
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.add_tokens([tokenizers.AddedToken(system, normalized=False)])
+    tokenizer.add_tokens([IMAGE_MARK], special_tokens=True)
+    return tokenizer

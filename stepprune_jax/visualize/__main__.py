@@ -1,0 +1,31 @@
+"""Draws a saved report again: `python -m stepprune_jax.visualize --report runs/shapes/report`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from stepprune_jax.visualize.report import redraw
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      arguments: Of the command line; by default those of the process.
+
+    Returns:
+      The exit status: 0, or 2 for a mistake in the input, reported in one line on stderr.
+    """
+    parser = argparse.ArgumentParser("stepprune_jax.visualize", description=__doc__.split(":")[0])
+    parser.add_argument("--report", required=True, help="report folder that eval.py wrote")
+    folder = parser.parse_args(arguments).report
+    try:
+        print(redraw(folder, command=f"python -m stepprune_jax.visualize --report {folder}"))
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

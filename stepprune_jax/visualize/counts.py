@@ -1,0 +1,161 @@
+"""How many tokens the policy keeps, and what that follows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int
+from matplotlib.axes import Axes
+
+from stepprune_jax.evaluation.statistics import spearman
+from stepprune_jax.visualize import style
+from stepprune_jax.visualize.study import (
+    ALL,
+    DEFAULT,
+    Study,
+    all_tokens,
+    default_record,
+    families,
+    group,
+)
+
+FEWEST = 20  # questions in a bucket whose accuracy is shown
+
+
+def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray, "edges"]:
+    """Edges of up to `most` buckets, all equally wide, that hold every count."""
+    low, high = int(count.min()), int(count.max())
+    width = -(-(high + 1 - low) // most)
+    return np.arange(low, high + width + 1, width)
+
+
+def draw_histogram(path: str | Path, study: Study) -> Path:
+    """Draws how often each K occurs, and the accuracy of those questions.
+
+    Of the default policy, adaptive, at the middle budget. Accuracy is shown, with its standard
+    error, in buckets of at least 20 questions, next to that of all tokens on the same questions.
+
+    Args:
+      path: The PNG to write.
+      study: A checked study.
+
+    Returns:
+      The path.
+    """
+    record, full = default_record(study), all_tokens(study)
+    edges = count_buckets(record.count)
+    number, _ = np.histogram(record.count, edges)
+    middle = (edges[:-1] + edges[1:] - 1) / 2
+    with style.canvas(7, 3.8) as figure:
+        axes = figure.add_subplot()
+        width = edges[1] - edges[0]
+        axes.bar(middle, number, width=0.86 * width, color="#d5dbe5", label="questions (left axis)")
+        axes.set_ylim(0, 2.1 * number.max())  # the lower half; the curves have the upper
+        axes.set_yticks([t for t in axes.get_yticks() if t <= 1.05 * number.max()])
+        axes.set_ylabel("questions", y=0.25)
+        axes.set_xlabel(f"K, tokens kept of {study.num_tokens}")
+        axes.annotate(
+            f"mean {record.count.mean():.1f}", (record.count.mean(), 0), ha="center",
+            xytext=(record.count.mean(), 1.1 * number.max()), color=style.SOFT,
+            arrowprops={"arrowstyle": "-", "color": style.SOFT, "linestyle": (0, (4, 3))},
+        )  # fmt: skip
+        right = axes.twinx()
+        right.spines["right"].set_visible(True)
+        enough = np.flatnonzero(number >= min(FEWEST, number.max()))
+        bucket = np.digitize(record.count, edges) - 1
+        for who, colour, marker in (
+            (full, style.COLOURS[ALL], "D"),
+            (record, style.COLOURS[DEFAULT], "o"),
+        ):
+            share = np.full(len(number), np.nan)  # a gap where questions are too few
+            share[enough] = [100 * who.correct[bucket == i].mean() for i in enough]
+            error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
+            name = who.method if who is full else f"{who.method}, {who.mode}"
+            right.errorbar(
+                middle, share, yerr=error, marker=marker, color=colour,
+                linewidth=1.6, elinewidth=0.8, label=f"accuracy, {name}",
+            )  # fmt: skip
+        low = min(80.0, 10 * (right.get_ylim()[0] // 10))
+        right.set_ylim(low - 1.15 * (100 - low), 100 + 0.06 * (100 - low))
+        right.set_yticks(np.linspace(low, 100, 3))
+        right.set_ylabel("accuracy, %", y=0.76)
+        handles = [*right.get_legend_handles_labels()[0], axes.patches[0]]
+        names = [*right.get_legend_handles_labels()[1], "questions (left axis)"]
+        figure.legend(handles, names, loc="outside upper center", ncols=3)
+        style.tidy(figure)
+        return style.save(figure, path)
+
+
+def draw_complexity(path: str | Path, study: Study) -> Path:
+    """Draws K against what the picture and the question need.
+
+    Boxes hold the middle half of the questions, whiskers 90 %; of the default policy, adaptive, at
+    the middle budget. Without scenes only the question families are drawn.
+
+    Args:
+      path: The PNG to write.
+      study: A checked study.
+
+    Returns:
+      The path.
+    """
+    count = default_record(study).count
+    kinds = families(study)
+    panels = 1 if study.scenes is None else 3
+    with style.canvas(3.6 if panels == 1 else 9, 3.4) as figure:
+        all_axes = figure.subplots(1, panels, squeeze=False, width_ratios=[1, 1, 0.9][:panels])[0]
+        if study.scenes is not None:
+            complexity = np.array([scene.complexity for scene in study.scenes])
+            relevant = np.array([len(scene.relevant) for scene in study.scenes])
+            _draw_boxes(all_axes[0], count, complexity, "objects in the picture")
+            _draw_boxes(all_axes[1], count, relevant, "patches the answer depends on")
+            top = max(axes.get_ylim()[1] for axes in all_axes[:2])
+            for axes in all_axes[:2]:
+                axes.set_ylim(0, top)
+        _draw_kinds(all_axes[-1], count, list(kinds), list(kinds.values()))
+        style.tidy(figure, wspace=0.06)
+        return style.save(figure, path)
+
+
+def _draw_boxes(
+    axes: Axes, count: Int[np.ndarray, "q"], by: Int[np.ndarray, "q"], label: str
+) -> None:
+    """Boxes of K for groups of questions, with the rank correlation as title."""
+    names, members = group(by, most=8 if len(np.unique(by)) <= 8 else 6)
+    axes.boxplot(
+        [count[inside] for inside in members], whis=(5, 95), showfliers=False, widths=0.62,
+        patch_artist=True, boxprops={"facecolor": "#cfe3f1", "edgecolor": style.COLOURS[DEFAULT]},
+        medianprops={"color": style.COLOURS[DEFAULT], "linewidth": 2},
+        whiskerprops={"color": style.COLOURS[DEFAULT]}, showcaps=False,
+    )  # fmt: skip
+    axes.set_xticks(range(1, len(names) + 1), names, fontsize=7.5)
+    axes.set_ylabel("K")
+    axes.set_xlabel(label)
+    together = spearman(count, by)
+    value = "undefined" if together is None else f"{together:.2f}"
+    axes.set_title(f"Spearman \N{GREEK SMALL LETTER RHO} = {value}")
+    style.lines_across(axes)
+    axes.tick_params(axis="x", length=0)
+
+
+def _draw_kinds(
+    axes: Axes,
+    count: Int[np.ndarray, "q"],
+    names: Sequence[str],
+    members: Sequence[Bool[np.ndarray, "q"]],
+) -> None:
+    """Mean K of each question family, the largest on top."""
+    means = np.array([count[inside].mean() for inside in members])
+    order = np.argsort(means, kind="stable")
+    axes.barh(range(len(order)), means[order], height=0.68, color=style.COLOURS[DEFAULT])
+    for place, i in enumerate(order):
+        axes.annotate(
+            f"{means[i]:.1f}", (means[i], place), xytext=(3, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_yticks(range(len(order)), [names[i] for i in order])
+    axes.set_xlim(0, max(means.max(), 1) * 1.16)
+    axes.set_xlabel("mean K")
+    axes.set_title("by question family")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)

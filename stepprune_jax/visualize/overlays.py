@@ -1,0 +1,193 @@
+"""What the policy looks at: test pictures with their kept patches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten, wrap
+
+import numpy as np
+from jaxtyping import Int
+from matplotlib.figure import Figure
+
+from stepprune_jax.evaluation.records import Records
+from stepprune_jax.visualize import style
+from stepprune_jax.visualize.patches import draw_panel, font
+from stepprune_jax.visualize.study import Study, default_record
+
+ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
+_SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
+
+
+def choose(
+    study: Study, count: Int[np.ndarray, "q"], share: float, number: int, taken: Sequence[int] = ()
+) -> list[int]:
+    """Chooses examples around a quantile of K, knowing neither answers nor selections.
+
+    Among the tenth of the questions nearest to the quantile in rank of K, the first in file order
+    are taken, preferring a picture and a family not shown yet.
+
+    Args:
+      study: A checked study.
+      count: K of each question.
+      share: The quantile, 0 to 1.
+      number: How many to choose; fewer come back if there are fewer questions.
+      taken: Questions that are shown already.
+
+    Returns:
+      Indices of questions.
+    """
+    asked = len(count)
+    ranked = np.argsort(count, kind="stable")
+    width = min(asked, max(asked // 10, 3 * number))
+    start = min(max(round(share * asked - width / 2), 0), asked - width)
+    pool = sorted(int(i) for i in ranked[start : start + width])
+    chosen: list[int] = []
+    for _ in range(number):
+        shown = [*taken, *chosen]
+        pictures = [study.questions[i].image for i in shown]
+        kinds = [study.questions[i].category for i in shown]
+        left = [i for i in pool if i not in shown]
+        if not left:
+            break
+        chosen.append(
+            min(
+                left,
+                key=lambda i: (
+                    pictures.count(study.questions[i].image),
+                    kinds.count(study.questions[i].category),
+                    i,
+                ),
+            )
+        )
+    return chosen
+
+
+def choose_spread(
+    study: Study, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
+) -> list[list[int]]:
+    """Chooses `each` examples around every quantile in turn, none twice; see `choose`."""
+    groups: list[list[int]] = []
+    for share in shares:
+        taken = [i for members in groups for i in members]
+        groups.append(choose(study, count, share, each, taken))
+    return groups
+
+
+def draw_overlays(path: str | Path, study: Study, columns: int = 4) -> Path:
+    """Draws rows of examples of the default policy: few, middling and many tokens kept.
+
+    Args:
+      path: The PNG to write.
+      study: A checked study.
+      columns: Pictures in a row.
+
+    Returns:
+      The path.
+
+    Raises:
+      FileNotFoundError: A picture is missing.
+      ValueError: A picture cannot be read.
+    """
+    record = default_record(study)
+    groups = choose_spread(study, record.count, [share for _, share in ROWS], columns)
+    named = [(name, g) for (name, _), g in zip(ROWS, groups, strict=True) if g]
+    return _draw_rows(path, study, record, named, _LEFT)
+
+
+def draw_hero(path: str | Path, study: Study) -> Path:
+    """Draws one row of four examples, from few tokens kept to many.
+
+    Args:
+      path: The PNG to write.
+      study: A checked study.
+
+    Returns:
+      The path.
+
+    Raises:
+      FileNotFoundError: A picture is missing.
+      ValueError: A picture cannot be read.
+    """
+    record = default_record(study)
+    groups = choose_spread(study, record.count, (0.05, 0.35, 0.65, 0.95))
+    return _draw_rows(path, study, record, [("", [i for g in groups for i in g])], _GAP // 2)
+
+
+def _draw_rows(
+    path: str | Path,
+    study: Study,
+    record: Records,
+    rows: Sequence[tuple[str, list[int]]],
+    margin: int,
+) -> Path:
+    """Lays panels out pixel by pixel, so that none is resampled."""
+    columns = max(len(members) for _, members in rows)
+    width = margin + columns * (_SIDE + _GAP) - _GAP // 2
+    row_height = _HEAD + _SIDE + _FOOT
+    height = len(rows) * row_height
+    with style.canvas(width / style.DPI, height / style.DPI) as figure:
+        for r, (name, members) in enumerate(rows):
+            top = r * row_height + _HEAD
+            if name:
+                figure.text(
+                    0.4 * margin / width, 1 - (top + _SIDE / 2) / height, name,
+                    rotation=90, ha="center", va="center", color=style.SOFT, fontsize=9,
+                )  # fmt: skip
+            for c, i in enumerate(members):
+                _draw_example(figure, study, record, i, margin + c * (_SIDE + _GAP), top)
+        return style.save(figure, path)
+
+
+def _draw_example(
+    figure: Figure, study: Study, record: Records, i: int, left: int, top: int
+) -> None:
+    """One panel, with K above it and the question and the answers below."""
+    width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
+    order = study.patches(record, i)
+    panel = draw_panel(study.questions[i].image, order, study.grid, _SIDE)
+    # figimage counts from below, in pixels of the figure.
+    figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")
+
+    def write(x: int, y: int, text: str, **look) -> None:
+        figure.text((left + x) / width, 1 - y / height, text, **look)
+
+    right = record.correct[i]
+    write(0, top - 12, f"K = {record.count[i]}", weight="bold", fontsize=9, va="baseline")
+    write(_SIDE, top - 12, study.questions[i].category, ha="right", va="baseline",
+          fontsize=7.5, color=style.SOFT)  # fmt: skip
+    lines = wrap_pixels(study.questions[i].text, _SIDE, 21, most=2)
+    for n, line in enumerate(lines):
+        write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
+    answer = shorten(record.answer[i], 24, placeholder="…")
+    if not right:
+        answer += f"  (right: {shorten(study.answers[i], 16, placeholder='…')})"
+    write(0, top + _SIDE + 32 + 26 * len(lines), ("✓ " if right else "✗ ") + answer,
+          va="baseline", fontsize=8, weight="bold", color=tick_colour(bool(right)))  # fmt: skip
+
+
+def tick_colour(right: bool) -> str:
+    """The colour of a right or a wrong answer."""
+    return "#00735a" if right else "#b54708"
+
+
+def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
+    """Breaks a line of text so that it fits a width.
+
+    Args:
+      text: Any text; white space is collapsed.
+      width: Pixels.
+      size: Pixels of the type.
+      most: Largest number of lines; what does not fit ends in an ellipsis.
+
+    Returns:
+      The lines.
+    """
+    typeface, text = font(size), " ".join(text.split())
+    per_line = max(len(text), 1)
+    while per_line > 4 and any(
+        typeface.getlength(line) > width for line in wrap(text, per_line, break_long_words=True)
+    ):
+        per_line -= 1
+    lines = wrap(text, per_line)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], lines[most - 1][: per_line - 1].rstrip() + "…"]
+    return lines

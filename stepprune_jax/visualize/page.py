@@ -1,0 +1,164 @@
+"""The report's one page: needs no network and no script, only the files beside it."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.evaluation.statistics import paired_difference, spearman
+from stepprune_jax.visualize.study import Study, all_tokens, default_record
+from stepprune_jax.visualize.style import DPI
+from stepprune_jax.visualize.table import html_table
+
+_CSS = """
+:root { color-scheme: light dark; }
+body { margin: 0; background: #eef0f3; color: #1f2430; font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 960px; margin: 0 auto; padding: 24px 16px 64px; }
+section { background: #fff; border-radius: 10px; padding: 8px 24px 20px; margin: 18px 0; }
+h1 { font-size: 1.7rem; margin: 12px 0 4px; } h2 { font-size: 1.15rem; }
+figure { margin: 12px 0; } figcaption, small { color: #586174; font-size: 0.85rem; }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto 6px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid #e4e7ec; }
+thead th { vertical-align: bottom; } .n, thead th:nth-child(n+3) { text-align: right; }
+th[scope=row] { font-weight: 500; } dt { font-weight: 600; } dd { margin: 0 0 8px; }
+pre { background: #f5f7fa; padding: 12px; border-radius: 6px; }
+pre { overflow-x: auto; font-size: 0.85rem; }
+@media (prefers-color-scheme: dark) {
+  body { background: #14171d; } header { color: #e8eaee; } section { color: #1f2430; }
+}
+""".strip()
+
+
+class Picture(NamedTuple):
+    """A figure of the page.
+
+    Attributes:
+      path: The file, in the folder of the page.
+      title: Heading above it.
+      alt: What it shows, for who cannot see it.
+      caption: How to read it.
+    """
+
+    path: Path
+    title: str
+    alt: str
+    caption: str
+
+
+def describe(study: Study) -> list[tuple[str, str]]:
+    """Numbers about the default policy that the table does not hold, in words.
+
+    Args:
+      study: A checked study.
+
+    Returns:
+      Pairs of what is told and its value.
+    """
+    record, full = default_record(study), all_tokens(study)
+    count = record.count
+    pictures: dict[Path, int] = {}
+    image = np.array([pictures.setdefault(q.image, len(pictures)) for q in study.questions])
+    facts = [
+        ("Questions", f"{len(count):,} on {len(pictures):,} pictures"),
+        ("All tokens", f"{100 * full.correct.mean():.1f} % of the answers are right"),
+        (
+            f"K of {record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned",
+            f"{count.mean():.1f} ± {count.std():.1f} on average, from {count.min()} to "
+            f"{count.max()} of {study.num_tokens} tokens; half of the questions keep "
+            f"{np.quantile(count, 0.25):.0f} to {np.quantile(count, 0.75):.0f}",
+        ),
+    ]
+    if study.scenes is not None:
+        objects = np.array([scene.complexity for scene in study.scenes])
+        relevant = np.array([len(scene.relevant) for scene in study.scenes])
+        told = (
+            (spearman(count, objects), "the number of objects in the picture"),
+            (spearman(count, relevant), "the number of patches the answer depends on"),
+        )
+        known = [f"{value:.2f} with {what}" for value, what in told if value is not None]
+        facts.append(("Spearman's rank correlation of K", ", ".join(known) or "K does not vary"))
+    for exact in study.records:
+        same = (exact.method, exact.pruning_rate) == (record.method, record.pruning_rate)
+        if same and exact.mode == "exact" != record.mode:
+            change = paired_difference(record.correct, exact.correct, image)
+            error = change["standard_error_by_image"]
+            spread = "" if error is None else f" ± {error:.1f} (standard error, by picture)"
+            value = f"{change['difference']:+.1f}{spread} points of accuracy"
+            facts.append(("Adaptive against exact at the same budget", value))
+    return facts
+
+
+def write_page(
+    folder: str | Path,
+    study: Study,
+    pictures: Sequence[Picture],
+    *,
+    title: str = "StepPrune: evaluation",
+    command: str | None = None,
+    config: str | None = None,
+) -> Path:
+    """Writes `index.html` next to its figures.
+
+    Args:
+      folder: Where the figures are.
+      study: A checked study.
+      pictures: The figures, in order.
+      title: Heading of the page.
+      command: The command that made the report, if it is to be told.
+      config: The configuration as text, if it is to be shown.
+
+    Returns:
+      The path of the page.
+    """
+    facts = "\n".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in describe(study))
+    seeds = sorted({str(row["seed"]) for row in study.table if row.get("seed") is not None})
+    made = f"<p>Seed {escape(', '.join(seeds))}.</p>" if seeds else ""
+    if command:
+        made += f"<pre>{escape(command)}</pre>"
+    if config:
+        made += f"<details><summary>configuration</summary><pre>{escape(config)}</pre></details>"
+    sections = [
+        ("Table", f'<div class="scroll">{html_table(study)}</div><p><small>{_LEGEND}</small></p>'),
+        ("Numbers", f"<dl>{facts}</dl>"),
+        *((picture.title, _figure(picture)) for picture in pictures),
+        ("How it was made", made),
+    ]
+    body = "\n".join(
+        f"<section>\n<h2>{escape(name)}</h2>\n{content}\n</section>"
+        for name, content in sections
+        if content
+    )
+    page = Path(folder) / "index.html"
+    page.write_text(
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n<main>\n"
+        f"<header><h1>{escape(title)}</h1></header>\n{body}\n</main>\n</body>\n</html>\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+_LEGEND = (
+    "Large: retention, accuracy in percent of that of all tokens; small: accuracy, and mean number "
+    "of tokens kept. Bold: the highest retention at a budget. Exact: K tokens of every picture. "
+    "Adaptive: the policy stops by itself, its stop calibrated on other questions to keep K on "
+    "average."
+)
+
+
+def _figure(picture: Picture) -> str:
+    """A figure with its size in points, so that the page does not jump while it loads."""
+    with Image.open(picture.path) as image:
+        width, height = image.size
+    if picture.path.suffix == ".png":  # drawn with two pixels a point
+        width, height = (round(100 * pixels / DPI) for pixels in (width, height))
+    return (
+        f'<figure><img src="{escape(picture.path.name)}" width="{width}" height="{height}" '
+        f'alt="{escape(picture.alt)}">\n<figcaption>{escape(picture.caption)}</figcaption></figure>'
+    )

@@ -1,0 +1,154 @@
+"""A picture with its kept patches bright and the rest dimmed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+from matplotlib import colormaps
+from PIL import Image, ImageDraw, ImageFont
+
+from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.visualize.style import INK
+
+_BRIGHTNESS = 0.4  # of what is not kept
+MOST_NUMBERS = 99  # three digits do not fit a patch
+_RAMP = "plasma"
+
+
+def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """The typeface of the figures, `size` pixels high; it comes with matplotlib."""
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", name)), size)
+
+
+def read_square(path: str | Path, side: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Reads a picture as the vision tower sees it: padded to a square, and resized.
+
+    A small picture whose side divides `side` keeps its pixels, as squares.
+
+    Args:
+      path: The picture.
+      side: Pixels along an edge of the result.
+
+    Raises:
+      FileNotFoundError: There is no such file.
+      ValueError: The file is no picture, or is damaged.
+    """
+    image = open_image(path)
+    resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
+    settings = ImageSettings(True, (side, side), None, None, None, None, int(resample))
+    return preprocess_clip(image, settings).transpose(1, 2, 0).astype(np.uint8)
+
+
+def dim(
+    pixels: UInt8[np.ndarray, "side side 3"], kept: Bool[np.ndarray, "rows columns"]
+) -> UInt8[np.ndarray, "side side 3"]:
+    """Darkens and greys the patches that are not kept.
+
+    Args:
+      pixels: The square picture.
+      kept: True at kept patches; rows and columns need not divide the side.
+    """
+    index = [np.arange(len(pixels)) * n // len(pixels) for n in kept.shape]
+    bright = kept[np.ix_(*index)][..., None]
+    grey = pixels.mean(axis=-1, keepdims=True)
+    dark = _BRIGHTNESS * (0.55 * pixels + 0.45 * grey) + 12
+    return np.where(bright, pixels, dark).astype(np.uint8)
+
+
+def patch_box(
+    token: int | np.integer, grid: tuple[int, int], side: int
+) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a patch in a square of `side` pixels, the last two outside."""
+    row, column = divmod(int(token), grid[1])
+    edges = [-(-side * i // grid[1]) for i in (column, column + 1)]
+    sides = [-(-side * i // grid[0]) for i in (row, row + 1)]
+    return edges[0], sides[0], edges[1], sides[1]
+
+
+def kept_patches(
+    order: Sequence[int] | Int[np.ndarray, "k"], grid: tuple[int, int]
+) -> Bool[np.ndarray, "rows columns"]:
+    """True at the patches named in `order`."""
+    kept = np.zeros(grid, bool)
+    kept.flat[np.asarray(order, int)] = True
+    return kept
+
+
+def draw_panel(
+    path: str | Path,
+    order: Sequence[int] | Int[np.ndarray, "k"],
+    grid: tuple[int, int],
+    side: int,
+    *,
+    marks: bool = True,
+) -> Image.Image:
+    """Draws a picture with its kept patches bright, outlined and marked in the order of choice.
+
+    Args:
+      path: The picture.
+      order: Kept tokens, the first choice first.
+      grid: Rows and columns of patches.
+      side: Pixels along an edge of the result.
+      marks: Numbers, or, where they are many or would not fit, dots from dark to bright.
+
+    Returns:
+      The square panel.
+
+    Raises:
+      FileNotFoundError: There is no such file.
+      ValueError: The file is no picture, or is damaged.
+    """
+    kept = kept_patches(order, grid)
+    panel = Image.fromarray(dim(read_square(path, side), kept))
+    draw = ImageDraw.Draw(panel)
+    _outline(draw, kept, side)
+    patch = side // max(grid)
+    if marks and use_numbers(len(order), grid, side):
+        typeface = font(max(9, round(0.43 * patch)), bold=True)
+        for number, token in enumerate(order, 1):
+            left, top, right, bottom = patch_box(token, grid, side)
+            draw.text(
+                ((left + right) / 2, (top + bottom) / 2), str(number), fill="white", font=typeface,
+                anchor="mm", stroke_width=max(1, patch // 14), stroke_fill=INK,
+            )  # fmt: skip
+    elif marks:
+        _draw_dots(draw, order, grid, side)
+    return panel
+
+
+def use_numbers(count: int, grid: tuple[int, int], side: int) -> bool:
+    """Whether numbers can be read: not too many, and in patches of at least 20 pixels."""
+    return count <= MOST_NUMBERS and side // max(grid) >= 20
+
+
+def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: int) -> None:
+    """A dot in each kept patch: the first choice dark, the last bright."""
+    ramp = colormaps[_RAMP](np.linspace(0, 0.95, max(len(order), 2)), bytes=True)
+    radius = max(1.5, 0.2 * side / max(grid))
+    for colour, token in zip(ramp, order, strict=False):
+        left, top, right, bottom = patch_box(token, grid, side)
+        x, y = (left + right) / 2, (top + bottom) / 2
+        draw.ellipse(
+            (x - radius, y - radius, x + radius, y + radius), fill=tuple(colour[:3].tolist()),
+            outline="white", width=max(1, round(radius / 4)),
+        )  # fmt: skip
+
+
+def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "rows columns"], side: int) -> None:
+    """White lines where kept patches meet dropped ones, or the edge of the picture."""
+    padded = np.pad(kept, 1)
+    width = max(1, side // 168)
+    for row, column in np.argwhere(kept):
+        left, top, right, bottom = patch_box(row * kept.shape[1] + column, kept.shape, side)
+        right, bottom = right - 1, bottom - 1
+        for dy, dx, line in (
+            (-1, 0, (left, top, right, top)),
+            (1, 0, (left, bottom, right, bottom)),
+            (0, -1, (left, top, left, bottom)),
+            (0, 1, (right, top, right, bottom)),
+        ):
+            if not padded[row + 1 + dy, column + 1 + dx]:
+                draw.line(line, fill="white", width=width)

@@ -1,0 +1,214 @@
+"""What a report is drawn from, checked once, and the questions that every figure asks of it."""
+
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.tables import ALL
+
+_FIELDS = {
+    "method": str,
+    "mode": str,
+    "accuracy": Real,
+    "retention": Real | None,  # none where all tokens get nothing right
+    "mean_k": Real,
+}
+
+
+class Study(NamedTuple):
+    """One evaluation: q questions, asked of every method.
+
+    Attributes:
+      table: A dict for each row of the table.
+      records: What each row answered to each question.
+      questions: The questions, in the order of the records.
+      answers: The right answers.
+      scenes: What is known of each picture; `None` where nothing is.
+      grid: Rows and columns of patches.
+    """
+
+    table: list[dict[str, Any]]
+    records: list[Records]
+    questions: list[Question]
+    answers: list[str]
+    scenes: list[Scene] | None
+    grid: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of visual tokens of a picture."""
+        return int(all_tokens(self).count.max())
+
+    @property
+    def first(self) -> int:
+        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        return self.num_tokens - self.grid[0] * self.grid[1]
+
+    def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
+        """Patches that a record keeps of question i, in the order of choice."""
+        order = record.order[i, : record.count[i]].astype(int) - self.first
+        return order[order >= 0]
+
+
+def check_study(study: Study) -> Study:
+    """Checks that the parts of a study belong together.
+
+    Args:
+      study: Table, records and questions as given.
+
+    Returns:
+      The same study.
+
+    Raises:
+      ValueError: Something is empty, lengths differ, a field is missing or of the wrong type, a
+        count or a token lies outside its range, or the rows that every figure needs are not
+        there. The message names the record or row and the field.
+    """
+    for name in ("table", "records", "questions"):
+        if not getattr(study, name):
+            raise ValueError(f"{name}: expected at least one entry, got none")
+    asked = len(study.questions)
+    for name in ("answers", "scenes"):
+        values = getattr(study, name)
+        if values is not None and len(values) != asked:
+            raise ValueError(f"{name}: expected {asked}, one a question, got {len(values)}")
+    tokens = study.num_tokens
+    if min(study.grid) < 1 or study.first not in (0, 1):
+        raise ValueError(
+            f"grid: {study.grid[0]} x {study.grid[1]} patches do not make {tokens} tokens, the "
+            f"count of {ALL!r}"
+        )
+    for i, row in enumerate(study.table):
+        _check_row(i, row)
+    for i, record in enumerate(study.records):
+        _check_record(f"records[{i}] ({name_of(record)})", record, asked, tokens)
+    default_record(study)
+    return study
+
+
+def _check_row(i: int, row: dict[str, Any]) -> None:
+    """A row of the table has the fields that are read, as numbers where numbers are drawn."""
+    for field, kind in _FIELDS.items():
+        if not isinstance(row.get(field), kind):
+            wanted = "a text" if kind is str else "a number"
+            raise ValueError(
+                f"table[{i}]: field {field!r} should be {wanted}, got {row.get(field)!r}"
+            )
+
+
+def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
+    """A record has one entry a question, and names tokens of the grid alone."""
+    for field in ("count", "order", "answer", "correct"):
+        length = len(getattr(record, field))
+        if length != asked:
+            raise ValueError(f"{where}: field {field!r} has {length} entries for {asked} questions")
+    order, count = record.order, record.count
+    bad = (count < 0) | (count > order.shape[1])
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise ValueError(
+            f"{where}: count[{i}] is {count[i]}, expected 0 to {order.shape[1]}, the width of order"
+        )
+    kept = np.arange(order.shape[1]) < count[:, None]
+    bad = np.where(kept, (order < 0) | (order >= tokens), order != -1)
+    if bad.any():
+        i, t = (int(x) for x in np.argwhere(bad)[0])
+        wanted = f"a token from 0 to {tokens - 1}" if kept[i, t] else "-1, after the count"
+        raise ValueError(f"{where}: order[{i}, {t}] is {order[i, t]}, expected {wanted}")
+
+
+def name_of(record: Records) -> str:
+    """A record in words, for messages."""
+    return f"{record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned"
+
+
+def rows_of(study: Study, method: str, mode: str) -> list[dict[str, Any]]:
+    """Rows of the table of a method in a mode, from many tokens to few."""
+    rows = [r for r in study.table if r["method"] == method and r["mode"] == mode]
+    return sorted(rows, key=lambda r: -r["mean_k"])
+
+
+def records_of(study: Study, method: str, mode: str) -> list[Records]:
+    """Records of a method in a mode, from many tokens to few."""
+    found = [r for r in study.records if r.method == method and r.mode == mode]
+    return sorted(found, key=lambda r: r.pruning_rate)
+
+
+def all_tokens(study: Study) -> Records:
+    """The record of the model that reads everything.
+
+    Raises:
+      ValueError: There is none.
+    """
+    for record in study.records:
+        if record.method == ALL:
+            return record
+    raise ValueError(f"records: none has the method {ALL!r}, the base of every retention")
+
+
+def default_record(study: Study) -> Records:
+    """The default policy at the middle budget; adaptive, unless it does not stop by itself.
+
+    Raises:
+      ValueError: There is none.
+    """
+    found = records_of(study, DEFAULT, "adaptive") or records_of(study, DEFAULT, "exact")
+    if not found:
+        raise ValueError(f"records: none has the method {DEFAULT!r}")
+    return found[len(found) // 2]
+
+
+def tightest(study: Study) -> list[Records]:
+    """The default policy at the tightest budget, adaptive and exact, and the best other method.
+
+    Others are methods whose name does not begin with that of the default policy. Records that do
+    not exist are left out.
+    """
+    adaptive = records_of(study, DEFAULT, "adaptive")[-1:]
+    exact = records_of(study, DEFAULT, "exact")[-1:]
+    rate = (exact or adaptive)[0].pruning_rate if exact or adaptive else 0.0
+    others = [
+        r
+        for r in study.records
+        if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.pruning_rate == rate
+        if r.method != ALL
+    ]
+    best = max(others, key=lambda r: r.correct.mean(), default=None)
+    return [*adaptive, *exact, *([] if best is None else [best])]
+
+
+def families(study: Study) -> dict[str, Bool[np.ndarray, "q"]]:
+    """Which questions are of which family, in alphabetical order; families without a name last."""
+    names = np.array([question.category or "other" for question in study.questions])
+    return {str(name): names == name for name in np.unique(names)}
+
+
+def group(
+    values: Int[np.ndarray, "q"], most: int = 8
+) -> tuple[list[str], list[Bool[np.ndarray, "q"]]]:
+    """Groups integers: by value, or by ranges with about as many members each.
+
+    Args:
+      values: What to group by.
+      most: Largest number of groups.
+
+    Returns:
+      Label and members of each group; none is empty.
+    """
+    distinct = np.unique(values)
+    starts = distinct
+    if len(distinct) > most:
+        starts = np.unique(np.quantile(values, np.linspace(0, 1, most + 1)[:-1]).astype(int))
+    labels, members = [], []
+    for i, start in enumerate(starts):
+        end = starts[i + 1] if i + 1 < len(starts) else distinct[-1] + 1
+        inside = (values >= start) & (values < end)
+        low, high = values[inside].min(), values[inside].max()
+        labels.append(f"{low}" if low == high else f"{low}\N{EN DASH}{high}")
+        members.append(inside)
+    return labels, members

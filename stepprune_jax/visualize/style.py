@@ -1,0 +1,141 @@
+"""One look for every figure: colours, type, and how a figure becomes a small file."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from stepprune_jax.visualize.palette import choose_palette, reduce_colours
+
+DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
+INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
+# Okabe and Ito's colours, told apart with any kind of colour vision.
+COLOURS = {
+    "all tokens": INK,
+    "StepPrune": "#0072b2",
+    "StepPrune, own stop": "#0072b2",
+    "StepPrune literal": "#56b4e9",
+    "AutoSelect-like": "#d55e00",
+    "[CLS] top-K": "#009e73",
+    "grid": "#e69f00",
+    "random": "#8c8c8c",
+}
+_FURTHER = ("#cc79a7", "#882255", "#999933", "#6a51a3", "#7f5539", "#44aa99")
+_STYLE = {
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "text.color": INK,
+    "text.parse_math": False,  # a dollar in a question is a dollar
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "errorbar.capsize": 2,
+}
+
+
+def colours(methods: Sequence[str]) -> dict[str, str]:
+    """A colour for each method: its own where it has one, else one of the rest by alphabet.
+
+    Args:
+      methods: Names; give those of the whole table, so that every figure agrees.
+    """
+    unknown = sorted(set(methods) - set(COLOURS))
+    return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
+
+
+@contextlib.contextmanager
+def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
+    """An empty figure in this style, `width` by `height` inches.
+
+    It does not touch matplotlib's own settings nor its list of open figures.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), dpi=DPI)
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
+    """Writes a figure as a PNG with a palette.
+
+    Args:
+      figure: What to draw; its size is kept as it is.
+      path: The file; written anew. Its bytes depend on the figure alone.
+      most_bytes: The palette is halved, from 256 colours down to 64, until the file is this small.
+
+    Returns:
+      The path.
+    """
+    figure.canvas.draw()
+    flat = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    path, colours = Path(path), 256
+    while True:
+        few = reduce_colours(flat, choose_palette(flat, colours))
+        few.save(path, format="PNG", optimize=True)
+        if path.stat().st_size <= most_bytes or colours <= 64:
+            return path
+        colours //= 2
+
+
+def spread(positions: Sequence[float | int], gap: float | int) -> list[float]:
+    """Moves positions apart until neighbours are `gap` apart, and none further than it must.
+
+    Args:
+      positions: Where labels would like to be.
+      gap: Least distance.
+
+    Returns:
+      Where they can be, in the given order.
+    """
+    order = sorted(range(len(positions)), key=lambda i: (positions[i], i))
+    blocks: list[list[float]] = []  # mean of (position - offset), members
+    for rank, i in enumerate(order):
+        blocks.append([positions[i] - rank * gap, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            mean, size = blocks.pop()
+            before = blocks[-1]
+            before[0] = (before[0] * before[1] + mean * size) / (before[1] + size)
+            before[1] += size
+    placed = [mean for mean, size in blocks for _ in range(int(size))]
+    result = [0.0] * len(positions)
+    for rank, i in enumerate(order):
+        result[i] = placed[rank] + rank * gap
+    return result
+
+
+def tidy(figure: Figure, **space: float) -> None:
+    """Fits axes, labels and legends into the figure, with a margin around them."""
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08, **space)
+
+
+def lines_across(axes: Axes, which: str = "y") -> None:
+    """Faint lines at the ticks of one axis."""
+    axes.grid(axis=which)
+    axes.tick_params(axis=which, length=0)

@@ -1,0 +1,54 @@
+import importlib.util
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from PIL import Image
+
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.pretrain.run import pretrain
+from stepprune_jax.pretrain.structure import init_tower
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+
+
+def small_config(folder):
+    spec = importlib.util.spec_from_file_location("small", CONFIGS / "pretrain_shapes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    config.data.folder = str(folder)
+    config.micro_batch, config.dtype = 2, "float32"
+    for name, value in {
+        "image_size": 16, "patch_size": 8, "vision_width": 16, "vision_mlp": 16,
+        "vision_layers": 1, "vision_heads": 2, "text_width": 16, "text_mlp": 16,
+        "text_layers": 1, "text_heads": 2,
+    }.items():  # fmt: skip
+        config.model[name] = value
+    config.language.steps = config.language.batch_size = 2
+    config.language.thinned_share = 0.0
+    config.language.train_tower = True
+    return config
+
+
+def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "images").mkdir(parents=True)
+    samples = []
+    for number, color in enumerate(("red", "blue", "green")):
+        Image.new("RGB", (20, 12), color).save(folder / "images" / f"{number}.png")
+        said = [
+            {"from": "human", "value": "<image>\nWhich color?"},
+            {"from": "gpt", "value": color},
+        ]
+        samples.append({"id": color, "image": f"{number}.png", "conversations": said})
+    (folder / "train.json").write_text(json.dumps(samples))
+
+    made = pretrain(small_config(folder), tmp_path / "run", folder)
+
+    model = load_vlm(made, dtype=jnp.float32)
+    assert model.config.num_image_tokens == 4
+    before = init_tower(jax.random.key(0), model.config.vision)
+    kernels = [tower["layers"]["mlp"]["up"]["kernel"] for tower in (before, model.params["vision"])]
+    assert float(jnp.abs(kernels[1] - kernels[0]).max()) > 1e-4

@@ -1,0 +1,261 @@
+"""Pieces of the figures, on small numbers worked by hand."""
+
+import re
+
+import fake_study
+import numpy as np
+import pytest
+from PIL import Image
+
+from stepprune_jax.visualize import (
+    accuracy,
+    animation,
+    counts,
+    overlays,
+    page,
+    palette,
+    patches,
+    style,
+    table,
+    training,
+)
+from stepprune_jax.visualize import study as studies
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return fake_study.make(tmp_path_factory.mktemp("study") / "images", 40)
+
+
+def test_groups_hold_every_value_once():
+    for values in (np.array([3, 3, 1]), np.arange(100), np.repeat([0, 1, 50], [90, 5, 5])):
+        labels, members = studies.group(values, most=6)
+        assert len(labels) == len(members) <= 6
+        assert (np.sum(members, axis=0) == 1).all() and all(m.any() for m in members)
+    assert studies.group(np.array([3, 3, 1]))[0] == ["1", "3"]
+
+
+def test_default_and_best_other(study):
+    assert studies.default_record(study).pruning_rate == 77.8
+    adaptive, exact, other = studies.tightest(study)
+    assert (adaptive.mode, exact.mode) == ("adaptive", "exact")
+    assert {r.pruning_rate for r in (adaptive, exact, other)} == {88.9}
+    rivals = [r for r in study.records if r.pruning_rate == 88.9 and r.method[:4] != "Step"]
+    assert other.correct.mean() == max(r.correct.mean() for r in rivals)
+
+
+def test_labels_are_spread_and_stay_in_order():
+    assert style.spread([0.0, 10.0], 1.0) == [0.0, 10.0]
+    assert style.spread([5.0, 5.0], 1.0) == [4.5, 5.5]
+    placed = style.spread([3.0, 0.0, 3.1, 3.2], 1.0)
+    assert sorted(placed) == [placed[i] for i in (1, 0, 2, 3)]
+    assert np.diff(sorted(placed)).min() >= 1 - 1e-9
+    assert style.spread([], 1.0) == []
+
+
+def test_a_method_keeps_its_colour_and_unknown_ones_get_their_own():
+    few = style.colours(["StepPrune", "causal", "last"])
+    assert few["StepPrune"] == style.colours(["random"])["StepPrune"]
+    assert few["causal"] != few["last"]
+
+
+def test_buckets_hold_every_count():
+    for count in (np.array([7]), np.array([1, 72]), np.arange(10, 20)):
+        edges = counts.count_buckets(count)
+        assert np.histogram(count, edges)[0].sum() == len(count) and len(edges) <= 16
+
+
+def test_few_colours_keep_the_common_ones_exactly():
+    pixels = np.full((64, 64, 3), 255, np.uint8)
+    pixels[:8] = (245, 247, 250)
+    pixels[8:16] = np.random.default_rng(0).integers(0, 256, (8, 64, 3))
+    image = Image.fromarray(pixels)
+    chosen = palette.choose_palette(image, 32)
+    few = np.asarray(palette.reduce_colours(image, chosen).convert("RGB"))
+    assert len(chosen) <= 32
+    np.testing.assert_array_equal(few[:8], pixels[:8])
+    np.testing.assert_array_equal(few[16:], pixels[16:])
+    assert np.abs(few[8:16].astype(int) - pixels[8:16]).mean() < 40
+
+
+def test_kept_patches_stay_and_the_rest_is_darker():
+    pixels = np.full((60, 60, 3), 200, np.uint8)
+    dimmed = patches.dim(pixels, patches.kept_patches([0, 5], (2, 3)))
+    assert (dimmed[:30, :20] == 200).all() and (dimmed[30:, 40:] == 200).all()
+    assert (dimmed[30:, :40] < 120).all() and (dimmed[:30, 20:] < 120).all()
+
+
+def test_patches_tile_any_square():
+    for side, grid in ((36, (12, 12)), (50, (7, 7)), (50, (3, 4))):
+        covered = np.zeros((side, side), int)
+        for token in range(grid[0] * grid[1]):
+            left, top, right, bottom = patches.patch_box(token, grid, side)
+            covered[top:bottom, left:right] += 1
+            middle = patches.dim(np.full((side, side, 3), 255, np.uint8),
+                                 patches.kept_patches([token], grid))  # fmt: skip
+            assert (middle[top:bottom, left:right] == 255).all()
+        assert (covered == 1).all()
+
+
+def test_numbers_give_way_to_dots():
+    assert patches.use_numbers(72, (12, 12), 336)
+    assert not patches.use_numbers(100, (12, 12), 336)
+    assert not patches.use_numbers(5, (24, 24), 336)
+
+
+@pytest.mark.parametrize("grid", [(12, 12), (24, 24)])
+def test_panel_has_the_size_asked_for(study, grid):
+    panel = patches.draw_panel(study.questions[0].image, np.arange(30), grid, 240)
+    assert panel.size == (240, 240)
+
+
+def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path):
+    Image.new("RGB", (80, 40), "white").save(tmp_path / "wide.png")
+    square = patches.read_square(tmp_path / "wide.png", 80)
+    assert (square[30:50] > 250).all() and (square[:15] < 5).all() and (square[65:] < 5).all()
+
+
+def test_examples_are_distinct_and_near_their_quantile(study):
+    count = np.arange(40)
+    few, many = overlays.choose_spread(study, count, (0.05, 0.95), 3)
+    assert len({*few, *many}) == 6 and max(few) < 12 and min(many) > 27
+    assert len({study.questions[i].category for i in few}) == 3
+    assert len(overlays.choose(study, count, 0.5, 100)) == 40
+
+
+def test_text_is_broken_to_fit():
+    lines = overlays.wrap_pixels("word " * 40, 200, 14, most=2)
+    assert len(lines) == 2 and lines[-1].endswith("…")
+    assert all(patches.font(14).getlength(line) <= 210 for line in lines)
+    assert overlays.wrap_pixels("short", 200, 14, most=2) == ["short"]
+    assert len(overlays.wrap_pixels("w" * 300, 200, 14, most=2)) == 2
+
+
+def test_animation_has_a_frame_for_each_patch(study, tmp_path):
+    path = animation.draw_selection(tmp_path / "x.gif", study, shares=(0.1, 0.3))
+    count = studies.default_record(study).count
+    chosen = overlays.choose_spread(study, count, (0.1, 0.3))
+    with Image.open(path) as image:
+        assert image.n_frames == max(count[i] for (i,) in chosen) + 2
+        assert image.info["loop"] == 0
+
+
+def test_table_marks_the_best_of_each_budget(study):
+    text = table.html_table(study)
+    assert table.budgets(study) == [66.7, 77.8, 88.9]
+    for rate in table.budgets(study):
+        best = max(r["retention"] for r in study.table if r["pruning_rate"] == rate)
+        assert f"<b>{best:.1f}</b>" in text
+    assert len(re.findall("<b>", text)) >= 3 and "own stop" in text
+
+
+def test_a_model_that_gets_nothing_right_has_no_retention(study, tmp_path):
+    nothing = [row | {"retention": None} for row in study.table]
+    changed = studies.check_study(study._replace(table=nothing))
+    assert "<b>" not in table.html_table(changed) and "&ndash;" in table.html_table(changed)
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
+
+
+def test_a_policy_may_keep_nothing_or_never_stop(study, tmp_path):
+    exact = [r for r in study.records if r.mode == "exact"]
+    nothing = [
+        r._replace(count=np.zeros(40, int), order=np.full_like(r.order, -1))
+        if r.method == "StepPrune"
+        else r
+        for r in exact
+    ]
+    changed = study._replace(records=nothing, table=fake_study.rows(nothing))
+    assert studies.default_record(studies.check_study(changed)).mode == "exact"
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).exists()
+    assert counts.draw_histogram(tmp_path / "h.png", changed).exists()
+    assert counts.draw_complexity(tmp_path / "c.png", changed).exists()
+    assert overlays.draw_hero(tmp_path / "o.png", changed).exists()
+    with Image.open(animation.draw_selection(tmp_path / "s.gif", changed)) as image:
+        assert image.n_frames <= 2
+    told = dict(page.describe(changed))
+    assert told["Spearman's rank correlation of K"] == "K does not vary"
+
+
+def test_the_class_token_has_no_patch(study):
+    shifted = []
+    for r in study.records:
+        later = np.where(r.order < 0, -1, r.order + 1)
+        order = np.concatenate([np.zeros((40, 1), int), later], axis=1)
+        shifted.append(r._replace(count=r.count + 1, order=order))
+    changed = studies.check_study(study._replace(records=shifted))
+    before, after = studies.default_record(study), studies.default_record(changed)
+    assert (study.first, changed.first) == (0, 1)
+    for i in range(5):
+        np.testing.assert_array_equal(changed.patches(after, i), study.patches(before, i))
+
+
+def test_curves_tolerate_missing_keys(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0, "note": "x"}\n\n{"step": 2, "loss": NaN, "iou": 1}\n')
+    metrics = training.read_metrics(file)
+    assert set(metrics) == {"step", "loss", "iou"}
+    np.testing.assert_array_equal(metrics["iou"], [np.nan, 1])
+    assert training.draw_training(tmp_path / "t.png", file).stat().st_size > 1000
+
+
+def test_running_mean_by_hand():
+    np.testing.assert_allclose(training.running_mean(np.array([0.0, 3, 6]), 1), [1.5, 3, 4.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1}\n{"ste', "metrics.jsonl, line 2: not JSON"),
+        ('{"loss": 1}\n', "line 1: expected an object with a number 'step'"),
+        ("", "holds no metrics"),
+    ],
+)
+def test_bad_metrics_are_named(tmp_path, text, message):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        training.read_metrics(file)
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
+        training.read_metrics(tmp_path / "gone.jsonl")
+
+
+def test_metrics_without_a_known_key_are_refused(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "other": 2}\n')
+    with pytest.raises(ValueError, match="none of these keys"):
+        training.draw_training(tmp_path / "t.png", file)
+
+
+def broken(study, **changes):
+    """The study with its second record changed."""
+    records = list(study.records)
+    records[1] = records[1]._replace(**changes)
+    return study._replace(records=records)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s._replace(records=[]), "records: expected at least one"),
+        (lambda s: s._replace(table=[]), "table: expected at least one"),
+        (lambda s: s._replace(answers=s.answers[:-1]), "answers: expected 40, one a question"),
+        (lambda s: s._replace(scenes=s.scenes[:2]), "scenes: expected 40"),
+        (lambda s: s._replace(grid=(0, 12)), "grid"),
+        (lambda s: s._replace(table=[{"method": "x"}]), r"table\[0\]: field 'mode'"),
+        (lambda s: s._replace(records=s.records[1:]), "'all tokens'"),
+        (lambda s: s._replace(records=s.records[:1]), "none has the method 'StepPrune'"),
+        (lambda s: broken(s, answer=["x"]), r"records\[1\] \(random.*'answer' has 1 entries"),
+        (lambda s: broken(s, count=np.full(40, 99)), r"count\[0\] is 99, expected 0 to 72"),
+        (lambda s: s._replace(grid=(2, 2)), "2 x 2 patches do not make 144 tokens"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(study, change, message):
+    with pytest.raises(ValueError, match=message):
+        studies.check_study(change(study))
+
+
+def test_a_token_after_the_count_is_named(study):
+    order = study.records[1].order.copy()
+    order[3, -1] = 7
+    with pytest.raises(ValueError, match=r"order\[3, 71\] is 7, expected -1"):
+        studies.check_study(broken(study, order=order))

@@ -1,0 +1,52 @@
+"""Drawing a saved report again, from the command line."""
+
+import json
+
+import fake_study
+import pytest
+
+from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation.records import FOLDER, save_records, write_json
+from stepprune_jax.visualize.__main__ import main
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def report(tmp_path):
+    """What an evaluation leaves, with its data beside."""
+    data, report = tmp_path / "data", tmp_path / "report"
+    study = fake_study.make(data / "images", 12)
+    ids = [q.question_id for q in study.questions]
+    lines(data / "test.jsonl", [q._asdict() | {"image": q.image.name} for q in study.questions])
+    pairs = zip(ids, study.answers, strict=True)
+    lines(data / "test_answers.jsonl", [{"question_id": i, "answer": a} for i, a in pairs])
+    pairs = zip(ids, study.scenes, strict=True)
+    lines(data / "test_scenes.jsonl", [{"question_id": i} | s._asdict() for i, s in pairs])
+    folders.open_folder(report)
+    write_json(report / "table.json", study.table)
+    save_records(report / FOLDER, study.records)
+    facts = {"data": "data", "grid": [12, 12], "seed": 3, "seconds": 1.5, "model": "/secret/model"}
+    folders.write_manifest(report, facts)
+    return report
+
+
+def test_a_saved_report_is_drawn_again(report, capsys):
+    assert main(["--report", str(report)]) == 0
+    page = report / "index.html"
+    assert capsys.readouterr().out.strip() == str(page)
+    text = page.read_text()
+    assert "&quot;seed&quot;: 3" in text and "seconds" not in text and "/secret" not in text
+    assert "12 on 4 pictures" in text and "Spearman" in text
+    assert (report / "selection.gif").exists()
+
+
+def test_mistakes_are_told_in_one_line(report, tmp_path, capsys):
+    assert main(["--report", str(tmp_path / "none")]) == 2
+    (report / FOLDER).rename(report / "elsewhere")
+    assert main(["--report", str(report)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 2 and "run eval.py first" in error[0] and "no records" in error[1]
+    assert all(line.startswith("stepprune_jax.visualize: error: ") for line in error)
