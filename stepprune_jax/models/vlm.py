@@ -262,7 +262,8 @@ def run_layers(
         first: first layer.
         last: layer to stop before.
         cache: the stage's cache to read and extend, or None.
-        **options: `capacity`, `taps`, `query_index`, `remat`, `attention` of `llama.run_layers`.
+        **options: `capacity`, `taps`, `query_index`, `remat`, `attention`, `segment` of
+            `llama.run_layers`.
 
     Returns:
         A `Stage`: hidden states, the stage's cache, taps.

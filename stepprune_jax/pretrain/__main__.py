@@ -6,6 +6,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from stepprune_jax.pretrain.run import pretrain
+from stepprune_jax.pretrain.settings import check_config, check_world
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
@@ -16,9 +17,11 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
-    config, workdir = _CONFIG.value, Path(_WORKDIR.value)
+    config, workdir = _CONFIG.value, Path(_WORKDIR.value).expanduser()
+    check_config(config)
     folder = config.data.folder
     if not folder:
+        check_world(config)
         # Imported here: it draws pictures, which a run on a folder of data does not need.
         from stepprune_jax.data.shapes import write_world
         from stepprune_jax.data.source import world_size

@@ -31,6 +31,9 @@ def thinned(
       saliency: Positive weights, such as [CLS] attention.
       kept: How many.
       sharpness: One exponent per image.
+
+    Returns:
+      Indices of different tokens, ascending.
     """
     gumbel = jax.random.gumbel(key, saliency.shape)
     score = sharpness[:, None] * jnp.log(saliency + 1e-9) + gumbel

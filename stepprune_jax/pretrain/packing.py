@@ -1,12 +1,13 @@
 """Conversations about one picture, packed behind a single copy of it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.llava import Sample, encode_conversation
+from stepprune_jax.data.llava import Encoded, Sample, encode_conversation
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 
 
@@ -41,11 +42,13 @@ class _Row(NamedTuple):
     label: list[int]
 
 
-def _pack_row(tokenizer: Any, sample: Sample, most: int) -> tuple[list[int], _Row]:
+def _pack_row(
+    encode: Callable[[tuple[str, str]], Encoded], sample: Sample, most: int
+) -> tuple[list[int], _Row]:
     """Prefix and packed exchanges of a sample, those that fit into `most` tokens."""
     row, prefix = _Row([], [], [], [], []), []
     for number in range(0, len(sample.turns), 2):
-        encoded = encode_conversation(tokenizer, sample.turns[number : number + 2], 1)
+        encoded = encode(sample.turns[number : number + 2])
         at = encoded.ids.index(IMAGE_TOKEN)
         prefix, ids, labels = encoded.ids[:at], encoded.ids[at + 1 :], encoded.labels[at + 1 :]
         start = len(row.ids)
@@ -73,13 +76,17 @@ def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
       The packed samples.
 
     Raises:
-      ValueError: A sample without a picture, named by its index in the file.
+      ValueError: No sample, or one without a picture, named by its index in the file.
     """
+    # The same question with the same answer is asked of many pictures.
+    encode = functools.cache(lambda turns: encode_conversation(tokenizer, turns, 1))
     rows, prefix = [], []
+    if not samples:
+        raise ValueError("there is no conversation to pack, expected at least one")
     for sample in samples:
         if sample.image is None:
             raise ValueError(f"sample {sample.index} ({sample.id}) has no image; all must have one")
-        prefix, row = _pack_row(tokenizer, sample, most)
+        prefix, row = _pack_row(encode, sample, most)
         rows.append(row)
     fills = _Row(0, -1, 0, 0, -1)
 

@@ -1,6 +1,9 @@
 """A small LLaVA from scratch, from a configuration to a folder in the Hugging Face layout."""
 
+import contextlib
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +23,7 @@ from stepprune_jax.generate.placement import jit_for_weights
 from stepprune_jax.models import vlm
 from stepprune_jax.pretrain.language import language_loss
 from stepprune_jax.pretrain.packing import Packed, pack
+from stepprune_jax.pretrain.settings import check_config, grid_side
 from stepprune_jax.pretrain.structure import init_tower
 from stepprune_jax.pretrain.tower import init_heads, tower_loss
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
@@ -27,6 +31,7 @@ from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
 from stepprune_jax.training.pixels import PixelCache
+from stepprune_jax.training.settings import flat
 
 MODEL = "model"
 PATCHES_FILE = "train_patches.npz"
@@ -142,6 +147,9 @@ def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray
       step: Number of the batch, from 0.
       size: Rows of a batch, at most `total`.
       total: Rows there are.
+
+    Returns:
+      Indices of different rows.
     """
     epoch, place = divmod(step, total // size)
     order = np.random.default_rng([seed, epoch]).permutation(total)
@@ -162,33 +170,31 @@ def _run_stage(
 ) -> State | None:
     """Runs a stage to its end, or to an interruption, which gives None."""
     folder = workdir / stage.name
-    checkpoints = Checkpoints(folder, 1)
-    try:
+    with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
         done = checkpoints.latest or 0
         if done:
             state = checkpoints.restore(state)
         if done == stage.steps:
             return state
         print(f"{stage.name}: step {done} of {stage.steps}", flush=True)
-        log = MetricsLog(folder, done, stage.steps, stage.batch_size, False)
-        for step in range(done, stage.steps):
-            rows = batch_indices(config.seed, step, min(stage.batch_size, total), total)
-            state, scalars = stage.update(step, state, rows)
-            if step == done:
-                jax.block_until_ready(scalars)
-                log.start_clock(step + 1)
-            last = step + 1 == stage.steps or interrupt.requested
-            if (step + 1) % config.log_every == 0 or last:
-                log.write(step + 1, {**scalars, "skipped": 0})
-            if (step + 1) % config.checkpoint_every == 0 or last:
-                checkpoints.save(step + 1, state)
-            if interrupt.requested and step + 1 < stage.steps:
-                print(f"Stopped in {stage.name}; the same command goes on from step {step + 1}")
-                return None
-        log.close()
-        return state
-    finally:
-        checkpoints.close()
+        with contextlib.closing(
+            MetricsLog(folder, done, stage.steps, stage.batch_size, False)
+        ) as log:
+            for step in range(done, stage.steps):
+                rows = batch_indices(config.seed, step, stage.batch_size, total)
+                state, scalars = stage.update(step, state, rows)
+                if step == done:
+                    jax.block_until_ready(scalars)
+                    log.start_clock(step + 1)
+                end = step + 1 == stage.steps
+                if (step + 1) % config.log_every == 0 or end:
+                    log.write(step + 1, scalars)
+                if (step + 1) % config.checkpoint_every == 0 or end or interrupt.requested:
+                    checkpoints.save(step + 1, state)
+                if interrupt.requested and not end:
+                    print(f"Stopped in {stage.name}; the same command goes on from {step + 1}")
+                    return None
+    return state
 
 
 class _Data(NamedTuple):
@@ -203,7 +209,8 @@ class _Data(NamedTuple):
         return np.stack([self.pixels(self.samples[row].image) for row in rows])
 
 
-def _read(folder: Path, settings: ImageSettings, side: int) -> _Data:
+def _read(config: Any, folder: Path, settings: ImageSettings) -> _Data:
+    """Conversations and labels of patches, checked against the model and the stages."""
     samples = read_conversations(folder / "train.json", folder / "images")
     bare = next((sample for sample in samples if sample.image is None), None)
     if bare is not None:
@@ -211,16 +218,46 @@ def _read(folder: Path, settings: ImageSettings, side: int) -> _Data:
             f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
             "one here"
         )
-    path, labels = folder / PATCHES_FILE, {}
-    if path.is_file():
-        with np.load(path) as file:
-            labels = {name: file[name] for name in file.files}
-        for name, array in labels.items():
-            if len(array) != len(samples):
-                raise ValueError(
-                    f"{path}: {name} has {len(array)} rows, train.json has {len(samples)} samples"
-                )
-    return _Data(samples, PixelCache(settings, side, 4 << 30), labels)
+    labels = _read_labels(folder / PATCHES_FILE, len(samples), grid_side(flat(config)) ** 2)
+    tower = bool(labels) and config.tower.steps > 0
+    if not tower and not config.language.train_tower:
+        why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
+        raise ValueError(
+            f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
+            "it to True"
+        )
+    for stage in ["tower"] * tower + ["language"]:
+        size = config[stage].batch_size
+        if size > len(samples):
+            raise ValueError(
+                f"config.{stage}.batch_size is {size}, expected at most the {len(samples)} samples "
+                f"of {folder / 'train.json'}"
+            )
+    return _Data(samples, PixelCache(settings, config.model.image_size, 4 << 30), labels)
+
+
+def _read_labels(path: Path, images: int, patches: int) -> dict[str, np.ndarray]:
+    """Labels by name, none where there is no such file."""
+    if not path.is_file():
+        return {}
+    with np.load(path) as file:
+        labels = {name: file[name] for name in file.files}
+    for name, array in labels.items():
+        expected = {"class_": (images, patches), "value_": (images, patches, -1)}
+        expected["image_"] = (images, -1)
+        shape = expected.get(name[:6])
+        if shape is None:
+            raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
+        fits = array.ndim == len(shape) and all(
+            size in (-1, found) for size, found in zip(shape, array.shape, strict=True)
+        )
+        if not fits:
+            shown = str(list(shape)).replace("-1", "any")
+            raise ValueError(
+                f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
+                f"samples, and config.model makes {patches} patches of a picture"
+            )
+    return labels
 
 
 def _recipe(config: Any, model: LlavaConfig, fields: Any, kept: int | None = None) -> Recipe:
@@ -246,7 +283,7 @@ def _train_tower(config, workdir, model, params, data: _Data, interrupt) -> dict
 
 
 def kept_at(config: Any, step: int) -> int | None:
-    """How many visual tokens a step of the second stage shows; None means all."""
+    """How many visual tokens step `step` of the second stage shows; None means all."""
     random = np.random.default_rng([config.seed, 1, step])
     if random.random() >= config.language.thinned_share:
         return None
@@ -290,10 +327,11 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
       FileNotFoundError: Data or a picture is missing.
       ValueError: Bad data, or a folder of another run.
     """
-    workdir, folder = Path(workdir).resolve(), Path(folder)
+    check_config(config)
+    workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
     side = config.model.image_size
     settings = ImageSettings(resize_to=side, crop_to=(side, side))
-    data = _read(folder, settings, side)
+    data = _read(config, folder, settings)
     claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
     tokenizer = build_tokenizer(turn for sample in data.samples for turn in sample.turns)
     model = model_config(config.model, len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
@@ -309,7 +347,16 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         if params is None:
             return None
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
-    if not (workdir / MODEL / "config.json").is_file():
-        save_vlm(VLM(params, model, tokenizer, settings), workdir / MODEL)
-    print(f"Done: {workdir / MODEL}", flush=True)
-    return workdir / MODEL
+    made = _save(VLM(params, model, tokenizer, settings), workdir)
+    print(f"Done: {made}", flush=True)
+    return made
+
+
+def _save(model: VLM, workdir: Path) -> Path:
+    """Writes the model's folder, unless it is there; it is there as a whole or not at all."""
+    folder, partial = workdir / MODEL, workdir / f"{MODEL}.partial"
+    if not folder.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        save_vlm(model, partial)
+        os.replace(partial, folder)
+    return folder

@@ -39,7 +39,16 @@ def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
 
 
 def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "width width"]:
-    """Matrix that turns the code of a patch into that of the patch `offset` away."""
+    """Matrix that turns the code of a patch into that of the patch `offset` away.
+
+    Args:
+      offset: Rows and columns.
+      side: Patches along an edge.
+      width: Channels; a multiple of 4.
+
+    Returns:
+      A rotation, to be multiplied from the right.
+    """
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     matrix = np.zeros((width, width), np.float32)
     for pair, angle in enumerate(np.concatenate([offset[0] * frequency, offset[1] * frequency])):
@@ -60,10 +69,15 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
 
     Returns:
       The tree of `clip.init_vision`.
+
+    Raises:
+      ValueError: The width of a head is not a multiple of 4.
     """
     params = clip.init_vision(key, config)
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads
+    if width % 4:
+        raise ValueError(f"a head is {width} channels wide, expected a multiple of 4")
     position = np.array(params["position_embedding"])
     position[1:, -width:] = _STRENGTH * fourier_code(side, width)
     params["position_embedding"] = jnp.asarray(position)

@@ -44,7 +44,9 @@ class MetricsLog:
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
         seconds, done = time.perf_counter() - self._begin, step - self._first
         rate = done * self._batch_size / seconds if done else 0.0
-        row |= {"skipped": int(row["skipped"]), "images_per_s": round(rate, 2)}
+        row["images_per_s"] = round(rate, 2)
+        if "skipped" in row:
+            row["skipped"] = int(row["skipped"])
         # JSON has no NaN; None says that the number was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps(row) + "\n")
@@ -63,20 +65,33 @@ class MetricsLog:
             self._board.close()
 
 
+# What people read of a row, as far as it is there: a name, and the scalars with their digits.
+_SHOWN = (
+    ("loss {}", {"loss": 3}),
+    ("lm {}", {"lm_loss": 3}),
+    ("told {}", {"told": 3}),
+    ("kind {}", {"class_kind": 3}),
+    ("color {}", {"class_color": 3}),
+    ("K {} +- {}", {"k_mean": 1, "k_std": 1}),
+    ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
+    ("IoU {}", {"iou": 2}),
+    ("grad {}", {"grad_norm": 2}),
+    ("{} images/s", {"images_per_s": 0}),
+)
+
+
 def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
     """One line for people."""
 
     def shown(name: str, digits: int) -> str:
-        value = row.get(name)
+        value = row[name]
         return "nan" if value is None else f"{value:.{digits}f}"
 
-    parts = [f"step {row['step']:>{len(str(steps))}}/{steps}", f"loss {shown('loss', 3)}"]
-    parts.append(f"lm {shown('lm_loss', 3)}")
-    if "k_mean" in row:
-        parts.append(f"K {shown('k_mean', 1)} +- {shown('k_std', 1)}")
-    parts += [f"alpha {shown('alpha_in', 2)}/{shown('alpha_out', 2)}", f"IoU {shown('iou', 2)}"]
-    parts += [f"grad {shown('grad_norm', 2)}", f"{shown('images_per_s', 0)} images/s"]
-    if row["skipped"]:
+    parts = [f"step {row['step']:>{len(str(steps))}}/{steps}"]
+    for text, scalars in _SHOWN:
+        if all(name in row for name in scalars):
+            parts.append(text.format(*(shown(*scalar) for scalar in scalars.items())))
+    if row.get("skipped"):
         parts.append(f"{row['skipped']} skipped")
     if left is not None:
         parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
