@@ -1,0 +1,104 @@
+"""Answers to the questions of the shapes world, read off a scene by brute force."""
+
+import re
+from collections import Counter
+
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+
+
+def yes(value):
+    return "yes" if value else "no"
+
+
+def matching(scene, words):
+    """Shapes that a description fits: a colour, a kind, both, or "shapes"."""
+    found = []
+    for shape in scene.shapes:
+        plural = {"crosses"} if shape.kind == "cross" else {shape.kind + "s"}
+        known = {shape.color, shape.kind, "shape", "shapes"} | plural
+        if set(words.split()) <= known:
+            found.append(shape)
+    return found
+
+
+def the(scene, words):
+    """The one shape that a description fits."""
+    (shape,) = matching(scene, words)
+    return shape
+
+
+def _color(scene, kind):
+    return the(scene, kind).color, [the(scene, kind)]
+
+
+def _shape(scene, color):
+    return the(scene, color).kind, [the(scene, color)]
+
+
+def _existence(scene, words):
+    found = matching(scene, words)
+    return yes(found), found
+
+
+def _counting(scene, words):
+    found = matching(scene, words)
+    return NUMBERS[len(found)], found
+
+
+def _comparison(scene, one, two):
+    first, second = matching(scene, one), matching(scene, two)
+    assert len(first) != len(second)
+    return yes(len(first) > len(second)), first + second
+
+
+def _relation(scene, one, word, two):
+    a, b = the(scene, one), the(scene, two)
+    gap = {"left of": b.x - a.x, "right of": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}
+    assert abs(gap[word]) >= 10
+    return yes(gap[word] > 0), [a, b]
+
+
+def _position(scene, words):
+    shape = the(scene, words)
+    assert abs(shape.x - 48) > 5
+    return ("left" if shape.x < 48 else "right"), [shape]
+
+
+def _size(scene, one, two):
+    a, b = the(scene, one), the(scene, two)
+    assert max(a.radius, b.radius) >= 1.25 * min(a.radius, b.radius)
+    return yes(a.radius > b.radius), [a, b]
+
+
+def _most_dots(scene):
+    (first, n), (_, m) = Counter(dot.color for dot in scene.dots).most_common()
+    assert n > m
+    return first, list(scene.dots)
+
+
+def _more_dots(scene, one, two):
+    counts = Counter(dot.color for dot in scene.dots)
+    assert counts[one] and counts[two] and counts[one] != counts[two]
+    return yes(counts[one] > counts[two]), list(scene.dots)
+
+
+_RULES = [
+    ("color", r"What color is the (\w+)\?", _color),
+    ("shape", r"What shape is (\w+)\?", _shape),
+    ("existence", r"Is there a (\w+ \w+)\?", _existence),
+    ("counting", r"How many (.+) are there\?", _counting),
+    ("comparison", r"Are there more (\w+) shapes than (\w+) shapes\?", _comparison),
+    ("relation", r"Is the (\w+ \w+) (left of|right of|above|below) the (\w+ \w+)\?", _relation),
+    ("position", r"Which side is the (\w+ \w+) on\?", _position),
+    ("size", r"Is the (\w+ \w+) larger than the (\w+ \w+)\?", _size),
+    ("majority", r"What color are most dots\?", _most_dots),
+    ("majority", r"Are there more (\w+) dots than (\w+) dots\?", _more_dots),
+    ("background", r"What is the background\?", lambda scene: (scene.background, [])),
+]
+
+
+def answer(scene, text):
+    """(family, answer, the shapes or dots that were asked about)."""
+    found = [(family, re.fullmatch(rule, text), act) for family, rule, act in _RULES]
+    ((family, match, act),) = [entry for entry in found if entry[1]]
+    return family, *act(scene, *match.groups())
