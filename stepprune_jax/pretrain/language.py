@@ -56,6 +56,46 @@ def _see(params, config, pixels, key, kept: int | None):
     return jnp.take_along_axis(features, index[..., None], axis=1), index
 
 
+def packed_logits(
+    params: dict[str, Any],
+    config: LlavaConfig,
+    features: Float[Array, "i k d"],
+    index: Int[Array, "i k"],
+    packed: Packed,
+) -> Float[Array, "i a v"]:
+    """What the model says at each supervised token, all exchanges of a picture at once.
+
+    Args:
+      params: The model's weights.
+      config: Its shape.
+      features: Visual features that are shown.
+      index: Their places among the picture's n.
+      packed: The exchanges.
+
+    Returns:
+      Float32 logits, those that each exchange would have as a prompt of its own.
+    """
+    visual = vlm.project(params, config, features)
+    images, before = features.shape[0], packed.prefix.shape[0]
+    prefix = jnp.broadcast_to(packed.prefix, (images, before))
+    behind = before + config.num_image_tokens
+    parts = [vlm.embed_text(params, config, prefix), visual,
+             vlm.embed_text(params, config, packed.ids)]  # fmt: skip
+    hidden = jnp.concatenate(parts, axis=1)
+    position = jnp.concatenate(
+        [jnp.broadcast_to(jnp.arange(before), prefix.shape), before + index,
+         behind + packed.offset], axis=1,
+    )  # fmt: skip
+    shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
+    segment = jnp.concatenate([shared, packed.segment], axis=1)
+    stage = vlm.run_layers(
+        params, config, hidden, position, segment >= 0, 0, config.text.num_layers, segment=segment
+    )
+    slot = shared.shape[1] + packed.target
+    told = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
+    return vlm.logits(params, config, told)
+
+
 def language_loss(
     trained: dict[str, Any],
     frozen: dict[str, Any],
@@ -81,25 +121,7 @@ def language_loss(
     """
     params = frozen | trained
     features, index = _see(params, config, pixels, key, kept)
-    visual = vlm.project(params, config, features)
-    images, before = pixels.shape[0], packed.prefix.shape[0]
-    prefix = jnp.broadcast_to(packed.prefix, (images, before))
-    behind = before + config.num_image_tokens
-    parts = [vlm.embed_text(params, config, prefix), visual,
-             vlm.embed_text(params, config, packed.ids)]  # fmt: skip
-    hidden = jnp.concatenate(parts, axis=1)
-    position = jnp.concatenate(
-        [jnp.broadcast_to(jnp.arange(before), prefix.shape), before + index,
-         behind + packed.offset], axis=1,
-    )  # fmt: skip
-    shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
-    segment = jnp.concatenate([shared, packed.segment], axis=1)
-    stage = vlm.run_layers(
-        params, config, hidden, position, segment >= 0, 0, config.text.num_layers, segment=segment
-    )
-    slot = shared.shape[1] + packed.target
-    told = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
-    logits = vlm.logits(params, config, told)
+    logits = packed_logits(params, config, features, index, packed)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)

@@ -61,7 +61,8 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     """Random weights of a tower whose heads look at neighbouring patches.
 
     All heads of the first two blocks, and half of those of later ones, look at one of the eight
-    neighbours: at distance 1 in even blocks, at distance 2 in odd ones.
+    neighbours: at distance 1 in even blocks, at distance 2 in odd ones. The first block's do so
+    sharply; what the blocks write blurs the code for the later ones.
 
     Args:
       key: PRNG key; consumed.
@@ -73,11 +74,11 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     Raises:
       ValueError: The width of a head is not a multiple of 4.
     """
-    params = clip.init_vision(key, config)
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads
     if width % 4:
         raise ValueError(f"a head is {width} channels wide, expected a multiple of 4")
+    params = clip.init_vision(key, config)
     position = np.array(params["position_embedding"])
     position[1:, -width:] = _STRENGTH * fourier_code(side, width)
     params["position_embedding"] = jnp.asarray(position)

@@ -1,0 +1,75 @@
+"""Several continuations of one prefix in a row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax.config import LlamaConfig
+from stepprune_jax.models import llama
+
+CONFIG = LlamaConfig(32, 16, 24, 2, 4, 2, 4, max_positions=64)
+PREFIX, PARTS = 3, (2, 4, 1)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init_language(jax.random.key(0), CONFIG)
+
+
+def row(seed):
+    """(embeddings, position, segment) of a prefix, three continuations and two slots of padding."""
+    segment = [0] * PREFIX + [n + 1 for n, size in enumerate(PARTS) for _ in range(size)] + [-1, -1]
+    position = [*range(PREFIX), *(PREFIX + at for size in PARTS for at in range(size)), 0, 0]
+    hidden = jax.random.normal(jax.random.key(seed), (len(segment), 16))
+    return hidden, jnp.array(position), jnp.array(segment)
+
+
+def run(params, hidden, position, valid, segment=None, **options):
+    return llama.run_layers(
+        params, CONFIG, hidden, position, valid, 0, 2, segment=segment, **options
+    )
+
+
+def test_segments_are_what_separate_runs_are(params):
+    rows = [row(seed) for seed in (1, 2)]
+    hidden, position, segment = map(jnp.stack, zip(*rows, strict=True))
+    packed = run(params, hidden, position, segment >= 0, segment).hidden
+    assert bool(jnp.isfinite(packed).all())
+    for number in range(len(rows)):
+        for part in range(1, len(PARTS) + 1):
+            at = np.flatnonzero(np.isin(segment[number], (0, part)))
+            valid = jnp.ones((1, len(at)), bool)
+            alone = run(params, hidden[number, at][None], position[number, at][None], valid).hidden
+            np.testing.assert_allclose(packed[number, at], alone[0], atol=1e-5)
+
+
+def test_one_segment_is_no_segment(params):
+    hidden, position, _ = (array[None] for array in row(3))
+    valid = jnp.ones(position.shape, bool)
+    plain = run(params, hidden, position, valid).hidden
+    for segment in (jnp.zeros_like(position), jnp.ones_like(position)):
+        np.testing.assert_array_equal(run(params, hidden, position, valid, segment).hidden, plain)
+
+
+def test_a_segment_does_not_feel_its_siblings(params):
+    hidden, position, segment = (array[None] for array in row(4))
+    sibling = segment == 2
+
+    def of_others(hidden):
+        result = run(params, hidden, position, segment >= 0, segment).hidden
+        return jnp.sum(jnp.where(sibling[..., None], 0, result) ** 2)
+
+    slope = jax.grad(of_others)(hidden)
+    assert float(jnp.abs(slope[sibling]).max()) == 0
+    assert float(jnp.abs(slope[segment == 0]).min()) > 0
+
+
+@pytest.mark.parametrize("option", [{"attention": "xla"}, {"capacity": 16}, {"cache": True}])
+def test_segments_need_plain_attention_without_a_cache(params, option):
+    hidden, position, segment = (array[None] for array in row(5))
+    valid = segment >= 0
+    if "cache" in option:
+        option = {"cache": run(params, hidden, position, valid, capacity=16).cache}
+    with pytest.raises(ValueError, match="segments need attention="):
+        run(params, hidden, position, valid, segment, **option)

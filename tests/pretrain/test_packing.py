@@ -1,0 +1,167 @@
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.data.llava import Sample, encode_conversation
+from stepprune_jax.models import vlm
+from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.pretrain import packing
+from stepprune_jax.pretrain.language import language_loss, packed_logits, thinned
+from stepprune_jax.pretrain.packing import pack
+from stepprune_jax.pretrain.vocabulary import build_tokenizer
+
+TURNS = (
+    ("Red?", "yes", "What color is it?", "blue", "Which?", "the red one"),
+    ("How many?", "two"),
+    ("What color is it?", "blue", "Red?", "yes"),
+)
+SAMPLES = [
+    Sample(f"s{number}", pathlib.Path("a.png"), turns, number) for number, turns in enumerate(TURNS)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(text for turns in TURNS for text in turns)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    config = LlavaConfig(
+        vision=ClipConfig(16, 16, 1, 2, 24, 8),
+        text=LlamaConfig(len(tokenizer), 16, 24, 2, 2, 2, 8, max_positions=64),
+        feature_layer=-1,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    return vlm.init_params(jax.random.key(0), config), config
+
+
+def test_a_row_by_hand(tokenizer):
+    packed = pack(tokenizer, SAMPLES)
+    first = encode_conversation(tokenizer, TURNS[0][:2], 1).ids[5:]  # red ? assistant : yes </s>
+    second = encode_conversation(tokenizer, TURNS[0][2:4], 1).ids[5:]
+    assert (len(first), len(second)) == (6, 9)
+    assert packed.prefix.tolist() == encode_conversation(tokenizer, TURNS[0][:2], 1).ids[:4]
+    assert packed.ids[0, :15].tolist() == first + second
+    assert packed.segment[0, :16].tolist() == [1] * 6 + [2] * 9 + [3]
+    assert packed.offset[0, :16].tolist() == [*range(6), *range(9), 0]
+    assert packed.target[0, :4].tolist() == [3, 4, 12, 13]
+    assert packed.label[0, :4].tolist() == [*first[4:], *second[7:]]
+    assert packed.segment[1].tolist() == [1] * 7 + [-1] * (packed.ids.shape[1] - 7)
+    assert (
+        IMAGE_TOKEN not in packed.ids
+        and packed.ids.shape[1] % 8 == 0
+        and packed.label[1, 2:].max() == -1
+    )
+
+
+def test_each_exchange_is_tokenised_once(tokenizer, monkeypatch):
+    seen = []
+
+    def spy(tokenizer, turns, images):
+        seen.append(turns)
+        return encode_conversation(tokenizer, turns, images)
+
+    monkeypatch.setattr(packing, "encode_conversation", spy)
+    again = pack(tokenizer, SAMPLES)
+    assert len(seen) == len(set(seen)) == 4
+    monkeypatch.undo()
+    alone = [pack(tokenizer, [sample]) for sample in SAMPLES]
+    for row, one in enumerate(alone):
+        width = one.ids.shape[1]
+        np.testing.assert_array_equal(again.ids[row, :width], one.ids[0])
+
+
+def test_what_does_not_fit_is_left_out(tokenizer):
+    packed = pack(tokenizer, SAMPLES, most=10)
+    assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
+
+
+def test_samples_that_cannot_be_packed_are_named(tokenizer):
+    with pytest.raises(ValueError, match=r"sample 7 \(x\) has no image"):
+        pack(tokenizer, [Sample("x", None, ("a", "b"), 7)])
+    with pytest.raises(ValueError, match="no conversation to pack"):
+        pack(tokenizer, [])
+
+
+@pytest.mark.parametrize("kept", [None, 4])
+def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
+    params, config = model
+    packed = pack(tokenizer, SAMPLES)
+    features = jax.random.normal(jax.random.key(1), (3, 9, 16))
+    index = jnp.broadcast_to(jnp.arange(9), (3, 9))
+    if kept:
+        index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
+        features = jnp.take_along_axis(features, index[..., None], axis=1)
+    ours = jax.jit(packed_logits, static_argnums=1)(params, config, features, index, packed)
+    visual = vlm.project(params, config, features)
+    single = jax.jit(functools.partial(prompt_logits, config=config))
+    for row, turns in enumerate(TURNS):
+        at = 0
+        for number in range(0, len(turns), 2):
+            encoded = encode_conversation(tokenizer, turns[number : number + 2], 1)
+            ids = np.zeros(24, np.int32)
+            ids[: len(encoded.ids)] = encoded.ids
+            logits = single(params, ids[None], len(encoded.ids), visual[row], index[row])
+            shown = index.shape[1]
+            for place, label in enumerate(encoded.labels):
+                if label >= 0:
+                    # One place before its own; the image takes `shown` places and not one.
+                    expected = logits[place - 1 + shown - 1]
+                    np.testing.assert_allclose(ours[row, at], expected, atol=1e-5)
+                    assert packed.label[row, at] == label
+                    at += 1
+        assert (packed.label[row, at:] == -1).all()
+
+
+def prompt_logits(params, ids, length, visual, index, config):
+    sequence = vlm.assemble(
+        params, config, ids, jnp.array([length]), visual[None, None],
+        jnp.ones((1, 1, visual.shape[0]), bool), index[None, None],
+    )  # fmt: skip
+    return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
+
+
+def test_the_loss_is_the_mean_over_supervised_tokens(tokenizer, model):
+    params, config = model
+    packed = pack(tokenizer, SAMPLES)
+    pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
+    trained = {name: params[name] for name in ("projector", "language")}
+    packed = jax.tree.map(jnp.asarray, packed)
+    loss, scalars = jax.jit(language_loss, static_argnums=(2, 6))(
+        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None
+    )
+    features = vlm.encode_image(params, config, pixels)[0]
+    index = jnp.broadcast_to(jnp.arange(9), (3, 9))
+    logits = jax.jit(packed_logits, static_argnums=1)(params, config, features, index, packed)
+    log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
+    pairs = list(zip(*np.nonzero(label >= 0), strict=True))
+    each = [-log[(*pair, label[pair])] for pair in pairs]
+    right = [log[pair].argmax() == label[pair] for pair in pairs]
+    np.testing.assert_allclose(loss, np.mean(each), rtol=1e-5)
+    np.testing.assert_allclose(scalars["told"], np.mean(right), rtol=1e-6)
+
+
+def test_thinning_keeps_different_tokens_in_raster_order():
+    saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
+    index = np.asarray(thinned(jax.random.key(1), saliency, 7, jnp.linspace(0, 2, 50)))
+    assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
+    assert index.min() >= 0 and index.max() < 30
+    everything = thinned(jax.random.key(1), saliency, 30, jnp.zeros(50))
+    np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
+
+
+@pytest.mark.parametrize(
+    ("sharpness", "shares"), [(0, [1, 1, 1, 1]), (1, [1, 2, 3, 4]), (2, [1, 4, 9, 16])]
+)
+def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
+    count = 20000
+    saliency = jnp.broadcast_to(jnp.array([0.1, 0.2, 0.3, 0.4]), (count, 4))
+    index = thinned(jax.random.key(5), saliency, 1, jnp.full(count, float(sharpness)))
+    found = np.bincount(np.asarray(index)[:, 0], minlength=4) / count
+    np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.015)

@@ -1,0 +1,55 @@
+import pytest
+import transformers
+
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images, vicuna_v1
+from stepprune_jax.pretrain.vocabulary import build_tokenizer
+
+TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(TEXTS)
+
+
+def test_words_go_in_and_come_out(tokenizer):
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids[0] == tokenizer.bos_token_id == 1
+        assert tokenizer.decode(ids[1:]).replace(" ", "") == text.lower().replace(" ", "")
+        assert 0 not in ids
+    assert tokenizer("RED").input_ids == tokenizer("red").input_ids
+    assert len(tokenizer("12").input_ids) == 3
+
+
+def test_words_that_no_text_held_become_unknown(tokenizer):
+    known = tokenizer("the circle?").input_ids
+    assert tokenizer("the elephant?").input_ids == [*known[:2], 0, known[3]]
+
+
+def test_the_system_sentence_is_one_token(tokenizer):
+    system = vicuna_v1([None]).partition(" USER:")[0]
+    assert len(tokenizer(system).input_ids) == 2
+    prompt = vicuna_v1(["<image>\nWhat color is the circle?", "red"])
+    ids = tokenize_with_images(tokenizer, prompt, 1)
+    # <s> system user : IMAGE six words and a sign, assistant : red </s>
+    assert len(ids) == 4 + 1 + 6 + 2 + 2 and ids.index(IMAGE_TOKEN) == 4
+    assert ids[-1] == tokenizer.eos_token_id == 2 and 0 not in ids
+
+
+def test_ids_depend_on_the_words_and_not_on_their_order():
+    one, two = build_tokenizer(TEXTS), build_tokenizer(TEXTS[::-1])
+    assert one.get_vocab() == two.get_vocab()
+    few = build_tokenizer(TEXTS, most_words=3)
+    assert len(few) == 3 + 3 + 2
+    assert few("the").input_ids != [1, 0]
+
+
+def test_it_is_the_same_after_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt = vicuna_v1(["<image>\nIs the RED elephant left of 12?", "a"])
+    assert again(prompt).input_ids == tokenizer(prompt).input_ids
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert (again.bos_token_id, again.eos_token_id, again.unk_token_id) == (1, 2, 0)
+    assert again.decode([5, 2], skip_special_tokens=True) == tokenizer.decode([5])
