@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -17,6 +18,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
     config, workdir = _CONFIG.value, Path(_WORKDIR.value)
+    if config.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     folder = config.data.folder
     if not folder:
         from stepprune_jax.data.shapes import write_world

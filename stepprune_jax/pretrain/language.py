@@ -5,7 +5,8 @@ pruned prefix is shown later. A large model stands such prefixes by its scale; a
 see them.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,40 @@ def _see(params, config, pixels, key, kept: int | None):
     return jnp.take_along_axis(features, index[..., None], axis=1), index
 
 
+class Words(NamedTuple):
+    """What patches show, as tokens of the vocabulary.
+
+    Attributes:
+      label: Class of each patch.
+      token: Token of each class; -1 where it has no word.
+    """
+
+    label: Int[Array, "i n"]
+    token: Int[Array, "c"]
+
+
+def _alignment_loss(
+    embedding: Float[Array, "v e"],
+    visual: Float[Array, "i k e"],
+    index: Int[Array, "i k"],
+    words: Words,
+) -> Float[Array, ""]:
+    """Cross-entropy of each patch's word among the words of its kind, by the nearest embedding.
+
+    It puts visual tokens into the space of the words that name them, so that one way of matching
+    words serves all of them.
+    """
+    named = words.token >= 0
+    candidates = jnp.where(named[:, None], embedding[jnp.maximum(words.token, 0)], 0)
+    logits = jnp.where(named, visual @ candidates.T, jnp.finfo(jnp.float32).min)
+    label = jnp.take_along_axis(words.label, index, axis=1)
+    known = named[label]
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.where(known, label, jnp.argmax(named))
+    )
+    return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
+
+
 def language_loss(
     trained: dict[str, Any],
     frozen: dict[str, Any],
@@ -60,9 +95,12 @@ def language_loss(
     key: Array,
     pixels: Float[Array, "i 3 H W"],
     packed: Packed,
+    words: Sequence[Words],
     kept: int | None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
+
+    With `words`, a quarter of the loss of naming each patch by its nearest word is added.
 
     Args:
       trained: The parts of the model that are trained.
@@ -71,6 +109,7 @@ def language_loss(
       key: PRNG key; consumed.
       pixels: Normalised images.
       packed: Their exchanges.
+      words: What their patches show; none without labels.
       kept: Visual tokens to show; `None` shows all.
 
     Returns:
@@ -102,4 +141,7 @@ def language_loss(
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     count = jnp.maximum(jnp.sum(known), 1)
     right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
-    return jnp.sum(jnp.where(known, losses, 0)) / count, {"told": right}
+    total = jnp.sum(jnp.where(known, losses, 0)) / count
+    embedding = params["language"]["embed"]["embedding"]
+    aligned = sum(_alignment_loss(embedding, visual, index, named) for named in words)
+    return total + 0.25 * aligned, {"lm_loss": total, "told": right}

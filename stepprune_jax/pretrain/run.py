@@ -1,6 +1,6 @@
 """A small LLaVA from scratch, from a configuration to a folder in the Hugging Face layout."""
 
-import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
@@ -18,9 +20,9 @@ from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.data.llava import Sample, read_conversations
 from stepprune_jax.generate.placement import jit_for_weights
 from stepprune_jax.models import vlm
-from stepprune_jax.pretrain.language import language_loss
+from stepprune_jax.pretrain.language import Words, language_loss
 from stepprune_jax.pretrain.packing import Packed, pack
-from stepprune_jax.pretrain.structure import init_tower
+from stepprune_jax.pretrain.structure import init_tower, standardising_projector
 from stepprune_jax.pretrain.tower import init_heads, tower_loss
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
@@ -46,6 +48,7 @@ class Recipe(NamedTuple):
     steps: int
     lr: float
     micro_batch: int
+    devices: int
     kept: int | None = None
 
 
@@ -76,25 +79,61 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def _accumulate(loss: Callable, trained: Any, batch: Any, key: Array, micro_batch: int):
-    """Mean gradient and scalars over small pieces of a batch.
+def _accumulate(
+    loss: Callable,
+    trained: Any,
+    frozen: Any,
+    batch: Any,
+    key: Array,
+    micro_batch: int,
+    devices: int,
+) -> tuple[Any, dict[str, Array]]:
+    """Mean gradient and scalars over small pieces of a batch, the pieces dealt out to all devices.
 
-    Pieces that stay in the processor's cache are twice as fast as the whole batch at once.
+    Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
+    small for several cores; so every core takes pieces of its own, as a device.
+
+    Args:
+      loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
+      trained: What is differentiated.
+      frozen: Other weights.
+      batch: Arrays with one row per image.
+      key: PRNG key; consumed.
+      micro_batch: Rows of a piece.
+      devices: How many share the pieces.
     """
     pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
     cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, trained)
+    numbers = jnp.arange(pieces)
 
-    def piece(total, given):
-        part, number = given
-        value, grads = jax.value_and_grad(loss, has_aux=True)(
-            trained, part, jax.random.fold_in(key, number)
-        )
-        return jax.tree.map(jnp.add, total, grads), value
+    def local(trained, frozen, cut, numbers, key):
+        def piece(total, given):
+            part, number = given
+            value, grads = jax.value_and_grad(loss, has_aux=True)(
+                trained, frozen, part, jax.random.fold_in(key, number)
+            )
+            return jax.tree.map(jnp.add, total, grads), value
 
-    total, (value, scalars) = jax.lax.scan(piece, zeros, (cut, jnp.arange(pieces)))
-    mean = functools.partial(jax.tree.map, lambda x: jnp.mean(x, axis=0))
-    return jax.tree.map(lambda g: g / pieces, total), {"loss": mean(value), **mean(scalars)}
+        zeros = jax.tree.map(jnp.zeros_like, trained)
+        total, (value, scalars) = jax.lax.scan(piece, zeros, (cut, numbers))
+        total = jax.tree.map(lambda g: g / numbers.shape[0], total)
+        scalars = jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **scalars})
+        return jax.lax.pmean((total, scalars), "data")
+
+    split = jax.shard_map(
+        local, mesh=_mesh(devices), in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    return split(trained, frozen, cut, numbers, key)
+
+
+def _mesh(devices: int) -> Mesh:
+    return Mesh(jax.devices()[:devices], ("data",), axis_types=(AxisType.Auto,))
+
+
+def _everywhere(tree: Any, devices: int) -> Any:
+    """Copies to the devices that share the work."""
+    return jax.device_put(tree, NamedSharding(_mesh(devices), P()))
 
 
 def _apply(recipe: Recipe, state: State, grads: Any) -> State:
@@ -105,28 +144,35 @@ def _apply(recipe: Recipe, state: State, grads: Any) -> State:
 def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
     """One update of the tower and its heads; nothing is drawn, the key says where it runs."""
 
-    def loss(trained, part, _):
+    def loss(trained, _, part, __):
         return tower_loss(trained, recipe.model, *part)
 
-    grads, scalars = _accumulate(loss, state.trained, (pixels, labels), key, recipe.micro_batch)
+    grads, scalars = _accumulate(
+        loss, state.trained, (), (pixels, labels), key, recipe.micro_batch, recipe.devices
+    )
     return _apply(recipe, state, grads), scalars
 
 
-def _language_update(key, state: State, params, pixels, packed: Packed, recipe: Recipe):
+def _language_update(key, state: State, params, pixels, packed: Packed, words, recipe: Recipe):
     """One update of what `state` trains; `params` are the other weights, which may be none.
 
     So the key comes first: it says where it runs.
     """
-    prefix = packed.prefix
+    labels, tokens = words
 
-    def loss(trained, part, piece_key):
-        pixels, rows = part
-        rows = Packed(prefix, *rows)
-        return language_loss(trained, params, recipe.model, piece_key, pixels, rows, recipe.kept)
+    def loss(trained, frozen, part, piece_key):
+        pixels, rows, labels = part
+        params, prefix, tokens = frozen
+        named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
+        return language_loss(
+            trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), named,
+            recipe.kept,
+        )  # fmt: skip
 
     grads, scalars = _accumulate(
-        loss, state.trained, (pixels, tuple(packed[1:])), key, recipe.micro_batch
-    )
+        loss, state.trained, (params, packed.prefix, tokens),
+        (pixels, tuple(packed[1:]), labels), key, recipe.micro_batch, recipe.devices,
+    )  # fmt: skip
     return _apply(recipe, state, grads), scalars
 
 
@@ -197,6 +243,7 @@ class _Data(NamedTuple):
     samples: list[Sample]
     pixels: PixelCache
     labels: dict[str, np.ndarray]
+    words: dict[str, np.ndarray]
 
     def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
         """Pixels of some samples."""
@@ -211,20 +258,23 @@ def _read(folder: Path, settings: ImageSettings, side: int) -> _Data:
             f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
             "one here"
         )
-    path, labels = folder / PATCHES_FILE, {}
+    path, labels, words = folder / PATCHES_FILE, {}, {}
     if path.is_file():
         with np.load(path) as file:
             labels = {name: file[name] for name in file.files}
+        words = {k: labels.pop(k) for k in list(labels) if k.startswith("words_")}
         for name, array in labels.items():
             if len(array) != len(samples):
                 raise ValueError(
                     f"{path}: {name} has {len(array)} rows, train.json has {len(samples)} samples"
                 )
-    return _Data(samples, PixelCache(settings, side, 4 << 30), labels)
+    return _Data(samples, PixelCache(settings, side, 4 << 30), labels, words)
 
 
 def _recipe(config: Any, model: LlavaConfig, fields: Any, kept: int | None = None) -> Recipe:
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, kept)
+    pieces = fields.batch_size // config.micro_batch
+    devices = math.gcd(pieces, jax.device_count())
+    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept)
 
 
 def _train_tower(config, workdir, model, params, data: _Data, interrupt) -> dict | None:
@@ -241,6 +291,7 @@ def _train_tower(config, workdir, model, params, data: _Data, interrupt) -> dict
 
     stage = _Stage("tower", config.tower.steps, config.tower.batch_size, update)
     state = State(trained, _optimizer(recipe).init(trained))
+    state, key = _everywhere((state, key), recipe.devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
     return None if state is None else state.trained["vision"]
 
@@ -253,8 +304,34 @@ def kept_at(config: Any, step: int) -> int | None:
     return int(random.choice(config.language.kept))
 
 
-def _train_language(config, workdir, model, params, packed, data: _Data, interrupt):
+def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
+    """Tokens of the words for classes of patches, by the labels' name; -1 without a word."""
+    unknown = tokenizer.unk_token_id
+
+    def token(word: str) -> int:
+        found = tokenizer.convert_tokens_to_ids(word) if word else unknown
+        return -1 if found in (None, unknown) else found
+
+    return {
+        name.replace("words_", "class_", 1): np.asarray([token(str(w)) for w in array], np.int32)
+        for name, array in words.items()
+    }
+
+
+def _start_language(params: dict, model: LlavaConfig, data: _Data) -> dict:
+    """Weights on scales that a small model learns from: embeddings as wide as what layers add."""
+    pixels = data.images(np.arange(min(64, len(data.samples))))
+    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, pixels)[0]
+    language = dict(params["language"])
+    language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
+    projector = standardising_projector(params["projector"], features)
+    return params | {"language": language, "projector": projector}
+
+
+def _train_language(config, workdir, model, params, packed, tokens, data: _Data, interrupt):
     """All weights after the second stage."""
+    params = jax.device_get(params)  # the stages may share the work among different devices
+    params = _start_language(params, model, data)
     parts = ["projector", "language"] + ["vision"] * config.language.train_tower
     trained = {name: params[name] for name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
@@ -263,13 +340,15 @@ def _train_language(config, workdir, model, params, packed, data: _Data, interru
 
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
+        labels = {name: data.labels[name][rows].astype(np.int32) for name in tokens}
         return language_update(
-            jax.random.fold_in(key, step), state, frozen, data.images(rows), part,
+            jax.random.fold_in(key, step), state, frozen, data.images(rows), part, (labels, tokens),
             recipe=recipes[kept_at(config, step)],
         )  # fmt: skip
 
     stage = _Stage("language", config.language.steps, config.language.batch_size, update)
     state = State(trained, _optimizer(recipes[None]).init(trained))
+    state, frozen, key = _everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
     return None if state is None else frozen | state.trained
 
@@ -305,7 +384,10 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         if vision is None:
             return None
         params["vision"] = vision
-        params = _train_language(config, workdir, model, params, packed, data, interrupt)
+        params = _train_language(
+            config, workdir, model, params, packed, word_tokens(tokenizer, data.words), data,
+            interrupt,
+        )  # fmt: skip
         if params is None:
             return None
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)

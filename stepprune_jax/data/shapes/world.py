@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from stepprune_jax.data.shapes.draw import patch_labels, presence, render
+from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
 from stepprune_jax.data.shapes.questions import Query, ask
 from stepprune_jax.data.shapes.scene import Scene, draw_scene
 
@@ -68,7 +68,7 @@ def _write_train(folder: Path, seed: int, count: int, patches: bool) -> None:
     (folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
         arrays = {key: np.stack([label[key] for label in labels]) for key in labels[0]}
-        np.savez_compressed(folder / "train_patches.npz", **arrays)
+        np.savez_compressed(folder / "train_patches.npz", **arrays, **label_words())
 
 
 def _write_questions(folder: Path, seed: int, split: str, count: int) -> None:
