@@ -62,8 +62,9 @@ def open_folder(folder: str | Path) -> Path:
                 "another --workdir"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    # At once, so that a run that is cut short leaves a folder that the next one may use.
-    write_manifest(folder, {})
+    if not (folder / MANIFEST).is_file():
+        # At once, so that a run that is cut short leaves a folder that the next one may use.
+        write_manifest(folder, {})
     return folder
 
 

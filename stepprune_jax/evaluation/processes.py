@@ -1,0 +1,85 @@
+"""Several programs at a time, each on its share of the processors."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_WAIT = 0.5  # seconds between looks at the processes
+_SHOWN = 20  # lines of a failed program's log
+
+
+class Job(NamedTuple):
+    """A program to run.
+
+    Attributes:
+        name: for messages.
+        command: it, with its arguments; `--cpus` and the processors are added.
+        log: file for what it prints.
+        product: file that it writes when it is done.
+    """
+
+    name: str
+    command: list[str]
+    log: Path
+    product: Path
+
+
+def shares(processes: int) -> list[list[int]]:
+    """The processors of this process, dealt out; more processes than processors share them."""
+    known = hasattr(os, "sched_getaffinity")
+    cpus = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+    return [cpus[slot::processes] or [cpus[slot % len(cpus)]] for slot in range(processes)]
+
+
+def run_jobs(jobs: Sequence[Job], processes: int) -> None:
+    """Runs programs, so many at a time.
+
+    Args:
+        jobs: what to run, in order.
+        processes: at a time.
+
+    Raises:
+        ValueError: a program failed or did not write its file. Those still running are ended first
+            (they can be gone on with).
+    """
+    slots: dict[int, tuple[Job, subprocess.Popen]] = {}
+    waiting, cpus = list(jobs), shares(processes)
+    begin, done = time.monotonic(), 0
+    try:
+        while waiting or slots:
+            for slot in range(processes):
+                if slot not in slots and waiting:
+                    slots[slot] = (waiting[0], _start(waiting.pop(0), cpus[slot]))
+            time.sleep(_WAIT)
+            for slot, (job, process) in list(slots.items()):
+                if process.poll() is None:
+                    continue
+                del slots[slot]
+                _check(job, process.returncode)
+                done += 1
+                left = (time.monotonic() - begin) / done * (len(jobs) - done)
+                print(f"trained {job.name} ({done} of {len(jobs)}, {left:.0f} s left)", flush=True)
+    finally:
+        for _, process in slots.values():
+            process.terminate()
+        for _, process in slots.values():
+            process.wait()
+
+
+def _start(job: Job, cpus: Sequence[int]) -> subprocess.Popen:
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"training {job.name} on processor(s) {', '.join(map(str, cpus))}: {job.log}", flush=True)
+    command = [*job.command, "--cpus", *map(str, cpus)]
+    with job.log.open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _check(job: Job, code: int) -> None:
+    if code == 0 and job.product.is_file():
+        return
+    lines = job.log.read_text(errors="replace").splitlines()[-_SHOWN:]
+    what = f"failed with exit code {code}" if code else f"ended without writing {job.product.name}"
+    raise ValueError(f"{job.name} {what}; the end of {job.log}:\n" + "\n".join(lines))
