@@ -107,10 +107,3 @@ def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json is not the description of a run"):
         train(make_config(*world), tmp_path)
-
-
-def test_the_one_shot_rival_trains_by_the_same_loop(world, tmp_path):
-    train(make_config(*world, method="autoselect", steps=3), tmp_path)
-    rows = metrics(tmp_path)
-    assert len(rows) == 3 and "entropy" not in rows[0] and rows[0]["grad_norm_stop"] == 0
-    assert load_policy(tmp_path / "policy.safetensors").method == "autoselect"

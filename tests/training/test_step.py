@@ -7,15 +7,18 @@ import pytest
 from tiny_run import make_config, write_data
 
 from stepprune_jax import load_vlm, policy, testing
+from stepprune_jax.baselines import AutoSelectConfig
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.generate.placement import beside, place_rows
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
-from stepprune_jax.training import settings, step
+from stepprune_jax.training import selectors, settings, step
 from stepprune_jax.training.batches import Batches, encode_rows
 from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
 from stepprune_jax.training.pixels import PixelCache
+
+SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
 
 
 @pytest.fixture(scope="module")
@@ -40,53 +43,39 @@ def fresh(run):
     return beside(model.params, (state, policy.FeatureStats.start(32), jax.random.key(1)))
 
 
-def full_logits_loss(model, tokens, batch):
-    """The loss from logits of every place, by the expanded labels."""
-    targets, n = batch.targets, tokens.shape[1]
-    every = jnp.ones((8, 1, n), bool)
-
-    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
-
-    @jax.jit
-    def log_probs(params):
-        visual = vlm.project(params, model.config, tokens)[:, None]
-        sequence = vlm.assemble(
-            params, model.config, targets.ids, targets.length, visual, every, index
-        )
-        logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
-        return jax.nn.log_softmax(logits)
-
-    log_prob = np.asarray(log_probs(model.params))
-    found = []
+def full_logits_loss(params, model, tokens, batch):
+    """The loss from logits of every place, by labels that are expanded on the host."""
+    n = tokens.shape[1]
+    with jax.ensure_compile_time_eval():
+        targets = jax.tree.map(np.asarray, batch.targets)
+    labels = np.full((8, targets.ids.shape[1] - 1 + n), -1)
     for row in range(8):
         ids = targets.ids[row, : int(targets.length[row])].tolist()
-        at = ids.index(-200)
-        expanded = [*ids[:at], *[-1] * n, *ids[at + 1 :]]
         answer = targets.target[row][targets.supervised[row]].tolist()
-        start = len(expanded) - len(answer)
-        assert expanded[start:] == answer  # these conversations end with their only answer
-        found += [-log_prob[row, start + i - 1, token] for i, token in enumerate(answer)]
-    return np.mean(found)
+        assert ids[-len(answer) :] == answer  # these conversations end with their only answer
+        end = len(ids) - 1 + n
+        labels[row, end - len(answer) - 1 : end - 1] = answer
+    visual = vlm.project(params, model.config, tokens)[:, None]
+    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
+    sequence = vlm.assemble(
+        params, model.config, batch.targets.ids, batch.targets.length, visual, index >= 0, index,
+        capacity=labels.shape[1],
+    )  # fmt: skip
+    logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
+    return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)
 
 
-def test_the_loss_is_that_of_the_full_logits_and_so_is_its_slope(run):
+def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
     model, setup, batch = run
     tokens = jax.random.normal(jax.random.key(0), (8, 9, 32))
-
-    def slope(reading):
-        loss = lambda params, t: lm_loss(params, reading, t, batch.targets)  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, argnums=1))(model.params, tokens)
-
-    value, grad = slope(setup.reading(None))  # a few rows at a time
-    np.testing.assert_allclose(value, full_logits_loss(model, tokens, batch), rtol=1e-5)
-    assert float(jnp.abs(grad).max()) > 0
-    whole = slope(Reading(setup.model, remat=True))
-    np.testing.assert_allclose(whole[0], value, rtol=1e-6)
-    np.testing.assert_allclose(whole[1], grad, rtol=1e-4, atol=1e-8)
-    # Along itself, by a finite difference.
-    along = 0.05 * grad / jnp.linalg.norm(grad)
-    ahead, behind = (full_logits_loss(model, tokens + x, batch) for x in (along, -along))
-    np.testing.assert_allclose((ahead - behind) / 0.1, jnp.linalg.norm(grad), rtol=0.02)
+    reading = setup.reading(None)  # four rows at a time
+    slope = jax.jit(jax.value_and_grad(lambda t, p: lm_loss(p, reading, t, batch.targets)))
+    plain = jax.jit(jax.value_and_grad(lambda t, p: full_logits_loss(p, model, t, batch)))
+    (value, grad), expected = slope(tokens, model.params), plain(tokens, model.params)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    assert float(jnp.abs(grad).max()) > 1e-3
+    np.testing.assert_allclose(grad, expected[1], rtol=1e-4, atol=1e-7)
 
 
 def test_map_rows_keeps_their_order():
@@ -183,3 +172,23 @@ def test_statistics_are_those_of_all_pictures(run):
     assert float(stats.count) == 72
     np.testing.assert_allclose(stats.mean, features.mean(0), atol=1e-5)
     np.testing.assert_allclose(stats.var, features.var(0), rtol=1e-3)
+
+
+def test_the_one_shot_rival_has_the_same_interface(run):
+    _, setup, _ = run
+    rival = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
+    params = selectors.init(jax.random.key(0), rival)
+    inputs = selectors.Inputs(
+        jax.random.normal(jax.random.key(1), (2, 9, 32)), jnp.ones((2, 3, 48)), jnp.ones((2, 3)) > 0
+    )
+    progress = selectors.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
+
+    def loss(params):
+        return selectors.train_loss(
+            params, rival, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress,
+            policy.FeatureStats.start(32),
+        )  # fmt: skip
+
+    value, found = jax.eval_shape(loss, params)
+    assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
+    assert value.shape == found["running_count"].shape == ()
