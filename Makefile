@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-RUN ?= runs/toy
+RUN ?= runs/shapes
 DEMO_FLAGS ?=
 PY = $(VENV)/bin/python
 
@@ -17,8 +17,8 @@ $(VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 	touch $@
 
 demo: env
-	$(PY) train.py --config configs/toy.py --workdir $(RUN) $(DEMO_FLAGS)
-	$(PY) eval.py --config configs/toy.py --workdir $(RUN) $(DEMO_FLAGS)
+	$(PY) train.py --config configs/shapes.py --workdir $(RUN) $(DEMO_FLAGS)
+	$(PY) eval.py --config configs/shapes.py --workdir $(RUN) $(DEMO_FLAGS)
 
 test: env
 	$(PY) -m pytest -n 2 --dist loadfile

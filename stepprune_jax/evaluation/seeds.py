@@ -1,4 +1,4 @@
-"""Trains and evaluates every trained row on several seeds; means and standard deviations.
+r"""Trains and evaluates every trained row on several seeds; means and standard deviations.
 
     python -m stepprune_jax.evaluation.seeds --config configs/shapes.py --workdir runs/seeds \\
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2

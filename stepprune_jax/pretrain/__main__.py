@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -19,6 +20,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
     config, workdir = _CONFIG.value, Path(_WORKDIR.value).expanduser()
     check_config(config)
+    if config.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     folder = config.data.folder
     if not folder:
         check_world(config)

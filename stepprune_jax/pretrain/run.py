@@ -1,7 +1,7 @@
 """A small LLaVA from scratch, from a configuration to a folder in the Hugging Face layout."""
 
 import contextlib
-import functools
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -9,49 +9,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.data.images import ImageSettings
-from stepprune_jax.data.llava import Sample, read_conversations
-from stepprune_jax.generate.placement import jit_for_weights
 from stepprune_jax.models import vlm
-from stepprune_jax.pretrain.language import language_loss
+from stepprune_jax.pretrain.data import Data, batch_indices, read, word_tokens
 from stepprune_jax.pretrain.packing import Packed, pack
-from stepprune_jax.pretrain.settings import check_config, grid_side
-from stepprune_jax.pretrain.structure import init_tower
-from stepprune_jax.pretrain.tower import init_heads, tower_loss
+from stepprune_jax.pretrain.settings import check_config
+from stepprune_jax.pretrain.structure import init_tower, standardising_projector
+from stepprune_jax.pretrain.tower import init_heads
+from stepprune_jax.pretrain.update import (
+    Recipe,
+    State,
+    everywhere,
+    language_update,
+    start,
+    tower_update,
+)
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
-from stepprune_jax.training.pixels import PixelCache
-from stepprune_jax.training.settings import flat
 
 MODEL = "model"
-PATCHES_FILE = "train_patches.npz"
-
-
-class State(NamedTuple):
-    """What a stage changes."""
-
-    trained: Any
-    moments: Any
-
-
-class Recipe(NamedTuple):
-    """Static part of a stage's update."""
-
-    model: LlavaConfig
-    steps: int
-    lr: float
-    micro_batch: int
-    kept: int | None = None
 
 
 def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
@@ -71,89 +55,6 @@ def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
         vision=vision, text=text, feature_layer=fields.feature_layer, image_token_id=image_token,
         bos_token_id=1, eos_token_ids=(2,), pad_token_id=0,
     )  # fmt: skip
-
-
-def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    warmup = min(50, recipe.steps // 4)
-    rate = optax.warmup_cosine_decay_schedule(0, recipe.lr, warmup, recipe.steps, recipe.lr / 100)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.02)
-    )
-
-
-def _accumulate(loss: Callable, trained: Any, batch: Any, key: Array, micro_batch: int):
-    """Mean gradient and scalars over small pieces of a batch.
-
-    Pieces that stay in the processor's cache are twice as fast as the whole batch at once.
-    """
-    pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
-    cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, trained)
-
-    def piece(total, given):
-        part, number = given
-        value, grads = jax.value_and_grad(loss, has_aux=True)(
-            trained, part, jax.random.fold_in(key, number)
-        )
-        return jax.tree.map(jnp.add, total, grads), value
-
-    total, (value, scalars) = jax.lax.scan(piece, zeros, (cut, jnp.arange(pieces)))
-    mean = functools.partial(jax.tree.map, lambda x: jnp.mean(x, axis=0))
-    return jax.tree.map(lambda g: g / pieces, total), {"loss": mean(value), **mean(scalars)}
-
-
-def _apply(recipe: Recipe, state: State, grads: Any) -> State:
-    updates, moments = _optimizer(recipe).update(grads, state.moments, state.trained)
-    return State(optax.apply_updates(state.trained, updates), moments)
-
-
-def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
-    """One update of the tower and its heads; nothing is drawn, the key says where it runs."""
-
-    def loss(trained, part, _):
-        return tower_loss(trained, recipe.model, *part)
-
-    grads, scalars = _accumulate(loss, state.trained, (pixels, labels), key, recipe.micro_batch)
-    return _apply(recipe, state, grads), scalars
-
-
-def _language_update(key, state: State, params, pixels, packed: Packed, recipe: Recipe):
-    """One update of what `state` trains; `params` are the other weights, which may be none.
-
-    So the key comes first: it says where it runs.
-    """
-    prefix = packed.prefix
-
-    def loss(trained, part, piece_key):
-        pixels, rows = part
-        rows = Packed(prefix, *rows)
-        return language_loss(trained, params, recipe.model, piece_key, pixels, rows, recipe.kept)
-
-    grads, scalars = _accumulate(
-        loss, state.trained, (pixels, tuple(packed[1:])), key, recipe.micro_batch
-    )
-    return _apply(recipe, state, grads), scalars
-
-
-tower_update = jit_for_weights(_tower_update, ("recipe",), ("state",))
-language_update = jit_for_weights(_language_update, ("recipe",), ("state",))
-
-
-def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray, " b"]:
-    """Rows of batch `step`; each epoch is a permutation of its own, without its last, short batch.
-
-    Args:
-      seed: Of the order.
-      step: Number of the batch, from 0.
-      size: Rows of a batch, at most `total`.
-      total: Rows there are.
-
-    Returns:
-      Indices of different rows.
-    """
-    epoch, place = divmod(step, total // size)
-    order = np.random.default_rng([seed, epoch]).permutation(total)
-    return order[place * size : (place + 1) * size]
 
 
 class _Stage(NamedTuple):
@@ -197,74 +98,13 @@ def _run_stage(
     return state
 
 
-class _Data(NamedTuple):
-    """What both stages read."""
-
-    samples: list[Sample]
-    pixels: PixelCache
-    labels: dict[str, np.ndarray]
-
-    def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
-        """Pixels of some samples."""
-        return np.stack([self.pixels(self.samples[row].image) for row in rows])
-
-
-def _read(config: Any, folder: Path, settings: ImageSettings) -> _Data:
-    """Conversations and labels of patches, checked against the model and the stages."""
-    samples = read_conversations(folder / "train.json", folder / "images")
-    bare = next((sample for sample in samples if sample.image is None), None)
-    if bare is not None:
-        raise ValueError(
-            f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
-            "one here"
-        )
-    labels = _read_labels(folder / PATCHES_FILE, len(samples), grid_side(flat(config)) ** 2)
-    tower = bool(labels) and config.tower.steps > 0
-    if not tower and not config.language.train_tower:
-        why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
-        raise ValueError(
-            f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
-            "it to True"
-        )
-    for stage in ["tower"] * tower + ["language"]:
-        size = config[stage].batch_size
-        if size > len(samples):
-            raise ValueError(
-                f"config.{stage}.batch_size is {size}, expected at most the {len(samples)} samples "
-                f"of {folder / 'train.json'}"
-            )
-    return _Data(samples, PixelCache(settings, config.model.image_size, 4 << 30), labels)
-
-
-def _read_labels(path: Path, images: int, patches: int) -> dict[str, np.ndarray]:
-    """Labels by name, none where there is no such file."""
-    if not path.is_file():
-        return {}
-    with np.load(path) as file:
-        labels = {name: file[name] for name in file.files}
-    for name, array in labels.items():
-        expected = {"class_": (images, patches), "value_": (images, patches, -1)}
-        expected["image_"] = (images, -1)
-        shape = expected.get(name[:6])
-        if shape is None:
-            raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
-        fits = array.ndim == len(shape) and all(
-            size in (-1, found) for size, found in zip(shape, array.shape, strict=True)
-        )
-        if not fits:
-            shown = str(list(shape)).replace("-1", "any")
-            raise ValueError(
-                f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
-                f"samples, and config.model makes {patches} patches of a picture"
-            )
-    return labels
-
-
 def _recipe(config: Any, model: LlavaConfig, fields: Any, kept: int | None = None) -> Recipe:
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, kept)
+    pieces = fields.batch_size // config.micro_batch
+    devices = math.gcd(pieces, jax.device_count())
+    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept)
 
 
-def _train_tower(config, workdir, model, params, data: _Data, interrupt) -> dict | None:
+def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict | None:
     """The tower's weights after their stage, or as they are where there are no labels."""
     if not data.labels or not config.tower.steps:
         return params["vision"]
@@ -277,21 +117,34 @@ def _train_tower(config, workdir, model, params, data: _Data, interrupt) -> dict
         return tower_update(key, state, data.images(rows), labels, recipe=recipe)
 
     stage = _Stage("tower", config.tower.steps, config.tower.batch_size, update)
-    state = State(trained, _optimizer(recipe).init(trained))
+    state = start(recipe, trained)
+    state, key = everywhere((state, key), recipe.devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
     return None if state is None else state.trained["vision"]
 
 
 def kept_at(config: Any, step: int) -> int | None:
-    """How many visual tokens step `step` of the second stage shows; None means all."""
+    """How many visual tokens a step of the second stage shows; None means all."""
     random = np.random.default_rng([config.seed, 1, step])
     if random.random() >= config.language.thinned_share:
         return None
     return int(random.choice(config.language.kept))
 
 
-def _train_language(config, workdir, model, params, packed, data: _Data, interrupt):
+def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
+    """Weights on scales that a small model learns from: embeddings as wide as what layers add."""
+    pixels = data.images(np.arange(min(64, len(data.samples))))
+    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, pixels)[0]
+    language = dict(params["language"])
+    language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
+    projector = standardising_projector(params["projector"], features)
+    return params | {"language": language, "projector": projector}
+
+
+def _train_language(config, workdir, model, params, packed, tokens, data: Data, interrupt):
     """All weights after the second stage."""
+    params = jax.device_get(params)  # the stages may share the work among different devices
+    params = _start_language(params, model, data)
     parts = ["projector", "language"] + ["vision"] * config.language.train_tower
     trained = {name: params[name] for name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
@@ -300,13 +153,15 @@ def _train_language(config, workdir, model, params, packed, data: _Data, interru
 
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
+        labels = {name: data.labels[name][rows].astype(np.int32) for name in tokens}
         return language_update(
-            jax.random.fold_in(key, step), state, frozen, data.images(rows), part,
+            jax.random.fold_in(key, step), state, frozen, data.images(rows), part, (labels, tokens),
             recipe=recipes[kept_at(config, step)],
         )  # fmt: skip
 
     stage = _Stage("language", config.language.steps, config.language.batch_size, update)
-    state = State(trained, _optimizer(recipes[None]).init(trained))
+    state = start(recipes[None], trained)
+    state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
     return None if state is None else frozen | state.trained
 
@@ -331,7 +186,7 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
     workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
     side = config.model.image_size
     settings = ImageSettings(resize_to=side, crop_to=(side, side))
-    data = _read(config, folder, settings)
+    data = read(config, folder, settings)
     claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
     tokenizer = build_tokenizer(turn for sample in data.samples for turn in sample.turns)
     model = model_config(config.model, len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
@@ -343,7 +198,10 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         if vision is None:
             return None
         params["vision"] = vision
-        params = _train_language(config, workdir, model, params, packed, data, interrupt)
+        params = _train_language(
+            config, workdir, model, params, packed, word_tokens(tokenizer, data.words), data,
+            interrupt,
+        )  # fmt: skip
         if params is None:
             return None
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)

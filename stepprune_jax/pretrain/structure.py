@@ -57,6 +57,27 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
     return matrix
 
 
+def standardising_projector(
+    projector: dict[str, Any], features: Float[Array, "i n d"]
+) -> dict[str, Any]:
+    """The projector with the standardisation of its input folded into its first layer.
+
+    Features of a tower have channels of very different means and scales, from which it would learn
+    slowly.
+
+    Args:
+      projector: Weights that expect standardised features.
+      features: Some features of the tower.
+
+    Returns:
+      Weights that expect the features as they are.
+    """
+    mean, std = jnp.mean(features, (0, 1)), jnp.std(features, (0, 1)) + 1e-6
+    kernel = projector["up"]["kernel"] / std[:, None]
+    bias = projector["up"]["bias"] - mean @ kernel
+    return projector | {"up": {"kernel": kernel, "bias": bias}}
+
+
 def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     """Random weights of a tower whose heads look at neighbouring patches.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.data.llava import Sample, encode_conversation
-from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.pixels import PixelCache
 from stepprune_jax.training.step import Batch
@@ -212,5 +212,8 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _padded(rows: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded with 0 to a width, and the lengths."""
-    ids, length = pad_batch(rows)
-    return np.pad(ids, ((0, 0), (0, width - ids.shape[1]))), length
+    length = np.array([len(row) for row in rows], np.int32)
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, target in zip(rows, padded, strict=True):
+        target[: len(row)] = row
+    return padded, length

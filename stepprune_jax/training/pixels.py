@@ -27,7 +27,8 @@ class PixelCache:
             side: height and width that the model takes.
             limit_bytes: pictures beyond this are forgotten, the least recently used first.
         """
-        self._bytes_only = settings._replace(rescale=None, mean=None, std=None)
+        # The mean stays: it is the colour that pictures are padded with.
+        self._bytes_only = settings._replace(rescale=None, std=None)
         self._table = _table(settings)
         self._side, self._limit = side, limit_bytes
         self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()

@@ -88,7 +88,7 @@ def make_mesh(config: Any) -> Mesh | None:
     """The mesh of a run, or None on a single device.
 
     Args:
-        config: the run's `ConfigDict`; `mesh` is a preset of `build_mesh` or sizes by axis.
+        config: the run's `ConfigDict`; `mesh` is a preset of `build_mesh`.
 
     Returns:
         The mesh.
@@ -96,10 +96,9 @@ def make_mesh(config: Any) -> Mesh | None:
     Raises:
         ValueError: an unknown preset, too many devices, or rows that do not divide over them.
     """
-    preset = config.mesh if isinstance(config.mesh, str) else config.mesh.to_dict()
-    if preset == "single":
+    if config.mesh == "single":
         return None
-    mesh = build_mesh(preset)
+    mesh = build_mesh(config.mesh)
     parts = row_count(mesh)
     expected = f"a multiple of the {parts} devices that rows are split over"
     for name, rows in {

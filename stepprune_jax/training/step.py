@@ -152,7 +152,7 @@ def _norm_at_stop(grads: Any) -> Float[Array, ""]:
     """Norm of the gradient of the stop slot and of whatever else a path calls "stop"."""
     flat, _ = jax.tree_util.tree_flatten_with_path(grads)
     stop = [leaf for path, leaf in flat if "stop" in sharding.path_name(path)]
-    return optax.global_norm(stop)
+    return optax.tree.norm(stop)
 
 
 def _update(
@@ -185,7 +185,7 @@ def _update(
         return value, found | seen
 
     (value, found), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    norm, lr = optax.global_norm(grads), learning_rate(setup, step)
+    norm, lr = optax.tree.norm(grads), learning_rate(setup, step)
     directions, moments = _optimizer(setup).update(grads, state.optimizer, state.params)
     trained = jax.tree.map(lambda p, d: p - (lr * d).astype(p.dtype), state.params, directions)
     good = jnp.isfinite(value) & jnp.isfinite(norm)

@@ -9,10 +9,11 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import marker_world
 import numpy as np
 import pytest
 
-from stepprune_jax import policy, toy
+from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
@@ -45,18 +46,18 @@ def loss_curve(name):
     ) if name == "default" else PolicyConfig.literal(
         feature_width=32, text_width=32, num_heads=4, decoder_layers=1
     )  # fmt: skip
-    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), config)
+    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
     everything = jnp.ones((16, 24), bool)
 
     @jax.jit
     def step(params, key):
         draw_key, gate_key = jax.random.split(key)
-        batch = toy.draw_batch(draw_key, world, 16, 24)
+        batch = marker_world.draw_batch(draw_key, world, 16, 24)
 
         def loss(params):
             return policy.train_loss(
                 params, config, gate_key, batch.image, batch.text,
-                lambda tokens: toy.reader_loss(world, tokens, everything, batch),
+                lambda tokens: marker_world.reader_loss(world, tokens, everything, batch),
                 running_count=8.0,
             )[0]  # fmt: skip
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import marker_world
 import numpy as np
 import pytest
 
-from stepprune_jax import policy, toy
+from stepprune_jax import policy
 from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
 
 CONFIG = PolicyConfig(
@@ -17,18 +18,18 @@ CONFIG = PolicyConfig(
 
 def loss_slope_at_the_stop(config, rows=64):
     """d(reader loss) / d(stop bias) of a random policy, mean and standard error over batches."""
-    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), config)
+    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
     everything = jnp.ones((rows, 32), bool)
 
     @jax.jit
     @jax.grad
     def slope(bias, key):
         draw_key, gate_key = jax.random.split(key)
-        batch = toy.draw_batch(draw_key, world, rows, 32)
+        batch = marker_world.draw_batch(draw_key, world, rows, 32)
         gated = policy.gate(
             params, config, gate_key, batch.image, batch.text, stop_bias=bias, running_count=8.0
         )
-        return toy.reader_loss(world, gated.tokens, everything, batch)
+        return marker_world.reader_loss(world, gated.tokens, everything, batch)
 
     slopes = np.array([slope(1.0, jax.random.key(i)) for i in range(8)])
     return slopes.mean(), slopes.std() / len(slopes) ** 0.5
@@ -43,8 +44,8 @@ def test_loss_pushes_back_on_the_count_per_sample_but_not_through_a_batch_mean()
 
 
 def test_length_penalty_pushes_the_count_down():
-    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), CONFIG)
-    batch = toy.draw_batch(jax.random.key(1), world, 64, 32)
+    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), CONFIG)
+    batch = marker_world.draw_batch(jax.random.key(1), world, 64, 32)
 
     @jax.jit
     def loss(bias):
@@ -123,13 +124,13 @@ def test_statistics_make_features_of_any_scale_equal():
 @pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
 def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
     config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator, batch_budget="mix")
-    world, params = toy.make_world(32), policy.init_policy(jax.random.key(0), config)
-    batch = toy.draw_batch(jax.random.key(1), world, 8, 16)
+    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
+    batch = marker_world.draw_batch(jax.random.key(1), world, 8, 16)
 
     def loss(params):
         return policy.train_loss(
             params, config, jax.random.key(2), batch.image, batch.text,
-            lambda tokens: toy.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
+            lambda tokens: marker_world.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
         )[0]  # fmt: skip
 
     grads = jax.jit(jax.grad(loss))(params)

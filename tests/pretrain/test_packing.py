@@ -11,7 +11,7 @@ from stepprune_jax.data.llava import Sample, encode_conversation
 from stepprune_jax.models import vlm
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
-from stepprune_jax.pretrain.language import language_loss, packed_logits, thinned
+from stepprune_jax.pretrain.language import Words, language_loss, packed_logits, thinned
 from stepprune_jax.pretrain.packing import pack
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 
@@ -98,8 +98,8 @@ def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
     if kept:
         index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
         features = jnp.take_along_axis(features, index[..., None], axis=1)
-    ours = jax.jit(packed_logits, static_argnums=1)(params, config, features, index, packed)
     visual = vlm.project(params, config, features)
+    ours = jax.jit(packed_logits, static_argnums=1)(params, config, visual, index, packed)
     single = jax.jit(functools.partial(prompt_logits, config=config))
     for row, turns in enumerate(TURNS):
         at = 0
@@ -127,24 +127,32 @@ def prompt_logits(params, ids, length, visual, index, config):
     return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
-def test_the_loss_is_the_mean_over_supervised_tokens(tokenizer, model):
+def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tokenizer, model):
     params, config = model
-    packed = pack(tokenizer, SAMPLES)
+    packed = jax.tree.map(jnp.asarray, pack(tokenizer, SAMPLES))
     pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
     trained = {name: params[name] for name in ("projector", "language")}
-    packed = jax.tree.map(jnp.asarray, packed)
-    loss, scalars = jax.jit(language_loss, static_argnums=(2, 6))(
-        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None
-    )
-    features = vlm.encode_image(params, config, pixels)[0]
+    # Three classes, of which the first has no word.
+    token = np.array([-1, *tokenizer.convert_tokens_to_ids(["red", "blue"])])
+    shown = np.arange(27).reshape(3, 9) % 3
+    loss, scalars = jax.jit(language_loss, static_argnums=(2, 7))(
+        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed,
+        [Words(jnp.asarray(shown), jnp.asarray(token))], None,
+    )  # fmt: skip
+    visual = vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
-    logits = jax.jit(packed_logits, static_argnums=1)(params, config, features, index, packed)
+    logits = jax.jit(packed_logits, static_argnums=1)(params, config, visual, index, packed)
     log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
     pairs = list(zip(*np.nonzero(label >= 0), strict=True))
-    each = [-log[(*pair, label[pair])] for pair in pairs]
+    mean = np.mean([-log[(*pair, label[pair])] for pair in pairs])
+    np.testing.assert_allclose(scalars["lm_loss"], mean, rtol=1e-5)
     right = [log[pair].argmax() == label[pair] for pair in pairs]
-    np.testing.assert_allclose(loss, np.mean(each), rtol=1e-5)
     np.testing.assert_allclose(scalars["told"], np.mean(right), rtol=1e-6)
+    words = np.asarray(params["language"]["embed"]["embedding"])[token[1:]]
+    near = np.asarray(visual)[shown > 0] @ words.T
+    named = near[np.arange(18), shown[shown > 0] - 1]
+    naming = np.mean(np.log(np.exp(near).sum(1)) - named)
+    np.testing.assert_allclose(loss, mean + 0.25 * naming, rtol=1e-5)
 
 
 def test_thinning_keeps_different_tokens_in_raster_order():

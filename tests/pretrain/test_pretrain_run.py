@@ -23,8 +23,10 @@ from stepprune_jax.data.prompts import (
 )
 from stepprune_jax.data.shapes import write_world
 from stepprune_jax.generate import generate
-from stepprune_jax.pretrain.run import batch_indices, kept_at, pretrain
+from stepprune_jax.pretrain.data import batch_indices, word_tokens
+from stepprune_jax.pretrain.run import kept_at, pretrain
 from stepprune_jax.pretrain.settings import check_config, check_world
+from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training.metrics import MetricsLog
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -103,7 +105,7 @@ def test_a_run_learns_and_logs(whole):
     found = metrics(whole)
     assert [row["step"] for row in found["tower"]] == [1, 2, 3]
     assert [row["step"] for row in found["language"]] == [1, 2, 3, 4]
-    assert set(found["language"][0]) == {"step", "loss", "told"}
+    assert set(found["language"][0]) == {"step", "loss", "lm_loss", "told"}
     assert {"class_kind", "class_color", "value_place"} < set(found["tower"][0])
     assert found["language"][-1]["loss"] < found["language"][0]["loss"]
 
@@ -220,6 +222,11 @@ def with_labels(data, folder, **arrays):
         ({"class_kind": np.zeros((6, 144))}, r"class_kind is \[6, 144\], expected \[6, 9\]: train"),
         ({"value_at": np.zeros((5, 9, 2))}, r"value_at is \[5, 9, 2\], expected \[6, 9, any\]"),
         ({"kind": np.zeros((6, 9))}, r"unknown label 'kind', expected class_, value_, image_"),
+        (
+            {"class_a": np.full((6, 9), 2), "words_a": np.array(["x", "y"])},
+            r"words of class_a are \[2\], and class_a has classes up to 2",
+        ),
+        ({"words_b": np.array(["x"])}, r"words of class_b are \[1\], and class_b is not there"),
         ({}, r"nothing would train the tower: .* has no train_patches.npz, and config.language"),
     ],
 )
@@ -228,6 +235,13 @@ def test_labels_that_do_not_fit_are_refused(data, tmp_path, arrays, message):
     with pytest.raises(ValueError, match=message):
         pretrain(make_config(), tmp_path / "run", folder)
     assert not (tmp_path / "run").exists()
+
+
+def test_words_become_tokens():
+    tokenizer = build_tokenizer(["red blue"])
+    found = word_tokens(tokenizer, {"class_color": np.array(["", "blue", "red", "mauve"])})
+    red, blue = tokenizer.convert_tokens_to_ids(["red", "blue"])
+    assert found["class_color"].tolist() == [-1, blue, red, -1]
 
 
 def test_a_batch_larger_than_the_data_is_refused(data, tmp_path):

@@ -7,7 +7,12 @@ import pytest
 
 from stepprune_jax.config import ClipConfig
 from stepprune_jax.models import clip
-from stepprune_jax.pretrain.structure import fourier_code, init_tower, shift
+from stepprune_jax.pretrain.structure import (
+    fourier_code,
+    init_tower,
+    shift,
+    standardising_projector,
+)
 
 CONFIG = ClipConfig(128, 16, 3, 8, 48, 8)
 
@@ -86,3 +91,16 @@ def heads_of(count, width):
 def test_a_head_without_room_for_the_code_is_refused():
     with pytest.raises(ValueError, match="a head is 6 channels wide, expected a multiple of 4"):
         init_tower(jax.random.key(0), ClipConfig(12, 8, 1, 2, 16, 8))
+
+
+def test_the_projector_takes_features_as_they_are():
+    random = np.random.default_rng(0)
+    scale, mean = np.array([1.0, 30, 0.2]), np.array([4.0, -7, 0])
+    features = (random.standard_normal((5, 40, 3)) * scale + mean).astype(np.float32)
+    up = {"kernel": jnp.asarray(random.standard_normal((3, 2)), jnp.float32), "bias": jnp.ones(2)}
+    made = standardising_projector({"up": up, "down": {}}, jnp.asarray(features))
+    standard = (features - features.mean((0, 1))) / features.std((0, 1))
+    expected = standard @ np.asarray(up["kernel"]) + 1
+    found = features @ np.asarray(made["up"]["kernel"]) + np.asarray(made["up"]["bias"])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert made["down"] == {}

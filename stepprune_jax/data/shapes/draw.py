@@ -150,6 +150,15 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def label_words() -> dict[str, np.ndarray]:
+    """The word for each class of `patch_labels`, "" where there is none."""
+    return {
+        "words_kind": np.asarray(["", *SHAPES, "dots"]),
+        "words_color": np.asarray(["", *COLORS]),
+        "words_background": np.asarray(BACKGROUNDS),
+    }
+
+
 def presence(scene: Scene) -> Int8[np.ndarray, "p"]:
     """Which (shape, colour) pairs a scene holds, as 0 or 1, shapes slowest."""
     pairs = np.zeros((len(SHAPES), len(COLORS)), np.int8)

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from stepprune_jax.data.shapes.draw import patch_labels, presence, render
+from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
 from stepprune_jax.data.shapes.questions import Query, ask
 from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
 
@@ -81,7 +81,7 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
         arrays = {key: np.stack([label[key] for label in labels]) for key in labels[0]}
-        np.savez_compressed(to.folder / "train_patches.npz", **arrays)
+        np.savez_compressed(to.folder / "train_patches.npz", **arrays, **label_words())
 
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:

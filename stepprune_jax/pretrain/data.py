@@ -1,0 +1,157 @@
+"""What pretraining reads: conversations, pictures, and labels of their patches."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from stepprune_jax.data.images import ImageSettings
+from stepprune_jax.data.llava import Sample, read_conversations
+from stepprune_jax.pretrain.settings import grid_side
+from stepprune_jax.training.pixels import PixelCache
+from stepprune_jax.training.settings import flat
+
+PATCHES_FILE = "train_patches.npz"
+
+
+class Data(NamedTuple):
+    """What both stages read.
+
+    Attributes:
+      samples: Conversations, each with a picture.
+      pixels: From a path to pixels.
+      labels: Labels of patches and pictures by name, none without their file.
+      words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
+    """
+
+    samples: list[Sample]
+    pixels: PixelCache
+    labels: dict[str, np.ndarray]
+    words: dict[str, np.ndarray]
+
+    def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
+        """Pixels of some samples."""
+        return np.stack([self.pixels(self.samples[row].image) for row in rows])
+
+
+def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
+    """Reads conversations and labels, and checks them against the model and the stages.
+
+    Args:
+      config: A configuration that `check_config` let pass.
+      folder: Data in LLaVA's format, with or without labels of patches.
+      settings: Of the image processor.
+
+    Returns:
+      The data; pictures are read when they are needed.
+
+    Raises:
+      FileNotFoundError: The training file or a picture is missing.
+      ValueError: A sample without a picture, labels of another shape, more rows in a batch than
+        there are samples, or nothing that would train the tower.
+    """
+    samples = read_conversations(folder / "train.json", folder / "images")
+    bare = next((sample for sample in samples if sample.image is None), None)
+    if bare is not None:
+        raise ValueError(
+            f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
+            "one here"
+        )
+    patches = grid_side(flat(config)) ** 2
+    labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
+    tower = bool(labels) and config.tower.steps > 0
+    if not tower and not config.language.train_tower:
+        why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
+        raise ValueError(
+            f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
+            "it to True"
+        )
+    for stage in ["tower"] * tower + ["language"]:
+        size = config[stage].batch_size
+        if size > len(samples):
+            raise ValueError(
+                f"config.{stage}.batch_size is {size}, expected at most the {len(samples)} samples "
+                f"of {folder / 'train.json'}"
+            )
+    return Data(samples, PixelCache(settings, config.model.image_size, 4 << 30), labels, words)
+
+
+def _read_labels(
+    path: Path, images: int, patches: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Labels, and words of classes, by the labels' name; none where there is no such file."""
+    if not path.is_file():
+        return {}, {}
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    words = {name: arrays.pop(name) for name in list(arrays) if name.startswith("words_")}
+    words = {name.replace("words_", "class_", 1): array for name, array in words.items()}
+    for name, array in arrays.items():
+        _check_shape(path, name, array, images, patches)
+    for name, array in words.items():
+        classes = int(arrays[name].max()) + 1 if name in arrays else 0
+        if array.ndim != 1 or not classes or len(array) < classes:
+            found = f"has classes up to {classes - 1}" if classes else "is not there"
+            raise ValueError(
+                f"{path}: words of {name} are {list(array.shape)}, and {name} {found}; expected a "
+                "word for each class"
+            )
+    return arrays, words
+
+
+def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
+    """Refuses labels of other pictures or of another grid."""
+    expected = {"class_": (images, patches), "value_": (images, patches, -1)}
+    expected["image_"] = (images, -1)
+    shape = expected.get(name[:6])
+    if shape is None:
+        raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
+    fits = array.ndim == len(shape) and all(
+        size in (-1, found) for size, found in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        shown = str(list(shape)).replace("-1", "any")
+        raise ValueError(
+            f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
+            f"samples, and config.model makes {patches} patches of a picture"
+        )
+
+
+def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
+    """Tokens of the words for classes of patches.
+
+    Args:
+      tokenizer: The model's.
+      words: `Data.words`.
+
+    Returns:
+      For each label the token of each class; -1 where it has no word, or an unknown one.
+    """
+    unknown = tokenizer.unk_token_id
+
+    def token(word: str) -> int:
+        found = tokenizer.convert_tokens_to_ids(word) if word else unknown
+        return -1 if found in (None, unknown) else found
+
+    return {
+        name: np.asarray([token(str(word)) for word in array], np.int32)
+        for name, array in words.items()
+    }
+
+
+def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray, " b"]:
+    """Rows of batch `step`; each epoch is a permutation of its own, without its last, short batch.
+
+    Args:
+      seed: Of the order.
+      step: Number of the batch, from 0.
+      size: Rows of a batch, at most `total`.
+      total: Rows there are.
+
+    Returns:
+      Indices of different rows.
+    """
+    epoch, place = divmod(step, total // size)
+    order = np.random.default_rng([seed, epoch]).permutation(total)
+    return order[place * size : (place + 1) * size]

@@ -1,0 +1,161 @@
+"""One update of a stage: gradients of small pieces of a batch, on all cores, and AdamW."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.generate.placement import jit_for_weights
+from stepprune_jax.pretrain.language import Words, language_loss
+from stepprune_jax.pretrain.packing import Packed
+from stepprune_jax.pretrain.tower import tower_loss
+
+
+class State(NamedTuple):
+    """What a stage changes."""
+
+    trained: Any
+    moments: Any
+
+
+class Recipe(NamedTuple):
+    """Static part of a stage's update.
+
+    Attributes:
+      model: The model's shape.
+      steps: Updates of the stage.
+      lr: Peak learning rate.
+      micro_batch: Rows of a piece of the batch.
+      devices: How many share the pieces.
+      kept: Visual tokens that the second stage shows; None shows all.
+    """
+
+    model: LlavaConfig
+    steps: int
+    lr: float
+    micro_batch: int
+    devices: int
+    kept: int | None = None
+
+
+def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    warmup = min(50, recipe.steps // 4)
+    rate = optax.warmup_cosine_decay_schedule(0, recipe.lr, warmup, recipe.steps, recipe.lr / 100)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.02)
+    )
+
+
+def _accumulate(
+    loss: Callable,
+    trained: Any,
+    frozen: Any,
+    batch: Any,
+    key: Array,
+    micro_batch: int,
+    devices: int,
+) -> tuple[Any, dict[str, Array]]:
+    """Mean gradient and scalars over small pieces of a batch, the pieces dealt out to all devices.
+
+    Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
+    small for several cores; so every core takes pieces of its own, as a device.
+
+    Args:
+      loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
+      trained: What is differentiated.
+      frozen: Other weights.
+      batch: Arrays with one row per image.
+      key: PRNG key; consumed.
+      micro_batch: Rows of a piece.
+      devices: How many share the pieces; divides their number.
+
+    Returns:
+      The gradient, and the means of the loss and the scalars.
+    """
+    pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
+    cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)
+    numbers = jnp.arange(pieces)
+
+    def local(trained, frozen, cut, numbers, key):
+        def piece(total, given):
+            part, number = given
+            value, grads = jax.value_and_grad(loss, has_aux=True)(
+                trained, frozen, part, jax.random.fold_in(key, number)
+            )
+            return jax.tree.map(jnp.add, total, grads), value
+
+        zeros = jax.tree.map(jnp.zeros_like, trained)
+        total, (value, scalars) = jax.lax.scan(piece, zeros, (cut, numbers))
+        total = jax.tree.map(lambda g: g / numbers.shape[0], total)
+        scalars = jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **scalars})
+        return jax.lax.pmean((total, scalars), "data")
+
+    split = jax.shard_map(
+        local, mesh=_mesh(devices), in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    return split(trained, frozen, cut, numbers, key)
+
+
+def _mesh(devices: int) -> Mesh:
+    return Mesh(jax.devices()[:devices], ("data",), axis_types=(AxisType.Auto,))
+
+
+def everywhere(tree: Any, devices: int) -> Any:
+    """Copies to the devices that share the work."""
+    return jax.device_put(tree, NamedSharding(_mesh(devices), P()))
+
+
+def start(recipe: Recipe, trained: Any) -> State:
+    """The state before the first update of some weights."""
+    return State(trained, _optimizer(recipe).init(trained))
+
+
+def _apply(recipe: Recipe, state: State, grads: Any) -> State:
+    updates, moments = _optimizer(recipe).update(grads, state.moments, state.trained)
+    return State(optax.apply_updates(state.trained, updates), moments)
+
+
+def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
+    """One update of the tower and its heads; nothing is drawn, the key says where it runs."""
+
+    def loss(trained, _, part, __):
+        return tower_loss(trained, recipe.model, *part)
+
+    grads, scalars = _accumulate(
+        loss, state.trained, (), (pixels, labels), key, recipe.micro_batch, recipe.devices
+    )
+    return _apply(recipe, state, grads), scalars
+
+
+def _language_update(key, state: State, params, pixels, packed: Packed, words, recipe: Recipe):
+    """One update of what `state` trains; `params` are the other weights, which may be none.
+
+    So the key comes first: it says where it runs.
+    """
+    labels, tokens = words
+
+    def loss(trained, frozen, part, piece_key):
+        pixels, rows, labels = part
+        params, prefix, tokens = frozen
+        named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
+        return language_loss(
+            trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), named,
+            recipe.kept,
+        )  # fmt: skip
+
+    grads, scalars = _accumulate(
+        loss, state.trained, (params, packed.prefix, tokens),
+        (pixels, tuple(packed[1:]), labels), key, recipe.micro_batch, recipe.devices,
+    )  # fmt: skip
+    return _apply(recipe, state, grads), scalars
+
+
+tower_update = jit_for_weights(_tower_update, ("recipe",), ("state",))
+language_update = jit_for_weights(_language_update, ("recipe",), ("state",))

@@ -1,0 +1,109 @@
+"""Runs as a whole: interrupted anywhere, continued bit for bit, never mixed up."""
+
+import os
+import signal
+
+import pytest
+from tiny_run import make_config, metrics, write_data
+
+from stepprune_jax import load_policy, testing
+from stepprune_jax.training import train
+from stepprune_jax.training.metrics import MetricsLog
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole")
+    train(make_config(*world), workdir)
+    return workdir
+
+
+def at_step(monkeypatch, step, act):
+    """Calls `act` once, after the line of a step was written."""
+    write, calls = MetricsLog.write, []
+
+    def spy(log, done, scalars):
+        write(log, done, scalars)
+        if done == step and not calls:
+            calls.append(done)
+            act()
+
+    monkeypatch.setattr(MetricsLog, "write", spy)
+
+
+def test_a_run_logs_and_leaves_a_policy(whole):
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    names = {"loss", "lm_loss", "k_mean", "k_std", "k_soft", "k_cap", "alpha_in", "alpha_out"}
+    names |= {"iou", "entropy", "grad_norm", "grad_norm_stop", "text_gate", "lr", "skipped"}
+    assert names <= set(rows[0])
+    assert all(row["skipped"] == 0 and 0 < row["grad_norm_stop"] < row["grad_norm"] for row in rows)
+    saved = load_policy(whole / "policy.safetensors")
+    assert saved.config.feature_width == 32 and saved.config.text_width == 48
+    assert float(saved.stats.count) == 6 * 9  # six pictures, however many were asked for
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
+    world, whole, tmp_path, monkeypatch, capsys, number
+):
+    config, before = make_config(*world), signal.getsignal(number)
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    train(config, tmp_path)
+    assert "Stopped after step 3 of 6" in capsys.readouterr().out
+    assert signal.getsignal(number) == before
+    assert not (tmp_path / "policy.safetensors").exists()
+    train(config, tmp_path)
+    assert "Resuming after step 3" in capsys.readouterr().out
+    assert metrics(tmp_path) == metrics(whole)
+    assert (tmp_path / "policy.safetensors").read_bytes() == (
+        whole / "policy.safetensors"
+    ).read_bytes()
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_without_double_lines(
+    world, whole, tmp_path, monkeypatch
+):
+    def die():
+        raise MemoryError
+
+    at_step(monkeypatch, 5, die)
+    with pytest.raises(MemoryError):
+        train(make_config(*world), tmp_path)
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # and cut short in the middle of a line
+    train(make_config(*world), tmp_path)
+    assert metrics(tmp_path) == metrics(whole)
+
+
+def test_a_finished_run_says_so(world, whole, capsys):
+    before = (whole / "metrics.jsonl").read_bytes()
+    train(make_config(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
+    assert "has finished its 6 steps" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
+    with pytest.raises(ValueError, match=r"(?s)config.optimizer.lr: 0.001 -> 0.1.*config.steps: 6"):
+        train(make_config(*world, **{"optimizer.lr": 0.1, "steps": 7}), whole)
+    with pytest.raises(ValueError, match=r"config.policy.decay: 0.9 -> 0.5"):
+        train(make_config(*world, **{"policy.decay": 0.5}), whole)
+    other = testing.tiny_llava(tmp_path / "model", text={"num_hidden_layers": 1})
+    with pytest.raises(ValueError, match="the frozen model"):
+        train(make_config(other, world[1]), whole)
+    more = write_data(tmp_path / "data", count=7)
+    with pytest.raises(ValueError, match="the training file"):
+        train(make_config(world[0], more), whole)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"checkpoints but no run.json"):
+        train(make_config(*world), tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"run.json is not the description of a run"):
+        train(make_config(*world), tmp_path)

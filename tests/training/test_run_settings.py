@@ -1,0 +1,131 @@
+"""What a run refuses before it loads anything, and the shipped configurations."""
+
+import pytest
+from tiny_run import ROOT, load_config, make_config, write_data
+
+from stepprune_jax import testing
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data.source import data_folder
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.training import selectors, train
+from stepprune_jax.training.settings import changed_fields, check_config, flat, make_mesh
+
+MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
+ABLATIONS = {
+    "causal": ("encoder_attention", "causal"),
+    "last": ("aggregation", "last"),
+    "uniform": ("aggregation", "uniform"),
+    "alive": ("aggregation", "alive"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
+        ({"batch_size": -1}, "config.batch_size is -1"),
+        ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number from 0"),
+        ({"optimizer.b1": 1.5}, "config.optimizer.b1 is 1.5, expected a share from 0 to 1"),
+        ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected above 0"),
+        ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
+        ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
+        ({"model.attention": "flash"}, "attention is 'flash'"),
+        ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
+        ({"model.rows_at_once": 3}, r"rows_at_once is 3, expected 0 or a divisor of .* \(8\)"),
+        ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
+        ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
+        ({"mesh": "data"}, "config.model.rows_at_once is 4, expected a multiple of the 8 devices"),
+        ({"tensorboard": True}, "tensorboardX is not installed"),
+        ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
+    ],
+)
+def test_bad_fields_are_named(tmp_path, change, message):
+    testing.tiny_llava(tmp_path / "model")
+    write_data(tmp_path / "data", count=1)
+    config = make_config(tmp_path / "model", tmp_path / "data", **change)
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_missing_folders_and_fields_are_named(tmp_path):
+    config = make_config(tmp_path / "none", tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        train(config, tmp_path / "run")
+    testing.tiny_llava(tmp_path / "model")
+    config.model.folder = str(tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match=r"config.data.folder: no file .*train.json"):
+        train(config, tmp_path / "run")
+    config.data.folder, config.data.name = "", "folder"
+    with pytest.raises(ValueError, match=r"config.data.folder is empty"):
+        train(config, tmp_path / "run")
+    del config.data["workers"]
+    with pytest.raises(ValueError, match=r"config.data.workers is missing"):
+        check_config(config)
+
+
+def test_a_sample_of_text_alone_is_named(tmp_path):
+    testing.tiny_llava(tmp_path / "model")
+    turns = [{"from": "human", "value": "two ?"}, {"from": "gpt", "value": "no"}]
+    entry = {"id": "chat", "conversations": turns}
+    write_data(tmp_path / "data", count=2, entries=[entry])
+    with pytest.raises(ValueError, match=r"conversation 2 \(id 'chat'\) has no image"):
+        train(make_config(tmp_path / "model", tmp_path / "data"), tmp_path / "run")
+
+
+def test_the_world_is_written_once_and_not_mixed_up(tmp_path, capsys):
+    config = load_config("shapes")
+    config.data.update({"train_scenes": 2, "validation_scenes": 1, "test_scenes": 1})
+    folder = data_folder(config, tmp_path)
+    assert (folder / "train.json").is_file() and "Writing" in capsys.readouterr().out
+    assert data_folder(config, tmp_path) == folder and not capsys.readouterr().out
+    config.data.seed = 3
+    with pytest.raises(ValueError, match="seed is 0, not 3"):
+        data_folder(config, tmp_path)
+    config.data.train_scenes = 0
+    with pytest.raises(ValueError, match="train_scenes is 0"):
+        data_folder(config, tmp_path)
+
+
+def test_only_fields_that_change_what_is_learned_count():
+    old, config = flat(load_config("shapes")), load_config("shapes")
+    config.log_every, config.eval.batch_size, config.data.cache_gb = 1, 2, 0.5
+    config.model.folder, config.autoselect.width = "elsewhere", 8
+    assert changed_fields(old, flat(config), "stepprune") == []
+    config.policy.random_budget = (0.1, 0.2)
+    config.batch_size = 8
+    assert changed_fields(old, flat(config), "stepprune") == [
+        "config.batch_size: 32 -> 8",
+        "config.policy.random_budget: [0.08, 0.36] -> [0.1, 0.2]",
+    ]
+
+
+def test_shipped_configurations_build_what_they_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    default = selectors.build(load_config("shapes"), MODEL)
+    assert isinstance(default, PolicyConfig) and default.feature_width == 32
+    for name, (field, value) in ABLATIONS.items():
+        config = load_config(f"ablations/{name}")
+        check_config(config)
+        found = selectors.build(config, MODEL)
+        assert getattr(found, field) == value != getattr(default, field)
+    literal = selectors.build(load_config("ablations/literal"), MODEL)
+    assert literal == selectors.build(load_config("shapes", "literal"), MODEL)
+    shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
+    assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
+    rival = selectors.build(load_config("ablations/autoselect"), MODEL)
+    assert rival.policy_width == default.policy_width
+    with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
+        load_config("shapes", "loose")
+
+
+def test_unknown_fields_of_a_method_are_named():
+    config = load_config("shapes")
+    config.policy.depth = 2
+    with pytest.raises(ValueError, match=r"config.policy has unknown field"):
+        selectors.build(config, MODEL)
+
+
+def test_one_device_needs_no_mesh():
+    config = load_config("shapes")
+    assert make_mesh(config) is None

@@ -1,0 +1,194 @@
+"""The step: what it differentiates, what it must not see, and the loss it computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import make_config, write_data
+
+from stepprune_jax import load_vlm, policy, testing
+from stepprune_jax.baselines import AutoSelectConfig
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data.llava import read_conversations
+from stepprune_jax.generate.placement import beside, place_rows
+from stepprune_jax.models import vlm
+from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.training import selectors, settings, step
+from stepprune_jax.training.batches import Batches, encode_rows
+from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
+from stepprune_jax.training.pixels import PixelCache
+
+SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    testing.tiny_llava(folder / "model")
+    write_data(folder / "data")
+    model = load_vlm(folder / "model", None, jnp.float32, progress=False)
+    setup = settings.make_setup(make_config(folder / "model", folder / "data"), model.config)
+    samples = read_conversations(
+        folder / "data" / "train.json", folder / "data" / "images", split_turns=True
+    )
+    rows = encode_rows(samples, model.tokenizer, 9, 2048)
+    batches = Batches(rows, 8, 0, 64, PixelCache(model.image_settings, 24, 1 << 20))
+    return model, setup, jax.tree.map(jnp.asarray, next(batches.stream(0, 1)))
+
+
+def fresh(run):
+    """State, statistics and key where a run has them, so that its program is used."""
+    model, setup, _ = run
+    state = jax.jit(step.init_state, static_argnums=1)(jax.random.key(0), setup)
+    return beside(model.params, (state, policy.FeatureStats.start(32), jax.random.key(1)))
+
+
+def full_logits_loss(params, model, tokens, batch):
+    """The loss from logits of every place, by labels that are expanded on the host."""
+    n = tokens.shape[1]
+    with jax.ensure_compile_time_eval():
+        targets = jax.tree.map(np.asarray, batch.targets)
+    labels = np.full((8, targets.ids.shape[1] - 1 + n), -1)
+    for row in range(8):
+        ids = targets.ids[row, : int(targets.length[row])].tolist()
+        answer = targets.target[row][targets.supervised[row]].tolist()
+        assert ids[-len(answer) :] == answer  # these conversations end with their only answer
+        end = len(ids) - 1 + n
+        labels[row, end - len(answer) - 1 : end - 1] = answer
+    visual = vlm.project(params, model.config, tokens)[:, None]
+    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
+    sequence = vlm.assemble(
+        params, model.config, batch.targets.ids, batch.targets.length, visual, index >= 0, index,
+        capacity=labels.shape[1],
+    )  # fmt: skip
+    logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
+    return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)
+
+
+def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
+    model, setup, batch = run
+    tokens = jax.random.normal(jax.random.key(0), (8, 9, 32))
+    reading = setup.reading(None)  # four rows at a time
+    slope = jax.jit(jax.value_and_grad(lambda t, p: lm_loss(p, reading, t, batch.targets)))
+    plain = jax.jit(jax.value_and_grad(lambda t, p: full_logits_loss(p, model, t, batch)))
+    (value, grad), expected = slope(tokens, model.params), plain(tokens, model.params)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    assert float(jnp.abs(grad).max()) > 1e-3
+    np.testing.assert_allclose(grad, expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_map_rows_keeps_their_order():
+    x = np.arange(12.0).reshape(6, 2)
+    model = LlavaConfig.from_hf(testing.tiny_hf_config())
+    for rows in (0, 1, 2, 3, 6):
+        found = map_rows(lambda x: (x * 2, x.sum(1)), Reading(model, rows=rows), jnp.asarray(x))
+        np.testing.assert_array_equal(found[0], 2 * x)
+        np.testing.assert_array_equal(found[1], x.sum(1))
+
+
+def test_an_update_changes_the_policy_only(run):
+    model, setup, batch = run
+    state, stats, key = fresh(run)
+    before, names = jax.tree.map(np.array, (model.params, state.params)), jax.tree.structure(state)
+    for number in range(2):  # the first learning rate is 0
+        state, scalars = step.update(
+            model.params, state, stats, batch, key, np.int32(number), setup=setup, mesh=None
+        )
+    assert jax.tree.structure(state) == names
+    jax.tree.map(np.testing.assert_array_equal, before[0], jax.tree.map(np.array, model.params))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), before[1], state.params)
+    assert changed["stop"] and changed["decoder"]["pointer"]["key"]["kernel"]
+    moments = jax.tree.leaves(state.optimizer)
+    assert {leaf.shape for leaf in moments} <= {
+        (),
+        *(x.shape for x in jax.tree.leaves(state.params)),
+    }
+    assert float(scalars["lr"]) == pytest.approx(setup.lr / 2)
+
+
+def test_four_devices_give_the_loss_of_one(run):
+    model, setup, batch = run
+    mesh = build_mesh({"data": 4}, jax.devices()[:4])
+    spread = jax.device_put(model.params, shardings(model.params, VLM_RULES, mesh))
+    found = []
+    for params, where in ((model.params, None), (spread, mesh)):
+        state, stats, key = beside(params, fresh(run))
+        rows = place_rows(where, batch)
+        _, scalars = step.update(
+            params, state, stats, rows, key, np.int32(0), setup=setup, mesh=where
+        )
+        found.append([float(scalars[name]) for name in ("loss", "lm_loss", "k_mean", "grad_norm")])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_a_bad_batch_is_skipped_and_counted(run):
+    model, setup, batch = run
+    state, stats, key = fresh(run)
+    before = jax.tree.map(np.array, state)
+    broken = batch._replace(pixels=jnp.full_like(batch.pixels, np.nan))
+    state, scalars = step.update(
+        model.params, state, stats, broken, key, np.int32(3), setup=setup, mesh=None
+    )
+    assert not np.isfinite(scalars["loss"]) and int(scalars["skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, before[:3], jax.tree.map(np.array, state[:3]))
+
+
+def test_what_the_policy_sees_does_not_depend_on_the_answer(run):
+    model, setup, batch = run
+    params = fresh(run)[0].params
+
+    def encoded(embedding):
+        language = model.params["language"] | {"embed": {"embedding": embedding}}
+        seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
+        found = policy.encode(
+            params, setup.selector, seen.image, seen.text, text_mask=seen.text_mask
+        )
+        return jnp.sum(found**2)
+
+    table = model.params["language"]["embed"]["embedding"]
+    slope = np.abs(np.asarray(jax.jit(jax.grad(encoded))(table))).sum(1)
+    asked = {int(i) for row, n in zip(batch.text, batch.text_length, strict=True) for i in row[:n]}
+    answers = {int(i) for i in batch.targets.target[batch.targets.supervised]} - asked
+    assert answers and all(slope[i] == 0 for i in answers)
+    assert all(slope[i] > 0 for i in asked)
+    assert set(np.flatnonzero(slope).tolist()) == asked  # nor the template, nor the padding
+
+
+def test_schedules_by_hand():
+    model = LlavaConfig.from_hf(testing.tiny_hf_config())
+    setup = step.Setup(model, policy.PolicyConfig(), steps=110, lr=1.0, final_lr=0.2, warmup=10)
+    found = [float(step.learning_rate(setup, i)) for i in (0, 5, 10, 60, 110)]
+    np.testing.assert_allclose(found, [0, 0.5, 1, 0.6, 0.2], rtol=1e-6)
+
+
+def test_statistics_are_those_of_all_pictures(run):
+    model, setup, batch = run
+    features = jax.jit(lambda p: step.encode_rows(p, setup, batch.pixels, None))(model.params)
+    features, stats = features.reshape(-1, 32), fresh(run)[1]
+    every = np.ones(8, bool)
+    for pixels, counted in ((batch.pixels, every), (batch.pixels + 100, ~every)):
+        stats = step.gather_stats(model.params, stats, pixels, counted, setup=setup, mesh=None)
+    assert float(stats.count) == 72
+    np.testing.assert_allclose(stats.mean, features.mean(0), atol=1e-5)
+    np.testing.assert_allclose(stats.var, features.var(0), rtol=1e-3)
+
+
+def test_the_one_shot_rival_has_the_same_interface(run):
+    _, setup, _ = run
+    rival = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
+    params = selectors.init(jax.random.key(0), rival)
+    inputs = selectors.Inputs(
+        jax.random.normal(jax.random.key(1), (2, 9, 32)), jnp.ones((2, 3, 48)), jnp.ones((2, 3)) > 0
+    )
+    progress = selectors.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
+
+    def loss(params):
+        return selectors.train_loss(
+            params, rival, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress,
+            policy.FeatureStats.start(32),
+        )  # fmt: skip
+
+    value, found = jax.eval_shape(loss, params)
+    assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
+    assert value.shape == found["running_count"].shape == ()

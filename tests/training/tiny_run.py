@@ -1,0 +1,54 @@
+"""A run on a tiny LLaVA and a few pictures, the same shapes in every test."""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+from PIL import Image
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
+ANSWERS = ("red", "dog", "two", "yes", "no")
+
+
+def load_config(name, *arguments):
+    spec = importlib.util.spec_from_file_location("a_config", ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(*arguments)
+
+
+def write_data(folder, count=6, side=24, entries=()):
+    random = np.random.default_rng(0)
+    (folder / "images").mkdir(parents=True)
+    samples = []
+    for i in range(count):
+        pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
+        turns = []
+        for j in range(2):
+            mark = "" if turns else "<image>\n"
+            turns.append({"from": "human", "value": mark + QUESTIONS[(i + j) % 3]})
+            turns.append({"from": "gpt", "value": ANSWERS[(i + 2 * j) % 5]})
+        samples.append({"id": f"s{i}", "image": f"{i}.png", "conversations": turns})
+    (folder / "train.json").write_text(json.dumps([*samples, *entries]))
+    return folder
+
+
+def make_config(model, data, **changes):
+    config = load_config("shapes")
+    config.model.folder, config.model.rows_at_once = str(model), 4
+    config.data.folder, config.data.length_multiple = str(data), 64
+    config.policy.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
+    config.autoselect.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
+    config.update({"steps": 6, "batch_size": 8, "log_every": 1, "checkpoint_every": 2})
+    config.optimizer.warmup = 2
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def metrics(workdir):
+    """Lines of a run without what depends on the machine."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
