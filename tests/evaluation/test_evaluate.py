@@ -18,6 +18,8 @@ from stepprune_jax.evaluation import evaluate, read_report
 from stepprune_jax.evaluation.settings import read_settings
 from stepprune_jax.evaluation.sources import split_folders
 
+# Random weights answer with characters that no font has.
+pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
 WRONG = (1, 4, 5)
 
 
@@ -41,7 +43,7 @@ def run(world, tmp_path_factory):
     ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
     config = small_config(*world, rows=rows, ablations=ablations)
     (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    return config, workdir, evaluate(config, workdir)
+    return config, workdir, evaluate(config, workdir, command="python eval.py --here")
 
 
 def test_the_table_has_every_row(run):
@@ -83,6 +85,13 @@ def test_the_report_can_be_read_again(run, world):
     assert set(families[0]["families"]) == {"long", "short"}
     facts = json.loads((workdir / "report" / "report.json").read_text())
     assert len(facts["stop_biases"]) == 5 and facts["stop_biases"]["StepPrune, 66.7"]
+
+
+def test_the_page_is_drawn(run):
+    _, workdir, _ = run
+    page = (workdir / "report" / "index.html").read_text()
+    assert "python eval.py --here" in page and "AutoSelect-like" in page
+    assert (workdir / "report" / "accuracy.png").stat().st_size > 1000
 
 
 def test_a_second_run_gives_the_same_report(run):
