@@ -40,7 +40,7 @@ def trained(monkeypatch):
 def changes(world):
     return [
         f"model.folder={world / 'model'}", "data.name=folder", f"data.folder={world / 'data'}",
-        "eval.budgets=[4, 2]", "eval.batch_size=8", "steps=100",
+        "eval.budgets=[4, 2]", "eval.batch_size=4", "steps=100",
     ]  # fmt: skip
 
 
