@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from small_world import one_shot, stepprune, tiny_model, write_split
 
+from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
 from stepprune_jax.evaluation import measure
@@ -16,6 +17,7 @@ from stepprune_jax.generate.decoding import run_decode, run_start
 from stepprune_jax.generate.prefix import place
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import Picks, gather
+from stepprune_jax.sharding import build_mesh
 
 N, STEPS = 9, 4
 SETTINGS = Settings(budgets=(4, 2), batch_size=4)
@@ -193,3 +195,16 @@ def test_a_broken_picture_is_named(bench, tmp_path):
     bad.write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"bad\.png"):
         encode_split(bench.model, [Question("a", bad, "dog", "x")], batch_size=2)
+
+
+def test_a_mesh_gives_the_same_orders_and_answers(bench, test_split):
+    mesh = build_mesh("data_tensor")
+    model = load_vlm(bench.model.folder, mesh, jnp.float32, progress=False)
+    there = measure.make_bench(model, test_split, None, SETTINGS)
+    np.testing.assert_allclose(there.test.features, bench.test.features, rtol=1e-4, atol=1e-5)
+    orders = [
+        trained_order(b.model, stepprune(), b.test, steps=2, batch_size=4) for b in (bench, there)
+    ]
+    np.testing.assert_array_equal(orders[0].order, orders[1].order)
+    selection = exact_row("x", orders[0].order, 2, N).selection
+    assert answers(there, selection) == answers(bench, selection)
