@@ -4,6 +4,9 @@ Any field of the configuration can be set by a flag; `--config.data.test_seed=7`
 a fresh test world.
 """
 
+import shlex
+import sys
+
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -18,7 +21,8 @@ def main(argv: list[str]):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)
-    evaluate(_CONFIG.value, _WORKDIR.value)
+    command = shlex.join(["python", *sys.argv])
+    evaluate(_CONFIG.value, _WORKDIR.value, command=command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The whole evaluation of a run: every method on every question, tables and statistics."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ from stepprune_jax.evaluation.statistics import make_statistics
 from stepprune_jax.evaluation.tables import make_family_table, make_table, markdown, write_tables
 
 
-def evaluate(config: Any, workdir: str | Path) -> list[dict[str, Any]]:
+def evaluate(
+    config: Any, workdir: str | Path, *, command: str | None = None
+) -> list[dict[str, Any]]:
     """Compares the policy of a run with all tokens, with heuristics and with other policies.
 
     Stop biases are calibrated on the validation split, everything is measured on the test split.
     Writes workdir/report: table.{json,md,csv}, table_by_family.{json,md}, statistics.json,
-    records/ and report.json; prints the table.
+    records/, report.json, and the figures and index.html of `visualize.redraw`; prints the table.
 
     Args:
         config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
         workdir: folder of the run, with policy.safetensors.
+        command: the command that this is, for the page.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
@@ -49,6 +53,7 @@ def evaluate(config: Any, workdir: str | Path) -> list[dict[str, Any]]:
     settings = read_settings(config)
     policies = load_policies(settings, workdir)
     report = folders.open_folder(workdir / "report")
+    folders.write_manifest(report, {})  # no longer that of an earlier, finished report
     places = split_folders(config, workdir)
     test = read_split(places["test"], "test")
     validation = calibration_split(places["validation"], policies, settings)
@@ -63,23 +68,32 @@ def evaluate(config: Any, workdir: str | Path) -> list[dict[str, Any]]:
         "grid": grid_shape(model.config),
         "seed": config.seed,
         "model": str(model.folder),
-        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
-        "stop_biases": {
-            f"{row.method}, {row.pruning_rate:g}": round(row.stop_bias, 4)
-            for row in rows
-            if row.stop_bias is not None
-        },
-        "device": jax.devices()[0].device_kind,
         "seconds": round(time.monotonic() - begin, 1),
     }
     metrics = workdir / "metrics.jsonl"
     if metrics.is_file():
         facts["metrics_file"] = folders.relative(metrics, report)
+    facts |= describe(settings, rows)
     table = write_results(report, records, test, config.seed, facts)
     print(markdown(table), end="")
+    # Imported here: drawing reads what is written here, and needs what nothing else does.
+    from stepprune_jax.visualize import redraw
+
+    page = redraw(report, command=command)
     seconds = time.monotonic() - begin
-    print(f"{len(test.questions)} questions, {len(rows)} rows in {seconds:.0f} s: {report}")
+    print(f"{len(test.questions)} questions, {len(rows)} rows in {seconds:.0f} s: {page}")
     return table
+
+
+def describe(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+    """Settings, the stop biases that were found, and the device, as JSON has them."""
+    biases = {
+        f"{row.method}, {row.pruning_rate:g}": round(row.stop_bias, 4)
+        for row in rows
+        if row.stop_bias is not None
+    }
+    plain = {name: _plain(value) for name, value in settings._asdict().items()}
+    return {"settings": plain, "stop_biases": biases, "device": jax.devices()[0].device_kind}
 
 
 def calibration_split(

@@ -1,6 +1,6 @@
 r"""Trains and evaluates every trained row on several seeds; means and standard deviations.
 
-    python -m stepprune_jax.evaluation.seeds --config configs/shapes.py --workdir runs/seeds \\
+    python -m stepprune_jax.evaluation.seeds --config configs/shapes.py --workdir runs/seeds \
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
 Each run lies in WORKDIR/ROW-SEED. The same command again goes on where it was stopped.
@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import logging
+from ml_collections import ConfigDict
 
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation import measure
 from stepprune_jax.evaluation.configs import ROWS, RowConfig, load_config, row_configs
@@ -34,6 +37,9 @@ from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.evaluation.spread import differences, summarise
 from stepprune_jax.evaluation.tables import make_table, markdown
+from stepprune_jax.training import train
+from stepprune_jax.training.checkpoints import claim, file_identity, model_identity
+from stepprune_jax.training.settings import model_folders
 
 RESULTS = "results.json"
 
@@ -42,14 +48,21 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        row: which configuration.
-        seed: its seed.
+        key: of its row on the command line.
+        method: of its row in tables.
+        config: with its seed.
         folder: its working directory.
     """
 
-    row: RowConfig
-    seed: int
+    key: str
+    method: str
+    config: ConfigDict
     folder: Path
+
+    @property
+    def seed(self) -> int:
+        """Of training."""
+        return self.config.seed
 
     @property
     def policy_file(self) -> Path:
@@ -68,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE",
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="changes",
         help="fields to change in every configuration, such as steps=100",
     )  # fmt: skip
     # For the processes that this one starts: only train, on these processors.
@@ -89,7 +102,7 @@ def run_seeds(
     rows: Sequence[str],
     *,
     processes: int = 1,
-    set: Sequence[str] = (),
+    changes: Sequence[str] = (),
     train_only: bool = False,
     cpus: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -101,7 +114,7 @@ def run_seeds(
         seeds: of the runs.
         rows: of `configs.ROWS`.
         processes: runs trained at a time, each on its share of the processors.
-        set: "field=value" for every configuration.
+        changes: "field=value" for every configuration.
         train_only: trains in this process and evaluates nothing.
         cpus: processors to run on.
 
@@ -115,63 +128,68 @@ def run_seeds(
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
     workdir = Path(workdir).resolve()
-    runs = plan(config, workdir, seeds, rows, processes, set)
-    base = load_config(config, set)
+    if processes < 1:
+        raise ValueError(f"--processes is {processes}, expected at least 1")
+    base = load_config(config, changes)
     settings = read_settings(base)
+    planned = row_configs(config, rows, changes)
     places = split_folders(base, workdir)
-    data = str(places["validation"])
+    runs = plan(planned, workdir, seeds, places["validation"])
     if processes > 1 and not train_only:
         shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
-        shared += ["--set", *set] if set else []
+        shared += ["--set", *changes] if changes else []
         todo = [run for run in runs if not run.policy_file.is_file()]
         run_jobs([_job(run, shared) for run in todo], processes)
     else:
         for run in runs:
-            _train(run, data)
-    if train_only:
-        return {}
-    return evaluate_runs(base, workdir, runs, settings, places)
+            _train(run)
+    return {} if train_only else evaluate_runs(base, workdir, runs, settings, places)
 
 
-def plan(
-    config: str,
-    workdir: Path,
-    seeds: Sequence[int],
-    rows: Sequence[str],
-    processes: int,
-    changes: Sequence[str],
-) -> list[Run]:
-    """Every run, seed by seed; refuses arguments that make no sense before anything is done."""
+def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: Path) -> list[Run]:
+    """Every run, seed by seed, all on the same data.
+
+    Args:
+        rows: what to train.
+        workdir: folder of all runs.
+        seeds: of the runs.
+        data: folder with the training file.
+
+    Raises:
+        FileNotFoundError: the model or the data are not there.
+        ValueError: bad seeds, or a run's folder is that of another run.
+    """
     if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
         raise ValueError(f"--seeds is {list(seeds)}, expected distinct numbers from 0")
-    if processes < 1:
-        raise ValueError(f"--processes is {processes}, expected at least 1")
-    found = row_configs(config, rows, changes)
-    return [
-        Run(row, seed, workdir / f"{row.key}-{seed}") for seed in seeds for row in found
-    ]  # fmt: skip
+    runs, identity = [], file_identity(data / TRAIN_FILE)
+    models: dict[Any, str] = {}
+    for seed in seeds:
+        for row in rows:
+            config = row.config.copy_and_resolve_references()
+            config.seed, config.data.folder, config.data.test_seed = seed, str(data), None
+            run = Run(row.key, row.method, config, workdir / f"{row.key}-{seed}")
+            place = model_folders(config)
+            if place not in models:
+                models[place] = model_identity(inspect_folder(*place))
+            # Before anything is trained: a finished run with other settings is not taken for it.
+            claim(run.folder, config, models[place], identity)
+            runs.append(run)
+    return runs
 
 
 def _job(run: Run, shared: list[str]) -> Job:
     """The run as a process of its own."""
-    own = ["--rows", run.row.key, "--seeds", str(run.seed)]
+    own = ["--rows", run.key, "--seeds", str(run.seed)]
     command = [sys.executable, "-m", "stepprune_jax.evaluation.seeds", *shared, *own]
     return Job(run.folder.name, command, run.folder / "train.log", run.policy_file)
 
 
-def _train(run: Run, data: str) -> None:
+def _train(run: Run) -> None:
     """Trains one run in this process, unless it is done."""
     if run.policy_file.is_file():
         return
-    # Imported here: an evaluation of finished runs needs no optimiser.
-    from stepprune_jax.training import train
-
-    config = run.row.config.copy_and_resolve_references()
-    config.seed = run.seed
-    config.data.folder = data  # one world for all runs
-    config.data.test_seed = None
-    print(f"Training {run.row.method}, seed {run.seed}, in {run.folder}", flush=True)
-    train(config, run.folder)
+    print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
+    train(run.config, run.folder)
     if not run.policy_file.is_file():
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
@@ -193,44 +211,52 @@ def evaluate_runs(
     """
     report = folders.open_folder(workdir / "report")
     test = read_split(places["test"], "test")
-    marks = {run.folder: _mark(run, test, settings) for run in runs}
-    baseline = workdir / "baselines" / RESULTS
-    shared_mark = _mark(None, test, settings)
-    todo = [run for run in runs if _known(run.folder / RESULTS, marks[run.folder]) is None]
-    if todo or _known(baseline, shared_mark) is None:
-        model = load_model(base)
-        policies = {run.folder: load_policy(run.policy_file) for run in todo}
-        for run in todo:
-            check_policies({run.row.method: policies[run.folder]}, model.config, settings)
-        needed = {run.row.method: policies[run.folder] for run in todo}
-        spare = calibration_split(places["validation"], needed, settings)
-        bench = measure.make_bench(model, test, spare, settings, base.model.attention)
-        whole = _baselines(bench, baseline, shared_mark, base.seed)
-        for run in todo:
-            print(f"Evaluating {run.row.method}, seed {run.seed}", flush=True)
-            method = run.row.method
-            rows = measure.trained_rows(bench, {method: policies[run.folder]})[method]
-            table = make_table([whole, *measure.answer_rows(bench, rows)], run.seed)[1:]
-            _save(run.folder / RESULTS, marks[run.folder], table)
-    untrained = _known(baseline, shared_mark)
-    tables = [
-        (run.row.method, run.seed, _known(run.folder / RESULTS, marks[run.folder]))
-        for run in runs
-    ]  # fmt: skip
-    rows = summarise(untrained, [table for *_, table in tables])
+    marks = [_mark(run, test, settings) for run in runs]
+    first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
+    todo = [
+        (run, mark)
+        for run, mark in zip(runs, marks, strict=True)
+        if _known(run.folder / RESULTS, mark) is None
+    ]
+    if todo or _known(*first) is None:
+        _evaluate_missing(base, test, places, settings, todo, first)
+    tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
         "questions": len(test.questions),
-        "rows": rows,
-        "differences": differences([table for *_, table in tables]),
+        "rows": summarise(_known(*first), tables),
+        "differences": differences(tables),
     }
     write_json(report / "seeds.json", result)
-    text = (
-        markdown(rows) + "\n" + (markdown(result["differences"]) if result["differences"] else "")
-    )
-    (report / "seeds.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    parts = [markdown(part) for part in (result["rows"], result["differences"]) if part]
+    (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
+    print("\n".join(parts), end="")
     return result
+
+
+def _evaluate_missing(
+    base: Any,
+    test: Split,
+    places: dict[str, Path],
+    settings: Settings,
+    todo: Sequence[tuple[Run, str]],
+    first: tuple[Path, str],
+) -> None:
+    """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
+    model = load_model(base)
+    policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
+    for run, _ in todo:
+        check_policies({run.method: policies[run.folder]}, model.config, settings)
+    needed = {run.method: policies[run.folder] for run, _ in todo}
+    spare = calibration_split(places["validation"], needed, settings)
+    bench = measure.make_bench(model, test, spare, settings, base.model.attention)
+    whole = _baselines(bench, *first, base.seed)
+    for run, mark in todo:
+        print(f"evaluating {run.method}, seed {run.seed}", flush=True)
+        policy = policies[run.folder]
+        rows = measure.trained_rows(bench, {run.method: policy})[run.method]
+        table = make_table([whole, *measure.answer_rows(bench, rows)], run.seed)[1:]
+        _save(run.folder / RESULTS, mark, table)
 
 
 def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Records:
