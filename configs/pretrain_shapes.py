@@ -39,7 +39,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.text_width = 128
     c.model.text_mlp = 344
     c.model.text_layers = 4
-    c.model.text_heads = 4
+    c.model.text_heads = 8
+    c.model.rope_theta = 1e6  # slow: what patches show is to be matched at any distance
 
     c.tower = ConfigDict()
     c.tower.steps = 1500
@@ -47,10 +48,12 @@ def get_config(arg: str = "") -> ConfigDict:
     c.tower.lr = 1.5e-3
 
     c.language = ConfigDict()
-    c.language.steps = 2000
+    c.language.steps = 1400
+    c.language.whole_steps = 900  # before images are thinned
     c.language.batch_size = 32
     c.language.lr = 2e-3
-    c.language.thinned_share = 0.6
+    c.language.muon_lr = 0.02
+    c.language.thinned_share = 0.75
     c.language.kept = (2, 4, 8, 16, 32, 64)
     c.language.train_tower = False
     return c

@@ -50,9 +50,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data = ConfigDict()
     c.data.name = "shapes"  # or "folder"
     c.data.folder = ""  # empty: workdir/data, written on first use
-    c.data.train_scenes = 4000
-    c.data.validation_scenes = 300
-    c.data.test_scenes = 1000
+    c.data.train_scenes = 3000
+    c.data.validation_scenes = 150
+    c.data.test_scenes = 520
     c.data.seed = 0
     c.data.test_seed = config_dict.placeholder(int)
     c.data.split_turns = True  # each question of a conversation is a sample of its own
@@ -76,7 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)
-    c.eval.batch_size = 64
+    c.eval.batch_size = 32
     return c
 
 

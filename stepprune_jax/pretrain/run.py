@@ -49,7 +49,7 @@ def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
     text = LlamaConfig(
         vocab_size=vocab_size, hidden_size=fields.text_width, intermediate_size=fields.text_mlp,
         num_layers=fields.text_layers, num_heads=heads, num_kv_heads=heads,
-        head_dim=fields.text_width // heads, max_positions=2048,
+        head_dim=fields.text_width // heads, max_positions=2048, rope_theta=fields.rope_theta,
     )  # fmt: skip
     return LlavaConfig(
         vision=vision, text=text, feature_layer=fields.feature_layer, image_token_id=image_token,
@@ -101,7 +101,8 @@ def _run_stage(
 def _recipe(config: Any, model: LlavaConfig, fields: Any, kept: int | None = None) -> Recipe:
     pieces = fields.batch_size // config.micro_batch
     devices = math.gcd(pieces, jax.device_count())
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept)
+    muon_lr = fields.get("muon_lr", 0.0)
+    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept, muon_lr)
 
 
 def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict | None:
@@ -126,7 +127,8 @@ def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict 
 def kept_at(config: Any, step: int) -> int | None:
     """How many visual tokens a step of the second stage shows; None means all."""
     random = np.random.default_rng([config.seed, 1, step])
-    if random.random() >= config.language.thinned_share:
+    whole = step < config.language.whole_steps
+    if whole or random.random() >= config.language.thinned_share:
         return None
     return int(random.choice(config.language.kept))
 

@@ -26,7 +26,7 @@ def check_config(config: Any) -> None:
     values = flat(config)
     for name in _COUNTS:
         _require(values, name, _is_count(values.get(name), 1), "an integer from 1")
-    for name in ("seed", "tower.steps", "cpu_devices"):
+    for name in ("seed", "tower.steps", "language.whole_steps", "cpu_devices"):
         _require(values, name, _is_count(values.get(name), 0), "an integer from 0")
     for name in ("tower.lr", "language.lr"):
         rate = values.get(name)

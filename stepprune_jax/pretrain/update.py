@@ -1,4 +1,4 @@
-"""One update of a stage: gradients of small pieces of a batch, on all cores, and AdamW."""
+"""One update of a stage: gradients of small pieces of a batch, on all cores, and the optimiser."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
+from optax.contrib import MuonDimensionNumbers, muon
 
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.generate.placement import jit_for_weights
@@ -34,6 +35,7 @@ class Recipe(NamedTuple):
       micro_batch: Rows of a piece of the batch.
       devices: How many share the pieces.
       kept: Visual tokens that the second stage shows; None shows all.
+      muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
     """
 
     model: LlavaConfig
@@ -42,14 +44,35 @@ class Recipe(NamedTuple):
     micro_batch: int
     devices: int
     kept: int | None = None
+    muon_lr: float = 0.0
+
+
+def _matrices(params: Any) -> Any:
+    """Which weights are maps between hidden states, in stacks of layers: Muon's."""
+
+    def dimensions(path, leaf):
+        kernel = jax.tree_util.keystr(path).endswith("['kernel']") and "head" not in path[-2].key
+        return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if kernel else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    warmup = min(50, recipe.steps // 4)
-    rate = optax.warmup_cosine_decay_schedule(0, recipe.lr, warmup, recipe.steps, recipe.lr / 100)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.02)
-    )
+    """AdamW; with `muon_lr`, Muon for matrices of hidden layers, which needs half the steps."""
+
+    def rate(peak):
+        warmup = min(50, recipe.steps // 4)
+        return optax.warmup_cosine_decay_schedule(0, peak, warmup, recipe.steps, peak / 100)
+
+    options = {"weight_decay": 0.02}
+    if recipe.muon_lr:
+        chosen = muon(
+            rate(recipe.muon_lr), adam_learning_rate=rate(recipe.lr), adam_b2=0.98,
+            adam_weight_decay=0.02, muon_weight_dimension_numbers=_matrices, **options,
+        )  # fmt: skip
+    else:
+        chosen = optax.adamw(rate(recipe.lr), b2=0.98, **options)
+    return optax.chain(optax.clip_by_global_norm(1.0), chosen)
 
 
 def _accumulate(
