@@ -48,7 +48,8 @@ def make_config(**changes):
     )  # fmt: skip
     config.tower.steps, config.tower.batch_size = 3, 4
     config.language.steps, config.language.batch_size = 4, 4
-    config.language.kept, config.language.lr = (4,), 0.05
+    config.language.kept, config.language.thinned_share = (4,), 0.6
+    config.language.lr = 0.05
     config.update_from_flattened_dict(changes)
     return config
 
