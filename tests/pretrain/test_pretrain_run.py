@@ -48,7 +48,8 @@ def make_config(**changes):
     )  # fmt: skip
     config.tower.steps, config.tower.batch_size = 3, 4
     config.language.steps, config.language.batch_size = 4, 4
-    config.language.kept, config.language.lr = (4,), 0.05
+    config.language.kept, config.language.thinned_share = (4,), 0.6
+    config.language.lr, config.language.whole_steps = 0.05, 1
     config.update_from_flattened_dict(changes)
     return config
 
@@ -182,6 +183,8 @@ def test_the_model_answers_as_in_transformers(data, whole):
         ),
         ({"tower.steps": -1}, "config.tower.steps is -1, expected an integer from 0"),
         ({"language.lr": 0.0}, "config.language.lr is 0.0, expected a number above 0"),
+        ({"language.muon_lr": -0.1}, "config.language.muon_lr is -0.1, expected a number from 0"),
+        ({"model.rope_theta": 0.0}, "config.model.rope_theta is 0.0, expected a number above 0"),
         ({"dtype": "int8"}, "config.dtype is 'int8', expected one of float16"),
         ({"model.vision_heads": 3}, r"config.model.vision_width is 16, expected a multiple of 4 x"),
         ({"model.text_heads": 16}, r"config.model.text_width is 16, expected a multiple of 2 x 16"),
