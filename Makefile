@@ -6,7 +6,7 @@ RUN ?= runs/shapes
 DEMO_FLAGS ?=
 PY = $(VENV)/bin/python
 
-.PHONY: demo test lint bench env clean
+.PHONY: demo report test lint bench env clean
 
 env: $(VENV)/.installed
 
@@ -19,6 +19,11 @@ $(VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 demo: env
 	$(PY) train.py --config configs/shapes.py --workdir $(RUN) $(DEMO_FLAGS)
 	$(PY) eval.py --config configs/shapes.py --workdir $(RUN) $(DEMO_FLAGS)
+
+# Every trained row afresh on five seeds: hours.
+report: env
+	$(PY) -m stepprune_jax.evaluation.seeds --config configs/shapes.py --workdir runs/seeds \
+	  --seeds 0 1 2 3 4 --processes 2
 
 test: env
 	$(PY) -m pytest -n 2 --dist loadfile

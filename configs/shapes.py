@@ -82,8 +82,12 @@ def get_config(arg: str = "") -> ConfigDict:
 
 def policy_fields(reading: str) -> ConfigDict:
     """Every field of `PolicyConfig` but the widths that the model has."""
-    build = PolicyConfig.literal if reading == "literal" else PolicyConfig
-    fields = dataclasses.asdict(build(width=64, num_heads=4, decoder_layers=1))
+    size = {"width": 64, "num_heads": 4, "decoder_layers": 1}
+    if reading == "literal":
+        shape = PolicyConfig.literal(**size)
+    else:
+        shape = PolicyConfig(**size, random_budget=(0.02, 0.5), price_range=2.0)
+    fields = dataclasses.asdict(shape)
     for name in ("feature_width", "text_width"):
         del fields[name]
     # Fields that may be None keep their type, so that flags can set them.
@@ -94,7 +98,7 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight",
+    "length_weight", "price_range",
 )  # fmt: skip
 
 
