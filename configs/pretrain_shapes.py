@@ -48,8 +48,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.tower.lr = 1.5e-3
 
     c.language = ConfigDict()
-    c.language.steps = 2200
-    c.language.whole_steps = 1500  # before images are thinned
+    c.language.steps = 2600
+    c.language.whole_steps = 1900  # before images are thinned
     c.language.batch_size = 32
     c.language.lr = 2e-3
     c.language.muon_lr = 0.02

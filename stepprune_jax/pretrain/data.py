@@ -86,11 +86,13 @@ def _read_labels(
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     words = {name: arrays.pop(name) for name in list(arrays) if name.startswith("words_")}
-    words = {name.replace("words_", "class_", 1): array for name, array in words.items()}
+    shares = {name for name in arrays if name.startswith("share_")}
+    kinds = {n: "share_" if n.replace("words", "share", 1) in shares else "class_" for n in words}
+    words = {name.replace("words_", kinds[name], 1): array for name, array in words.items()}
     for name, array in arrays.items():
         _check_shape(path, name, array, images, patches)
     for name, array in words.items():
-        classes = int(arrays[name].max()) + 1 if name in arrays else 0
+        classes = 2 if name in shares else int(arrays[name].max()) + 1 if name in arrays else 0
         if array.ndim != 1 or not classes or len(array) < classes:
             found = f"has classes up to {classes - 1}" if classes else "is not there"
             raise ValueError(
@@ -103,7 +105,7 @@ def _read_labels(
 def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
     """Refuses labels of other pictures or of another grid."""
     expected = {"class_": (images, patches), "value_": (images, patches, -1)}
-    expected["image_"] = (images, -1)
+    expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
     if shape is None:
         raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")

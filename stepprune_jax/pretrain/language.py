@@ -61,11 +61,12 @@ class Words(NamedTuple):
     """What patches show, as tokens of the vocabulary.
 
     Attributes:
-      label: Class of each patch.
+      label: Class of each patch; or, between two words, the share of the second, NaN where there is
+        nothing to say.
       token: Token of each class; -1 where it has no word.
     """
 
-    label: Int[Array, "i n"]
+    label: Int[Array, "i n"] | Float[Array, "i n"]
     token: Int[Array, "c"]
 
 
@@ -78,16 +79,23 @@ def _alignment_loss(
     """Cross-entropy of each patch's word among the words of its kind, by the nearest embedding.
 
     It puts visual tokens into the space of the words that name them, so that one way of matching
-    words serves all of them.
+    words serves all of them. A share between two words (how far to the right between "left" and
+    "right") is told by the same means.
     """
     named = words.token >= 0
     candidates = jnp.where(named[:, None], embedding[jnp.maximum(words.token, 0)], 0)
     logits = jnp.where(named, visual @ candidates.T, jnp.finfo(jnp.float32).min)
     label = jnp.take_along_axis(words.label, index, axis=1)
-    known = named[label]
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, jnp.where(known, label, jnp.argmax(named))
-    )
+    if jnp.issubdtype(label.dtype, jnp.floating):
+        known = jnp.isfinite(label)
+        share = jnp.where(known, label, 0.5)
+        target = jnp.stack([1 - share, share], axis=-1)
+        losses = optax.softmax_cross_entropy(logits, target)
+    else:
+        known = named[label]
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(known, label, jnp.argmax(named))
+        )
     return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
 
 

@@ -110,11 +110,12 @@ def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict 
     if not data.labels or not config.tower.steps:
         return params["vision"]
     recipe = _recipe(config, model, config.tower)
-    heads = init_heads(data.labels, model.vision.hidden_size)
+    told = {name: a for name, a in data.labels.items() if not name.startswith("share_")}
+    heads = init_heads(told, model.vision.hidden_size)
     trained, key = {"vision": params["vision"], "heads": heads}, jax.random.key(config.seed)
 
     def update(step, state, rows):
-        labels = {name: array[rows] for name, array in data.labels.items()}
+        labels = {name: array[rows] for name, array in told.items()}
         return tower_update(key, state, data.images(rows), labels, recipe=recipe)
 
     stage = _Stage("tower", config.tower.steps, config.tower.batch_size, update)
@@ -143,6 +144,11 @@ def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
     return params | {"language": language, "projector": projector}
 
 
+def _wide(label: np.ndarray) -> np.ndarray:
+    """Labels as programs take them."""
+    return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
+
+
 def _train_language(config, workdir, model, params, packed, tokens, data: Data, interrupt):
     """All weights after the second stage."""
     params = jax.device_get(params)  # the stages may share the work among different devices
@@ -155,7 +161,7 @@ def _train_language(config, workdir, model, params, packed, tokens, data: Data, 
 
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
-        labels = {name: data.labels[name][rows].astype(np.int32) for name in tokens}
+        labels = {name: _wide(data.labels[name][rows]) for name in tokens}
         return language_update(
             jax.random.fold_in(key, step), state, frozen, data.images(rows), part, (labels, tokens),
             recipe=recipes[kept_at(config, step)],

@@ -127,7 +127,8 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
       `class_color` (0 none, colours from 1) and `class_background`, int8 [n], and `value_place`
       float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
-      picture of `SIDE` pixels, NaN where there is no shape.
+      picture of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: the
+      same centre as shares of the picture's width and height.
     """
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
@@ -147,15 +148,18 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
     ground = np.full(n, BACKGROUNDS.index(scene.background), np.int8)
     return {
         "class_kind": kind, "class_color": color, "class_background": ground, "value_place": place,
+        "share_across": (place[:, 0] + 1) / 2, "share_down": (place[:, 1] + 1) / 2,
     }  # fmt: skip
 
 
 def label_words() -> dict[str, np.ndarray]:
-    """The word for each class of `patch_labels`, "" where there is none."""
+    """The word for each class of `patch_labels`, "" where there is none, and those of shares."""
     return {
         "words_kind": np.asarray(["", *SHAPES, "dots"]),
         "words_color": np.asarray(["", *COLORS]),
         "words_background": np.asarray(BACKGROUNDS),
+        "words_across": np.asarray(["left", "right"]),
+        "words_down": np.asarray(["above", "below"]),
     }
 
 
