@@ -17,6 +17,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = ConfigDict()
     c.method = "pretrain"
     c.seed = 0
+    c.init = ""  # a model's folder to go on from, in place of random weights
     c.micro_batch = 8
     c.cpu_devices = 2  # cores, each a device with rows of its own; 0 leaves it to jax
     c.log_every = 20
@@ -27,6 +28,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = ""  # empty: the shapes world, written to workdir/data
     c.data.train_scenes = 24000
     c.data.seed = 1000  # not that of any other split
+    c.data.emphasis = 1.0  # factor on the families that are learned last
 
     c.model = ConfigDict()
     c.model.image_size = 96

@@ -51,14 +51,14 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
     )  # fmt: skip
 
 
-def world_size(config: Any) -> dict[str, int]:
-    """How finely the shapes world is drawn, as arguments of `write_world`.
+def world_size(config: Any) -> dict[str, int | float]:
+    """How finely the shapes world is drawn and what it asks about, as arguments of `write_world`.
 
     Args:
-        config: the run's `ConfigDict`; `data.side` (pixels) and `data.grid` (patches along an edge)
-            may be absent.
+        config: the run's `ConfigDict`; `data.side` (pixels), `data.grid` (patches along an edge) and
+            `data.emphasis` may be absent.
 
     Returns:
-        Those of the two that the configuration has.
+        Those that the configuration has.
     """
-    return {name: config.data[name] for name in ("side", "grid") if name in config.data}
+    return {name: config.data[name] for name in ("side", "grid", "emphasis") if name in config.data}

@@ -61,7 +61,7 @@ def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
     patches = grid_side(flat(config)) ** 2
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
     tower = bool(labels) and config.tower.steps > 0
-    if not tower and not config.language.train_tower:
+    if not tower and not config.language.train_tower and not config.init:
         why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
         raise ValueError(
             f"nothing would train the tower: {why}, and config.language.train_tower is False; set "

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.data.images import ImageSettings
@@ -152,7 +152,8 @@ def _wide(label: np.ndarray) -> np.ndarray:
 def _train_language(config, workdir, model, params, packed, tokens, data: Data, interrupt):
     """All weights after the second stage."""
     params = jax.device_get(params)  # the stages may share the work among different devices
-    params = _start_language(params, model, data)
+    if not config.init:
+        params = _start_language(params, model, data)
     parts = ["projector", "language"] + ["vision"] * config.language.train_tower
     trained = {name: params[name] for name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
@@ -172,6 +173,18 @@ def _train_language(config, workdir, model, params, packed, tokens, data: Data, 
     state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
     return None if state is None else frozen | state.trained
+
+
+def _first_model(config: Any, data: Data) -> tuple[dict, LlavaConfig, Any]:
+    """Weights, shape and tokenizer to start from: random ones, or those of `config.init`."""
+    if config.init:
+        found = load_vlm(config.init, dtype=np.float32)
+        return found.params, found.config, found.tokenizer
+    tokenizer = build_tokenizer(turn for sample in data.samples for turn in sample.turns)
+    model = model_config(config.model, len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
+    params = vlm.init_params(jax.random.key(config.seed), model)
+    params["vision"] = init_tower(jax.random.key(config.seed), model.vision)
+    return params, model, tokenizer
 
 
 def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | None:
@@ -196,11 +209,8 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
     settings = ImageSettings(resize_to=side, crop_to=(side, side))
     data = read(config, folder, settings)
     claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
-    tokenizer = build_tokenizer(turn for sample in data.samples for turn in sample.turns)
-    model = model_config(config.model, len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
+    params, model, tokenizer = _first_model(config, data)
     packed = pack(tokenizer, data.samples)
-    params = vlm.init_params(jax.random.key(config.seed), model)
-    params["vision"] = init_tower(jax.random.key(config.seed), model.vision)
     with Interrupt() as interrupt:
         vision = _train_tower(config, workdir, model, params, data, interrupt)
         if vision is None:

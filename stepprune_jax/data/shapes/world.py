@@ -28,9 +28,12 @@ class _Drawing(NamedTuple):
     folder: Path
     side: int
     grid: int
+    emphasis: float  # of training questions
 
 
-def scene_at(seed: int, split: str, number: int, grid: int = GRID) -> tuple[Scene, list[Query]]:
+def scene_at(
+    seed: int, split: str, number: int, grid: int = GRID, emphasis: float = 1.0
+) -> tuple[Scene, list[Query]]:
     """One scene of the world and its questions, without writing anything.
 
     Args:
@@ -38,13 +41,14 @@ def scene_at(seed: int, split: str, number: int, grid: int = GRID) -> tuple[Scen
       split: "train", "validation" or "test".
       number: Number of the scene in the split.
       grid: Patches along an edge, in which the questions' `relevant` is given.
+      emphasis: Factor on how often the families that are learned last are asked.
 
     Returns:
       The scene and its questions; the same for the same arguments.
     """
     random = np.random.default_rng([seed, _SPLITS[split], number])
     scene = draw_scene(random)
-    return scene, ask(scene, random, grid=grid)
+    return scene, ask(scene, random, grid=grid, emphasis=emphasis)
 
 
 def _name(split: str, number: int) -> str:
@@ -56,7 +60,8 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
     for number in tqdm(
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
     ):
-        scene, queries = scene_at(seed, split, number, to.grid)
+        emphasis = to.emphasis if split == "train" else 1.0
+        scene, queries = scene_at(seed, split, number, to.grid, emphasis)
         render(scene, to.side).save(to.folder / "images" / _name(split, number))
         yield scene, queries
 
@@ -115,6 +120,7 @@ def write_world(
     patches: bool = False,
     side: int = SIDE,
     grid: int = GRID,
+    emphasis: float = 1.0,
 ) -> Path:
     """Writes a world; what is already there with the same settings is left as it is.
 
@@ -132,6 +138,7 @@ def write_world(
         pretraining.
       side: Height and width of the pictures in pixels.
       grid: Patches along an edge, for their labels and for what an answer depends on.
+      emphasis: Factor on how often training questions are of the families that are learned last.
 
     Returns:
       The folder.
@@ -145,7 +152,7 @@ def write_world(
     settings = {
         "version": VERSION, "seed": seed, "train": train, "validation": validation, "test": test,
         "test_seed": seed if test_seed is None else test_seed, "patches": patches, "side": side,
-        "grid": grid,
+        "grid": grid, "emphasis": emphasis,
     }  # fmt: skip
     for name, value in settings.items():
         if value < 0:
@@ -157,7 +164,8 @@ def write_world(
     if _is_written(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    text, to = json.dumps(settings, indent=1) + "\n", _Drawing(folder, side, grid)
+    text = json.dumps(settings, indent=1) + "\n"
+    to = _Drawing(folder, side, grid, emphasis)
     (folder / PARTIAL).write_text(text, encoding="utf-8")
     if train:
         _write_train(to, seed, train, patches)
@@ -185,7 +193,7 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
     except json.JSONDecodeError as error:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
     # Older worlds do not say what was then the only size.
-    found = {"side": SIDE, "grid": GRID} | found
+    found = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | found
     differ = [f"{k} is {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
     if differ:
         raise ValueError(
