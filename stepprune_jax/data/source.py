@@ -55,8 +55,8 @@ def world_size(config: Any) -> dict[str, int | float]:
     """How finely the shapes world is drawn and what it asks about, as arguments of `write_world`.
 
     Args:
-        config: the run's `ConfigDict`; `data.side` (pixels), `data.grid` (patches along an edge) and
-            `data.emphasis` may be absent.
+        config: the run's `ConfigDict`; `data.side` (pixels), `data.grid` (patches along an edge)
+            and `data.emphasis` may be absent.
 
     Returns:
         Those that the configuration has.

@@ -20,7 +20,7 @@ from stepprune_jax.pretrain.packing import Packed
 
 
 def thinned(
-    key: Array, saliency: Float[Array, "i n"], kept: int, sharpness: Float[Array, "i"]
+    key: Array, saliency_log: Float[Array, "i n"], kept: int, sharpness: Float[Array, "i"]
 ) -> Int[Array, "i k"]:
     """Draws visual tokens to keep, in raster order.
 
@@ -29,32 +29,16 @@ def thinned(
 
     Args:
       key: PRNG key; consumed.
-      saliency: Positive weights, such as [CLS] attention.
+      saliency_log: Logarithms of weights, such as those of [CLS] attention.
       kept: How many.
       sharpness: One exponent per image.
 
     Returns:
       Indices of different tokens, ascending.
     """
-    gumbel = jax.random.gumbel(key, saliency.shape)
-    score = sharpness[:, None] * jnp.log(saliency + 1e-9) + gumbel
+    gumbel = jax.random.gumbel(key, saliency_log.shape)
+    score = sharpness[:, None] * saliency_log + gumbel
     return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
-
-
-def _see(params, config, pixels, key, kept: int | None):
-    """Visual features and their indices, all or thinned."""
-    full = config.num_image_tokens
-    everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
-    if kept is None:
-        return vlm.encode_image(params, config, pixels)[0], everything
-    tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
-    features, found = vlm.encode_image(params, config, pixels, (tap,))
-    attention = next(iter(found.values()))[..., 1:].mean(1)
-    draw_key, sharp_key = jax.random.split(key)
-    # Half of the images uniformly, the others with more and more weight on what stands out.
-    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-2, maxval=2))
-    index = thinned(draw_key, jax.lax.stop_gradient(attention), kept, sharpness)
-    return jnp.take_along_axis(features, index[..., None], axis=1), index
 
 
 class Words(NamedTuple):
@@ -68,6 +52,37 @@ class Words(NamedTuple):
 
     label: Int[Array, "i n"] | Float[Array, "i n"]
     token: Int[Array, "c"]
+
+
+def _favour(key: Array, saliency: Array, words: Sequence[Words]) -> Array:
+    """Saliency times a random factor for each class of patches: a taste, drawn for each image.
+
+    A policy keeps what a question is about and drops the rest. A model that has seen images thinned
+    at random only takes the share of what is left for the share that there was, and miscounts.
+    """
+    factor = jnp.zeros(saliency.shape)
+    for number, named in enumerate(words):
+        if jnp.issubdtype(named.label.dtype, jnp.integer):
+            shape = (saliency.shape[0], named.token.shape[0])
+            taste = jax.random.normal(jax.random.fold_in(key, number), shape)
+            factor += jnp.take_along_axis(taste, named.label, axis=1)
+    return jnp.log(saliency + 1e-9) + 2 * factor
+
+
+def _see(params, config, pixels, key, words: Sequence[Words], kept: int | None):
+    """Visual features and their indices, all or thinned."""
+    full = config.num_image_tokens
+    everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
+    if kept is None:
+        return vlm.encode_image(params, config, pixels)[0], everything
+    tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
+    features, found = vlm.encode_image(params, config, pixels, (tap,))
+    attention = jax.lax.stop_gradient(next(iter(found.values()))[..., 1:].mean(1))
+    draw_key, sharp_key, taste_key = jax.random.split(key, 3)
+    # A third of the images uniformly, the others with more and more weight on what stands out.
+    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-1, maxval=2))
+    index = thinned(draw_key, _favour(taste_key, attention, words), kept, sharpness)
+    return jnp.take_along_axis(features, index[..., None], axis=1), index
 
 
 def _alignment_loss(
@@ -166,7 +181,7 @@ def language_loss(
       The loss, and the share of supervised tokens that are told right.
     """
     params = frozen | trained
-    features, index = _see(params, config, pixels, key, kept)
+    features, index = _see(params, config, pixels, key, words, kept)
     visual = vlm.project(params, config, features)
     logits = packed_logits(params, config, visual, index, packed)
     known = packed.label >= 0

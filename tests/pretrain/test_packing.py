@@ -11,7 +11,14 @@ from stepprune_jax.data.llava import Sample, encode_conversation
 from stepprune_jax.models import vlm
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
-from stepprune_jax.pretrain.language import Words, language_loss, packed_logits, thinned
+from stepprune_jax.pretrain.language import (
+    Words,
+    _alignment_loss,
+    _favour,
+    language_loss,
+    packed_logits,
+    thinned,
+)
 from stepprune_jax.pretrain.packing import pack
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 
@@ -157,10 +164,10 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
 
 def test_thinning_keeps_different_tokens_in_raster_order():
     saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
-    index = np.asarray(thinned(jax.random.key(1), saliency, 7, jnp.linspace(0, 2, 50)))
+    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, jnp.linspace(0, 2, 50)))
     assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
     assert index.min() >= 0 and index.max() < 30
-    everything = thinned(jax.random.key(1), saliency, 30, jnp.zeros(50))
+    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50))
     np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
 
 
@@ -170,6 +177,28 @@ def test_thinning_keeps_different_tokens_in_raster_order():
 def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
     count = 20000
     saliency = jnp.broadcast_to(jnp.array([0.1, 0.2, 0.3, 0.4]), (count, 4))
-    index = thinned(jax.random.key(5), saliency, 1, jnp.full(count, float(sharpness)))
+    index = thinned(jax.random.key(5), jnp.log(saliency), 1, jnp.full(count, float(sharpness)))
     found = np.bincount(np.asarray(index)[:, 0], minlength=4) / count
     np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.015)
+
+
+def test_a_taste_is_one_factor_for_each_class_of_an_image():
+    label = jnp.asarray(np.random.default_rng(0).integers(0, 3, (4, 20)))
+    words = [Words(label, jnp.array([-1, 5, 6])), Words(jnp.full((4, 20), 0.5), jnp.array([7, 8]))]
+    found = np.asarray(_favour(jax.random.key(0), jnp.ones((4, 20)), words))
+    for row, classes in zip(found, np.asarray(label), strict=True):
+        assert all(np.ptp(row[classes == k]) < 1e-6 for k in range(3))
+    assert np.unique(found.round(5)).size == 12  # three classes in four images, all different
+
+
+def test_a_share_between_two_words_is_learned_as_their_log_odds():
+    # Embeddings (1, 0) and (0, 1); a visual token (a, b) says the second with odds e^(b - a).
+    embedding = jnp.eye(2)
+    share = 1 / (1 + np.exp(-0.7))
+    words = Words(jnp.array([[share, jnp.nan]]), jnp.array([0, 1]))
+    index = jnp.array([[0, 1]])
+    def at(b):
+        return _alignment_loss(embedding, jnp.array([[[0.0, b], [9.0, 9.0]]]), index, words)
+    np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
+    # H(share) = -.668 ln .668 - .332 ln .332 = .6356
+    np.testing.assert_allclose(at(0.7), 0.6356, atol=1e-3)

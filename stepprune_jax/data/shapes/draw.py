@@ -127,8 +127,8 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
       `class_color` (0 none, colours from 1) and `class_background`, int8 [n], and `value_place`
       float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
-      picture of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: the
-      same centre as shares of the picture's width and height.
+      picture of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
+      much rather right than left, below than above, that centre is.
     """
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
@@ -148,8 +148,13 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
     ground = np.full(n, BACKGROUNDS.index(scene.background), np.int8)
     return {
         "class_kind": kind, "class_color": color, "class_background": ground, "value_place": place,
-        "share_across": (place[:, 0] + 1) / 2, "share_down": (place[:, 1] + 1) / 2,
+        "share_across": _share(place[:, 0]), "share_down": _share(place[:, 1]),
     }  # fmt: skip
+
+
+def _share(place: np.ndarray) -> np.ndarray:
+    """Share of the second of two opposite words, whose log odds are 8 times the place."""
+    return (1 / (1 + np.exp(-8 * place.astype(np.float32)))).astype(np.float16)
 
 
 def label_words() -> dict[str, np.ndarray]:
