@@ -30,7 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = ConfigDict()
     c.method = "stepprune"  # or "autoselect"
     c.seed = 0
-    c.steps = 400
+    c.steps = 500
     c.batch_size = 32
     c.text_gate_anneal = 0.1  # share of the steps over which the text gate opens
     c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh
@@ -66,7 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.autoselect = autoselect_fields()
 
     c.optimizer = ConfigDict()
-    c.optimizer.lr = 1e-3
+    c.optimizer.lr = 2e-3
     c.optimizer.final_lr = 1e-4
     c.optimizer.warmup = 40
     c.optimizer.weight_decay = 1e-4
@@ -77,6 +77,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)
     c.eval.batch_size = 32
+    c.eval.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package
+    c.eval.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
+    c.eval.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
     return c
 
 
