@@ -66,7 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.autoselect = autoselect_fields()
 
     c.optimizer = ConfigDict()
-    c.optimizer.lr = 1.5e-3
+    c.optimizer.lr = 1e-3
     c.optimizer.final_lr = 1e-4
     c.optimizer.warmup = 40
     c.optimizer.weight_decay = 1e-4
@@ -89,7 +89,7 @@ def policy_fields(reading: str) -> ConfigDict:
     if reading == "literal":
         shape = PolicyConfig.literal(**size)
     else:
-        shape = PolicyConfig(**size, random_budget=(0.02, 0.5), price_range=2.0, length_weight=0.05)
+        shape = PolicyConfig(**size, random_budget=(0.02, 0.5), price_range=2.0, length_weight=0.3)
     fields = dataclasses.asdict(shape)
     for name in ("feature_width", "text_width"):
         del fields[name]
