@@ -194,7 +194,7 @@ def test_mixed_batches_train_half_their_rows_at_random_budgets():
 def test_prices_are_log_uniform_for_rows_that_stop_by_themselves():
     config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, price_range=2.0)
     own = np.arange(1000) % 2 == 0
-    drawn = np.asarray(policy.draw_log_prices(jax.random.key(0), config, own))
+    drawn = np.asarray(policy.draw_log_prices(jax.random.key(0), config, jnp.asarray(own)))
     assert not drawn[~own].any()
     assert drawn.min() >= -2 and drawn.max() <= 2
     # Uniform over a width of 4: standard deviation 4 / sqrt(12) = 1.155, of the mean .052.

@@ -197,8 +197,10 @@ def test_a_share_between_two_words_is_learned_as_their_log_odds():
     share = 1 / (1 + np.exp(-0.7))
     words = Words(jnp.array([[share, jnp.nan]]), jnp.array([0, 1]))
     index = jnp.array([[0, 1]])
+
     def at(b):
         return _alignment_loss(embedding, jnp.array([[[0.0, b], [9.0, 9.0]]]), index, words)
+
     np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
     # H(share) = -.668 ln .668 - .332 ln .332 = .6356
     np.testing.assert_allclose(at(0.7), 0.6356, atol=1e-3)

@@ -96,7 +96,7 @@ def test_only_fields_that_change_what_is_learned_count():
     config.batch_size = 8
     assert changed_fields(old, flat(config), "stepprune") == [
         "config.batch_size: 32 -> 8",
-        "config.policy.random_budget: [0.08, 0.36] -> [0.1, 0.2]",
+        f"config.policy.random_budget: {old['policy.random_budget']} -> [0.1, 0.2]",
     ]
 
 
