@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = ""  # empty: the shapes world, written to workdir/data
     c.data.train_scenes = 24000
     c.data.seed = 1000  # not that of any other split
-    c.data.emphasis = 1.0  # factor on the families that are learned last
+    c.data.emphasis = 2.5  # factor on the families that are learned last
 
     c.model = ConfigDict()
     c.model.image_size = 96
@@ -45,17 +45,18 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.rope_theta = 1e6  # slow: what patches show is to be matched at any distance
 
     c.tower = ConfigDict()
-    c.tower.steps = 1500
+    c.tower.steps = 800
     c.tower.batch_size = 64
     c.tower.lr = 1.5e-3
+    c.tower.muon_lr = 0.02  # of Muon, for matrices; 0: AdamW for all weights
 
     c.language = ConfigDict()
-    c.language.steps = 2600
+    c.language.steps = 3400
     c.language.whole_steps = 1900  # before images are thinned
     c.language.batch_size = 32
     c.language.lr = 2e-3
     c.language.muon_lr = 0.02
     c.language.thinned_share = 0.75
-    c.language.kept = (2, 4, 8, 16, 32, 64)
+    c.language.kept = (2, 4, 8, 16, 32, 48, 64)
     c.language.train_tower = False
     return c

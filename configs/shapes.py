@@ -73,6 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
+    c.optimizer.muon_lr = 0.0  # of Muon, for matrices; 0: AdamW for all weights
 
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)
@@ -101,7 +102,7 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight", "price_range",
+    "length_weight", "price_range", "order_share",
 )  # fmt: skip
 
 

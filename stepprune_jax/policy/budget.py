@@ -13,19 +13,25 @@ from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
 
 
 def draw_limits(
-    key: Array, config: PolicyConfig, num_tokens: Int[Array, "b"], steps: int
+    key: Array,
+    config: PolicyConfig,
+    num_tokens: Int[Array, "b"],
+    steps: int,
+    progress: ArrayLike = 1.0,
 ) -> tuple[Limits, Bool[Array, "b"]]:
     """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
 
     `"own"` leaves the count to the policy. `"random"` gives every row an exact budget, log-uniform
     over `config.random_budget` times N: it teaches the order at every budget. `"mix"` does so for
-    every other row, so that order and stop are learned together.
+    every other row, so that order and stop are learned together, once a share
+    `config.order_share` of training is over; before, all rows have one.
 
     Args:
       key: PRNG key; consumed.
       config: Policy configuration.
       num_tokens: N of each row, without its padding.
       steps: T_max.
+      progress: Share of training done, in [0, 1].
     """
     batch = num_tokens.shape[0]
     low, high = (math.log(share) for share in config.random_budget)
@@ -34,7 +40,7 @@ def draw_limits(
     own = {
         "own": jnp.ones(batch, bool),
         "random": jnp.zeros(batch, bool),
-        "mix": jnp.arange(batch) % 2 == 0,
+        "mix": (jnp.arange(batch) % 2 == 0) & (jnp.asarray(progress) >= config.order_share),
     }[config.batch_budget]
     least = jnp.where(own, min(config.min_tokens, steps), drawn)
     return Limits(least, jnp.where(own, steps, drawn)), own

@@ -75,6 +75,7 @@ def gate(
     running_count: ArrayLike = 0.0,
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
+    progress: ArrayLike = 1.0,
 ) -> Gated:
     """Selects softly and gates every token with noise, Eqs. (3)-(14).
 
@@ -94,6 +95,7 @@ def gate(
       running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
       stop_bias: Added to the stop logits.
       max_steps: T_max; default `config.steps(n)`.
+      progress: Share of training done, in [0, 1]; read where `config.order_share` is above 0.
 
     Returns:
       The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
@@ -105,7 +107,7 @@ def gate(
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     x = jnp.where(real[..., None], x, 0)
     steps = config.steps(n) if max_steps is None else max_steps
-    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps)
+    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps, progress)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(

@@ -1,6 +1,7 @@
 """A small LLaVA from scratch, from a configuration to a folder in the Hugging Face layout."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -30,7 +31,7 @@ from stepprune_jax.pretrain.update import (
     start,
     tower_update,
 )
-from stepprune_jax.pretrain.vocabulary import build_tokenizer
+from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
@@ -176,13 +177,25 @@ def _train_language(config, workdir, model, params, packed, tokens, data: Data, 
 
 
 def _first_model(config: Any, data: Data) -> tuple[dict, LlavaConfig, Any]:
-    """Weights, shape and tokenizer to start from: random ones, or those of `config.init`."""
-    if config.init:
-        found = load_vlm(config.init, dtype=np.float32)
-        return found.params, found.config, found.tokenizer
-    tokenizer = build_tokenizer(turn for sample in data.samples for turn in sample.turns)
-    model = model_config(config.model, len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
-    params = vlm.init_params(jax.random.key(config.seed), model)
+    """Weights, shape and tokenizer to start from: random ones, or those of `config.init`.
+
+    Of the latter the vocabulary is extended by words of the data that it lacks.
+    """
+    texts = [turn for sample in data.samples for turn in sample.turns]
+    found = load_vlm(config.init, dtype=np.float32) if config.init else None
+    if found is not None:
+        texts += [word for word in found.tokenizer.get_vocab() if word.isalnum()]
+    tokenizer = build_tokenizer(texts)
+    sizes = (len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
+    key = jax.random.key(config.seed)
+    if found is not None:
+        language, new = take_rows(key, found.params["language"], found.tokenizer, tokenizer)
+        print(f"words that {config.init} lacks: {', '.join(new) or 'none'}", flush=True)
+        text = dataclasses.replace(found.config.text, vocab_size=sizes[0])
+        model = dataclasses.replace(found.config, text=text, image_token_id=sizes[1])
+        return found.params | {"language": language}, model, tokenizer
+    model = model_config(config.model, *sizes)
+    params = vlm.init_params(key, model)
     params["vision"] = init_tower(jax.random.key(config.seed), model.vision)
     return params, model, tokenizer
 

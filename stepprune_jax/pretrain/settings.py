@@ -28,9 +28,10 @@ def check_config(config: Any) -> None:
         _require(values, name, _is_count(values.get(name), 1), "an integer from 1")
     for name in ("seed", "tower.steps", "language.whole_steps", "cpu_devices"):
         _require(values, name, _is_count(values.get(name), 0), "an integer from 0")
-    muon = values.get("language.muon_lr", 0.0)
-    valid = isinstance(muon, int | float) and muon >= 0
-    _require(values, "language.muon_lr", valid, "a number from 0")
+    for name in ("tower.muon_lr", "language.muon_lr"):
+        muon = values.get(name, 0.0)
+        valid = isinstance(muon, int | float) and muon >= 0
+        _require(values, name, valid, "a number from 0")
     for name in ("tower.lr", "language.lr", "model.rope_theta"):
         rate = values.get(name)
         _require(values, name, isinstance(rate, int | float) and rate > 0, "a number above 0")

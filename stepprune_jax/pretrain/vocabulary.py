@@ -4,6 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
 from stepprune_jax.data.prompts import IMAGE_MARK, vicuna_v1
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -53,3 +58,34 @@ def build_tokenizer(texts: Iterable[str], most_words: int = 8000) -> Any:
     tokenizer.add_tokens([tokenizers.AddedToken(system, normalized=False)])
     tokenizer.add_tokens([IMAGE_MARK], special_tokens=True)
     return tokenizer
+
+
+def take_rows(
+    key: Array, params: dict[str, Any], old: Any, new: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """A language model's embedding and head for another vocabulary.
+
+    Args:
+      key: PRNG key; consumed.
+      params: Weights of the language model, `embed` and `head` among them.
+      old: Its tokenizer.
+      new: The tokenizer that it is to have.
+
+    Returns:
+      The weights, with the rows of all tokens that both have, and random ones, as wide as the mean
+      of those, for the others; and the new words.
+    """
+    known, wanted = old.get_vocab(), new.get_vocab()
+    words = sorted(wanted, key=wanted.get)
+    source = np.asarray([known.get(word, -1) for word in words])
+    fresh = source < 0
+
+    def rows(key: Array, table: Array) -> Array:
+        drawn = jnp.std(table) * jax.random.normal(key, (len(words), table.shape[1]), table.dtype)
+        return jnp.where(fresh[:, None], drawn, table[np.maximum(source, 0)])
+
+    embed_key, head_key = jax.random.split(key)
+    embed = {"embedding": rows(embed_key, jnp.asarray(params["embed"]["embedding"]))}
+    head = {"kernel": rows(head_key, jnp.asarray(params["head"]["kernel"]).T).T}
+    lacking = [word for word, absent in zip(words, fresh, strict=True) if absent]
+    return params | {"embed": embed, "head": head}, lacking

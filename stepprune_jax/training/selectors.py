@@ -114,7 +114,9 @@ def train_loss(
     options = {"text_mask": text[1], "text_gate": progress.text_gate, "stats": stats}
     arguments = (params, selector, key, inputs.image, text[0], lm_loss_fn)
     if isinstance(selector, PolicyConfig):
-        loss, gated = policy.train_loss(*arguments, **options, running_count=progress.running_count)
+        loss, gated = policy.train_loss(
+            *arguments, **options, running_count=progress.running_count, progress=progress.share
+        )
         found = {"metrics": policy.policy_metrics(gated), "running_count": gated.running_count}
     else:
         loss, gated = autoselect.train_loss(*arguments, **options, progress=progress.share)

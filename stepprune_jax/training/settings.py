@@ -31,7 +31,13 @@ _COUNTS = (
     "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints",
     "data.length_multiple", "data.context_limit", "data.workers", "data.stats_images",
 )  # fmt: skip
-_NOT_NEGATIVE = ("optimizer.lr", "optimizer.final_lr", "optimizer.weight_decay", "data.cache_gb")
+_NOT_NEGATIVE = (
+    "optimizer.lr",
+    "optimizer.final_lr",
+    "optimizer.weight_decay",
+    "optimizer.muon_lr",
+    "data.cache_gb",
+)
 _SHARES = ("optimizer.b1", "optimizer.b2", "text_gate_anneal")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+from optax.contrib import MuonDimensionNumbers
 
 from stepprune_jax import sharding
 from stepprune_jax.config import LlavaConfig
@@ -35,6 +36,7 @@ class Setup:
         clip: largest global norm of the gradient.
         b1: decay of the first moment.
         b2: decay of the second moment.
+        muon_lr: peak learning rate of Muon for matrices, in place of AdamW; 0 leaves all to AdamW.
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1.
         attention: "matmul", "xla" or "cudnn" in tower and language model.
         remat: whether the backward pass recomputes the language model's blocks.
@@ -51,6 +53,7 @@ class Setup:
     clip: float = 1.0
     b1: float = 0.9
     b2: float = 0.999
+    muon_lr: float = 0.0
     text_gate_anneal: float = 0.1
     attention: str = "matmul"
     remat: bool = False
@@ -94,12 +97,22 @@ class State(NamedTuple):
 
 
 def _optimizer(setup: Setup) -> optax.GradientTransformation:
-    """AdamW with clipping, but for its learning rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(setup.clip),
-        optax.scale_by_adam(setup.b1, setup.b2),
-        optax.add_decayed_weights(setup.weight_decay),
-    )
+    """AdamW, or Muon for matrices and AdamW for the rest, but for the learning rate of AdamW."""
+    clip = optax.clip_by_global_norm(setup.clip)
+    if not setup.muon_lr:
+        adam = optax.scale_by_adam(setup.b1, setup.b2)
+        return optax.chain(clip, adam, optax.add_decayed_weights(setup.weight_decay))
+    decay = setup.weight_decay
+    muon = optax.contrib.muon(
+        setup.muon_lr / setup.lr, weight_decay=decay, adam_b1=setup.b1, adam_b2=setup.b2,
+        adam_learning_rate=1.0, adam_weight_decay=decay, muon_weight_dimension_numbers=_matrices,
+    )  # fmt: skip
+    return optax.chain(clip, muon, optax.scale(-1.0))
+
+
+def _matrices(params: Any) -> Any:
+    """Which weights are maps between hidden states: those that Muon turns."""
+    return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)
 
 
 def learning_rate(setup: Setup, step: Int[Array, ""] | int) -> Float[Array, ""]:

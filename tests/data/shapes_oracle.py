@@ -3,7 +3,12 @@
 import re
 from collections import Counter
 
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+NUMBERS = ["zero", "one", "two", "three", "four", "five"]
+# Of shapes of radius 1.
+AREAS = {
+    "circle": 3.1416, "square": 1.68**2, "triangle": 0.95 * 1.72, "cross": 2 * 1.28 - 0.64**2,
+    "diamond": 2 * 0.72,
+}  # fmt: skip
 
 
 def yes(value):
@@ -51,11 +56,16 @@ def _comparison(scene, one, two):
     return yes(len(first) > len(second)), first + second
 
 
-def _relation(scene, one, word, two):
+def _across(scene, one, two):
     a, b = the(scene, one), the(scene, two)
-    gap = {"left of": b.x - a.x, "right of": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}
-    assert abs(gap[word]) >= 10
-    return yes(gap[word] > 0), [a, b]
+    assert abs(a.x - b.x) >= 10
+    return ("left" if a.x < b.x else "right"), [a, b]
+
+
+def _down(scene, one, two):
+    a, b = the(scene, one), the(scene, two)
+    assert abs(a.y - b.y) >= 10
+    return ("above" if a.y < b.y else "below"), [a, b]
 
 
 def _position(scene, words):
@@ -67,6 +77,8 @@ def _position(scene, words):
 def _size(scene, one, two):
     a, b = the(scene, one), the(scene, two)
     assert max(a.radius, b.radius) >= 1.25 * min(a.radius, b.radius)
+    area_a, area_b = (AREAS[s.kind] * s.radius**2 for s in (a, b))
+    assert (area_a > area_b) == (a.radius > b.radius)
     return yes(a.radius > b.radius), [a, b]
 
 
@@ -88,7 +100,8 @@ _RULES = [
     ("existence", r"Is there a (\w+ \w+)\?", _existence),
     ("counting", r"How many (.+) are there\?", _counting),
     ("comparison", r"Are there more (\w+) shapes than (\w+) shapes\?", _comparison),
-    ("relation", r"Is the (\w+ \w+) (left of|right of|above|below) the (\w+ \w+)\?", _relation),
+    ("relation", r"Is the (\w+ \w+) left or right of the (\w+ \w+)\?", _across),
+    ("relation", r"Is the (\w+ \w+) above or below the (\w+ \w+)\?", _down),
     ("position", r"Which side is the (\w+ \w+) on\?", _position),
     ("size", r"Is the (\w+ \w+) larger than the (\w+ \w+)\?", _size),
     ("majority", r"What color are most dots\?", _most_dots),

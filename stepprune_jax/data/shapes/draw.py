@@ -58,6 +58,14 @@ def _corners(shape: Shape) -> list[tuple[float, float]]:
     return [(x + dx, y + dy) for dx, dy in steps]
 
 
+def area(shape: Shape) -> float:
+    """Area of a shape in square pixels."""
+    if shape.kind == "circle":
+        return math.pi * shape.radius**2
+    x, y = np.asarray(_corners(shape)).T
+    return float(abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2)
+
+
 def _fill(canvas: ImageDraw.ImageDraw, shape: Shape, scale: float, color) -> None:
     """Fills a shape on a canvas `scale` times finer than the picture."""
     if shape.kind == "circle":
@@ -125,7 +133,8 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
 
     Returns:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
-      `class_color` (0 none, colours from 1) and `class_background`, int8 [n], and `value_place`
+      `class_color` (0 none, colours from 1), `class_background` and `class_middle` (1 where the
+      middle of a shape is, else 0), int8 [n], and `value_place`
       float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
       picture of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
       much rather right than left, below than above, that centre is.
@@ -133,7 +142,7 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
     place = np.full((n, 3), np.nan, np.float16)
-    best = np.full(n, 0.1)
+    best, middle = np.full(n, 0.1), np.zeros(n, np.int8)
     for dot in scene.dots:
         cell = cell_of(dot.x, dot.y, grid)
         kind[cell], color[cell] = len(SHAPES) + 1, _color_ids()[dot.color]
@@ -143,11 +152,13 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
         best = np.where(hit, share, best)
         kind[hit] = SHAPES.index(shape.kind) + 1
         color[hit] = _color_ids()[shape.color]
+        middle[cell_of(shape.x, shape.y, grid)] = 1
         half = SIDE / 2
         place[hit] = (shape.x / half - 1, shape.y / half - 1, shape.radius / 10)
     ground = np.full(n, BACKGROUNDS.index(scene.background), np.int8)
     return {
-        "class_kind": kind, "class_color": color, "class_background": ground, "value_place": place,
+        "class_kind": kind, "class_color": color, "class_background": ground,
+        "class_middle": middle, "value_place": place,
         "share_across": _share(place[:, 0]), "share_down": _share(place[:, 1]),
     }  # fmt: skip
 
@@ -163,6 +174,7 @@ def label_words() -> dict[str, np.ndarray]:
         "words_kind": np.asarray(["", *SHAPES, "dots"]),
         "words_color": np.asarray(["", *COLORS]),
         "words_background": np.asarray(BACKGROUNDS),
+        "words_middle": np.asarray(["zero", "one"]),
         "words_across": np.asarray(["left", "right"]),
         "words_down": np.asarray(["above", "below"]),
     }

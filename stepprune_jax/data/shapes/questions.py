@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepprune_jax.data.shapes.draw import covered
+from stepprune_jax.data.shapes.draw import area, covered
 from stepprune_jax.data.shapes.scene import (
     CELL,
     COLORS,
@@ -20,7 +20,7 @@ from stepprune_jax.data.shapes.scene import (
     cell_of,
 )
 
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+NUMBERS = ("zero", "one", "two", "three", "four", "five")
 
 
 class Query(NamedTuple):
@@ -94,21 +94,24 @@ def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     return Query("existence", f"Is there a {color} {kind}?", "no", _middle(grid, *rivals))
 
 
-def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query:
-    draw = random.random()
-    if draw < 0.5:
-        text, hit = "How many shapes are there?", list(scene.shapes)
+def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
+    """All shapes, or those of a colour or a kind, which may be none; never more than five."""
+    shapes, draw = list(scene.shapes), random.random()
+    if draw < 0.4:
+        text, hit = "How many shapes are there?", shapes
     elif draw < 0.75:
-        color = _pick(random, list(scene.shapes)).color
-        text, hit = (
-            f"How many {color} shapes are there?",
-            [s for s in scene.shapes if s.color == color],
-        )
+        colors = [s.color for s in shapes] if random.random() < 0.8 else list(COLORS)
+        color = _pick(random, colors)
+        text, hit = f"How many {color} shapes are there?", [s for s in shapes if s.color == color]
     else:
-        kind = _pick(random, list(scene.shapes)).kind
+        kinds = [s.kind for s in shapes] if random.random() < 0.8 else list(SHAPES)
+        kind = _pick(random, kinds)
         plural = "crosses" if kind == "cross" else f"{kind}s"
-        text, hit = f"How many {plural} are there?", [s for s in scene.shapes if s.kind == kind]
-    return Query("counting", text, NUMBERS[len(hit)], _middle(grid, *hit))
+        text, hit = f"How many {plural} are there?", [s for s in shapes if s.kind == kind]
+    if len(hit) >= len(NUMBERS):
+        return None
+    # That there is none shows in any of the shapes that might have been one.
+    return Query("counting", text, NUMBERS[len(hit)], _middle(grid, *(hit or shapes)))
 
 
 def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -126,7 +129,7 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
 
 
 def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """Left, right, above or below, by at least ten pixels."""
+    """Left or right, above or below, by at least ten pixels."""
     pair = _pick(random, list(itertools.permutations(_sole(scene, _named), 2)))
     if pair is None:
         return None
@@ -134,12 +137,12 @@ def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
     dx, dy = one.x - two.x, one.y - two.y
     if max(abs(dx), abs(dy)) < 10:
         return None
-    along_x = abs(dx) >= 10 and (abs(dy) < 10 or random.random() < 0.5)
-    words, delta = (("left of", "right of"), dx) if along_x else (("above", "below"), dy)
-    word = str(random.choice(words))
-    holds = (delta < 0) == (word == words[0])
-    text = f"Is the {_named(one)} {word} the {_named(two)}?"
-    return Query("relation", text, _yes(holds), _middle(grid, one, two))
+    if abs(dx) >= 10 and (abs(dy) < 10 or random.random() < 0.5):
+        words, delta, of = ("left", "right"), dx, " of"
+    else:
+        words, delta, of = ("above", "below"), dy, ""
+    text = f"Is the {_named(one)} {words[0]} or {words[1]}{of} the {_named(two)}?"
+    return Query("relation", text, words[int(delta > 0)], _middle(grid, one, two))
 
 
 def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -151,9 +154,14 @@ def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
 
 
 def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """Two shapes, one at least a quarter larger in radius, so in extent."""
-    pairs = itertools.permutations(_sole(scene, _named), 2)
-    pair = _pick(random, [p for p in pairs if not 0.8 < p[0].radius / p[1].radius < 1.25])
+    """Two shapes, one at least a quarter larger in radius, and larger in area."""
+    pairs = [
+        (one, two)
+        for one, two in itertools.permutations(_sole(scene, _named), 2)
+        if not 0.8 < one.radius / two.radius < 1.25
+        and (one.radius > two.radius) == (area(one) > area(two))
+    ]
+    pair = _pick(random, pairs)
     if pair is None:
         return None
     one, two = pair

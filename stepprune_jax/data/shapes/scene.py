@@ -20,6 +20,7 @@ COLORS = {
 BACKGROUNDS = ("plain", "striped", "checkered", "speckled")
 MOST_SHAPES = 8
 _SMALLEST, _LARGEST = 6.5, 21.0
+_CLEAR = 1.0  # pixels that the middle of a shape stays away from the edges of its patch
 
 
 class Shape(NamedTuple):
@@ -79,6 +80,13 @@ def cell_of(x: float, y: float, grid: int = GRID) -> int:
     return int(min(y // cell, grid - 1)) * grid + int(min(x // cell, grid - 1))
 
 
+def _into_patch(at: np.ndarray) -> np.ndarray:
+    """A point nearby that is clearly inside one patch, also of a grid twice as fine."""
+    cell = CELL / 2
+    corner = at // cell * cell
+    return corner + np.clip(at - corner, _CLEAR, cell - _CLEAR)
+
+
 def _place_shapes(random: np.random.Generator) -> list[Shape]:
     """One to eight shapes that keep clear of each other; the more, the smaller on average."""
     wanted = int(random.integers(1, MOST_SHAPES + 1))
@@ -91,7 +99,7 @@ def _place_shapes(random: np.random.Generator) -> list[Shape]:
             kind, color = str(random.choice(SHAPES)), str(random.choice(list(COLORS)))
         for _ in range(40):
             radius = float(random.uniform(_SMALLEST, largest))
-            x, y = random.uniform(radius + 1, SIDE - radius - 1, 2)
+            x, y = _into_patch(random.uniform(radius + 1, SIDE - radius - 1, 2))
             if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in placed):
                 placed.append(Shape(kind, color, float(x), float(y), radius))
                 break

@@ -17,7 +17,7 @@ from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
 MANIFEST = "world.json"
 # The manifest while the world is being written: the folder is ours, and incomplete.
 PARTIAL = "world.partial.json"
-VERSION = 1
+VERSION = 2
 # Splits are numbered apart, so that no two of them share a scene's seed.
 _SPLITS = {"train": 0, "validation": 1, "test": 2}
 
