@@ -17,8 +17,13 @@ from stepprune_jax.data.json_files import (
     read_json_list,
     words,
 )
-from stepprune_jax.data.prompts import IMAGE_MARK, place_images, tokenize_with_images, vicuna_v1
-from stepprune_jax.generate.request import question_ids
+from stepprune_jax.data.prompts import (
+    IMAGE_MARK,
+    place_images,
+    question_ids,
+    tokenize_with_images,
+    vicuna_v1,
+)
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 
 # Label of a token that is not supervised.

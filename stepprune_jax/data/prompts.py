@@ -133,6 +133,24 @@ def _mismatch(marks: int, num_images: int) -> str:
     return f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
 
 
+def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
+    """Ids of what the user said, for the policy.
+
+    Neither the system sentence nor role names, answers, image marks or a start token. Of a
+    conversation all the user's turns count, since a later question may refer to an earlier one.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        turns: user first, then alternating.
+
+    Returns:
+        The ids, possibly none.
+    """
+    said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
+    text = "\n".join(filter(None, said))
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
+
+
 def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:
     """Length of a prompt once every image mark is replaced by its visual tokens.
 
