@@ -109,8 +109,7 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
         check_config(config)
         found = selectors.build(config, MODEL)
         assert getattr(found, field) == value != getattr(default, field)
-    literal = selectors.build(load_config("ablations/literal"), MODEL)
-    assert literal == selectors.build(load_config("shapes", "literal"), MODEL)
+    literal = selectors.build(load_config("shapes", "literal"), MODEL)
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
     rival = selectors.build(load_config("ablations/autoselect"), MODEL)
