@@ -46,12 +46,14 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     return value
 
 
-def read_json_lines(file: str | Path) -> list[Record]:
+def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
     """Reads a file with one JSON object a line.
 
     Args:
         file: UTF-8, with or without a byte order mark; lines end in a newline, or in a carriage
             return and a newline. Blank lines are passed over.
+        broken: where given, lines that are not JSON are skipped and a message on each is appended
+            to it.
 
     Returns:
         The objects, at least one.
@@ -75,7 +77,11 @@ def read_json_lines(file: str | Path) -> list[Record]:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             cut = number == len(lines)
             hint = " (it is the last line and has no end: was the file cut short?)" if cut else ""
-            raise ValueError(f"{where}{at}: not JSON: {reason}{hint}") from error
+            message = f"{where}{at}: not JSON: {reason}{hint}"
+            if broken is None:
+                raise ValueError(message) from error
+            broken.append(message)
+            continue
         records.append(Record(where, as_object(value, where)))
     if not records:
         raise ValueError(f"{file}: expected one JSON object a line, got an empty file")
