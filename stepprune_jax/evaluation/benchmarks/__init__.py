@@ -3,9 +3,9 @@
 One module a benchmark. `BENCHMARKS` names them all.
 """
 
-from stepprune_jax.evaluation.benchmarks import pope
+from stepprune_jax.evaluation.benchmarks import mme, pope, scienceqa
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
 
-BENCHMARKS = {module.BENCHMARK.name: module.BENCHMARK for module in (pope,)}
+BENCHMARKS = {module.BENCHMARK.name: module.BENCHMARK for module in (mme, pope, scienceqa)}
 
 __all__ = ["BENCHMARKS", "Benchmark", "Score"]
