@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
@@ -26,7 +27,7 @@ from stepprune_jax.training.checkpoints import (
     model_identity,
 )
 from stepprune_jax.training.interrupt import Interrupt
-from stepprune_jax.training.metrics import MetricsLog, summary_writer
+from stepprune_jax.training.metrics import MetricsLog, NoLog, summary_writer
 from stepprune_jax.training.pixels import PixelCache
 
 # Updates that may wait on the device while the host goes on; each holds its batch.
@@ -49,7 +50,8 @@ def train(config: Any, workdir: str | Path) -> None:
 
     Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
     `policy.safetensors`. The continuation of a run gives the numbers that the whole run would have
-    given, bit for bit. On Ctrl-C or SIGTERM it saves and returns.
+    given, bit for bit. On Ctrl-C or SIGTERM it saves and returns. Of several processes
+    (`stepprune_jax.distributed`) all have to call it, with a folder that all of them see.
 
     Args:
         config: see `configs/shapes.py`.
@@ -66,13 +68,16 @@ def train(config: Any, workdir: str | Path) -> None:
         summary_writer(workdir / "tensorboard").close()
     source = inspect_folder(*settings.model_folders(config))
     setup = settings.make_setup(config, source.config)
-    folder = data_folder(config, workdir)
-    claim(workdir, config, model_identity(source), file_identity(folder / TRAIN_FILE))
+    folder = distributed.main_first(lambda: data_folder(config, workdir))
+    identities = model_identity(source), file_identity(folder / TRAIN_FILE)
+    distributed.main_first(lambda: claim(workdir, config, *identities))
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, config.keep_checkpoints)
         try:
             if checkpoints.latest == config.steps and (workdir / POLICY_FILE).is_file():
-                print(f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}")
+                distributed.say(
+                    f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}"
+                )
                 return
             run = _prepare(config, folder, setup, mesh)
             _loop(config, workdir, run, checkpoints, interrupt)
@@ -86,7 +91,10 @@ def _prepare(config: Any, folder: Path, setup: step.Setup, mesh: Mesh | None) ->
         folder / TRAIN_FILE, folder / IMAGES, split_turns=config.data.split_turns
     )
     name, vision = settings.model_folders(config)
-    model = load_vlm(name, mesh, settings.model_dtype(config), vision_folder=vision)
+    model = load_vlm(
+        name, mesh, settings.model_dtype(config), vision_folder=vision,
+        progress=distributed.is_main(),
+    )  # fmt: skip
     rows = encode_rows(
         samples, model.tokenizer, model.config.num_image_tokens, config.data.context_limit
     )
@@ -97,12 +105,11 @@ def _prepare(config: Any, folder: Path, setup: step.Setup, mesh: Mesh | None) ->
         config.data.workers,
     )  # fmt: skip
     key = beside(model.params, jax.random.key(config.seed))
-    print(
+    distributed.say(
         f"{len(rows)} conversations, {model.config.num_image_tokens} visual tokens, widths "
         f"{', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps of "
         f"{config.batch_size} on {jax.device_count() if mesh else 1} "
-        f"{jax.default_backend()} device(s)",
-        flush=True,
+        f"{jax.default_backend()} device(s)"
     )
     return _Run(model, setup, mesh, pixels, batches, key)
 
@@ -114,7 +121,7 @@ def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved
     stats = FeatureStats.start(run.setup.model.vision.hidden_size)
     fresh = beside(run.model.params, Saved(state, stats))
     if checkpoints.latest is not None:
-        print(f"Resuming after step {checkpoints.latest}", flush=True)
+        distributed.say(f"Resuming after step {checkpoints.latest}")
         return checkpoints.latest, checkpoints.restore(fresh)
     stats = _statistics(run, config, fresh.stats)
     return 0, Saved(fresh.state, stats)
@@ -138,14 +145,16 @@ def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
 def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt):
     """Updates until the end or an interruption."""
     done, (state, stats) = _begin(run, config, checkpoints)
-    log = MetricsLog(workdir, done, config.steps, config.batch_size, config.tensorboard)
+    kind = MetricsLog if distributed.is_main() else NoLog
+    log = kind(workdir, done, config.steps, config.batch_size, config.tensorboard)
     key, first = jax.random.fold_in(run.key, 1), done
     waiting: collections.deque = collections.deque()
     stream = run.batches.stream(done, config.steps)
     try:
         for batch in stream:
+            batch = place_rows(run.mesh, batch, config.batch_size)
             state, scalars = step.update(
-                run.model.params, state, stats, place_rows(run.mesh, batch), key, np.int32(done),
+                run.model.params, state, stats, batch, key, np.int32(done),
                 setup=run.setup, mesh=run.mesh,
             )  # fmt: skip
             done += 1
@@ -155,7 +164,7 @@ def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, inter
             if done == first + 1:
                 jax.block_until_ready(scalars)
                 log.start_clock(done)
-            last = done == config.steps or interrupt.requested
+            last = done == config.steps or distributed.any_process(interrupt.requested)
             if done % config.log_every == 0 or done == config.steps:
                 log.write(done, scalars)
             if done % config.checkpoint_every == 0 or last:
@@ -166,9 +175,11 @@ def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, inter
         stream.close()
         log.close()
     if done < config.steps:
-        print(f"Stopped after step {done} of {config.steps}; the same command goes on from there")
-        return
-    _save(workdir, run, state, stats)
+        distributed.say(
+            f"Stopped after step {done} of {config.steps}; the same command goes on from there"
+        )
+    elif distributed.is_main():
+        _save(workdir, run, state, stats)
 
 
 def _save(workdir: Path, run: _Run, state: step.State, stats: FeatureStats):

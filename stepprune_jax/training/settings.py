@@ -97,6 +97,8 @@ def make_mesh(config: Any) -> Mesh | None:
         ValueError: an unknown preset, too many devices, or rows that do not divide over them.
     """
     if config.mesh == "single":
+        processes = jax.process_count()
+        _require(processes == 1, "mesh", "single", f"one for the {processes} processes of this run")
         return None
     mesh = build_mesh(config.mesh)
     parts = row_count(mesh)

@@ -1,5 +1,7 @@
 """The step: what it differentiates, what it must not see, and the loss it computes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,19 +109,24 @@ def test_an_update_changes_the_policy_only(run):
     assert float(scalars["lr"]) == pytest.approx(setup.lr / 2)
 
 
-def test_four_devices_give_the_loss_of_one(run):
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2}, {"fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str
+)
+def test_several_devices_give_the_update_of_one(run, sizes):
     model, setup, batch = run
-    mesh = build_mesh({"data": 4}, jax.devices()[:4])
+    mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     spread = jax.device_put(model.params, shardings(model.params, VLM_RULES, mesh))
     found = []
     for params, where in ((model.params, None), (spread, mesh)):
         state, stats, key = beside(params, fresh(run))
         rows = place_rows(where, batch)
-        _, scalars = step.update(
+        state, scalars = step.update(
             params, state, stats, rows, key, np.int32(0), setup=setup, mesh=where
         )
         found.append([float(scalars[name]) for name in ("loss", "lm_loss", "k_mean", "grad_norm")])
     np.testing.assert_allclose(*found, rtol=1e-5)
+    # The next update takes the state as it lies: another layout would be another program.
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves((state, scalars)))
 
 
 def test_a_bad_batch_is_skipped_and_counted(run):
