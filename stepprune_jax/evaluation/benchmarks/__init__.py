@@ -3,9 +3,15 @@
 One module a benchmark. `BENCHMARKS` names them all.
 """
 
-from stepprune_jax.evaluation.benchmarks import mme, pope, scienceqa
+from stepprune_jax.evaluation.benchmarks import gqa, mme, pope, scienceqa
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
 
-BENCHMARKS = {module.BENCHMARK.name: module.BENCHMARK for module in (mme, pope, scienceqa)}
+_ALL = (
+    gqa.BENCHMARK,
+    mme.BENCHMARK,
+    pope.BENCHMARK,
+    scienceqa.BENCHMARK,
+)
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 
 __all__ = ["BENCHMARKS", "Benchmark", "Score"]

@@ -1,6 +1,6 @@
 """What a benchmark is to the three stages of an evaluation: generate, convert, score."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ class Score(NamedTuple):
     """The outcome of scoring one file of answers.
 
     Attributes:
-        headline: the figure that papers print for this benchmark, unrounded.
+        headline: the figure that papers print for this benchmark, unrounded where the
+            official program does not round it.
         parts: every other figure by name, JSON values only; percentages unless the name is one
             of a count.
         warnings: what a reader of the figures must know, one sentence each.
@@ -52,3 +53,16 @@ class Benchmark(NamedTuple):
     score: Callable[..., Score]
     convert: Callable[[Path, Path, Path], Path] | None
     options: Mapping[str, tuple[str, ...]]
+
+
+def mean_percent(values: Iterable[float | bool]) -> float:
+    """The mean in percent.
+
+    Args:
+        values: what each question is worth, from 0 to 1; at least one.
+
+    Returns:
+        A number from 0 to 100.
+    """
+    values = list(values)
+    return 100 * sum(values) / len(values)
