@@ -3,7 +3,7 @@
 One module a benchmark. `BENCHMARKS` names them all.
 """
 
-from stepprune_jax.evaluation.benchmarks import gqa, mme, pope, scienceqa
+from stepprune_jax.evaluation.benchmarks import gqa, mme, pope, scienceqa, textvqa, vqav2
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
 
 _ALL = (
@@ -11,6 +11,8 @@ _ALL = (
     mme.BENCHMARK,
     pope.BENCHMARK,
     scienceqa.BENCHMARK,
+    vqav2.BENCHMARK,
+    textvqa.BENCHMARK,
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 
