@@ -3,11 +3,13 @@
 One module a benchmark. `BENCHMARKS` names them all.
 """
 
-from stepprune_jax.evaluation.benchmarks import gqa, mme, pope, scienceqa, textvqa, vqav2
+from stepprune_jax.evaluation.benchmarks import gqa, mmbench, mme, pope, scienceqa, textvqa, vqav2
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
 
 _ALL = (
     gqa.BENCHMARK,
+    mmbench.BENCHMARK,
+    mmbench.BENCHMARK_CN,
     mme.BENCHMARK,
     pope.BENCHMARK,
     scienceqa.BENCHMARK,
