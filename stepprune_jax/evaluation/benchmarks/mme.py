@@ -155,15 +155,18 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
         The folder.
 
     Raises:
+        FileExistsError: `out` is a file.
         FileNotFoundError: a file or a task's folder is missing.
         ValueError: as for `score`; nothing is written then.
     """
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file: expected a folder, for one text file a task")
     release = _read_release(layout.folder(root, "MME"))
     rows = _matched(read_answers(answers), release)
     kept = latest(rows, release, [])
     first = dict.fromkeys(row.id for row in rows if row.id in kept)
     pairs = _image_pairs(_lines([kept[name] for name in first], release))
-    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for task, images in pairs.items():
         lines = [

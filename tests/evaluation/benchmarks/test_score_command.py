@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import test_mme
 from benchmark_files import write_lines
 from test_pope import layout
 
@@ -68,6 +69,18 @@ def test_a_benchmark_without_submission_is_not_offered(capsys):
     with pytest.raises(SystemExit) as left:
         convert_command.main(["pope", "--answers", "a", "--out", "b"])
     assert left.value.code == 2 and "invalid choice: 'pope'" in capsys.readouterr().err
+
+
+def test_converting_says_where(tmp_path, capsys):
+    answers = write_lines(tmp_path / "a.jsonl", test_mme.layout(tmp_path))
+    options = ["mme", "--data", str(tmp_path), "--answers", str(answers), "--out"]
+    convert_command.main([*options, str(tmp_path / "new" / "mine")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'mine'}\n"
+    assert len(list((tmp_path / "new" / "mine").iterdir())) == 14
+    with pytest.raises(SystemExit) as left:
+        convert_command.main([*options, str(answers)])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1 and "expected a folder" in error
 
 
 def test_names_of_the_registry_are_those_of_the_benchmarks():
