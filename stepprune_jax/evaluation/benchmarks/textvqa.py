@@ -110,20 +110,29 @@ def score(root: str | Path, answers: str | Path) -> Score:
     path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
     people = read_people(path)
     rows = read_answers(answers)
-    accuracies = [_accuracy(row, people, path) for row in rows]
+    keys = [_key(row, people, path) for row in rows]
+    accuracies = [
+        soft_accuracy(normalise(row.text), [normalise(answer) for answer in people[key]])
+        for row, key in zip(rows, keys, strict=True)
+    ]
     with_ocr = sum(_OCR_LINE in row.prompt or row.prompt.startswith(_OLD_OCR) for row in rows)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_QUESTIONS)
-    warnings += _count_warnings(rows, len(people))
+    if not len(rows) == len(set(keys)) == len(people):
+        warnings.append(
+            f"{len(rows):,} answers to {len(set(keys)):,} of {len(people):,} questions: unanswered "
+            "questions do not count, those answered again count again"
+        )
     if with_ocr < len(rows):
         warnings.append(
             f"{len(rows) - with_ocr:,} of {len(rows):,} prompts carry no OCR tokens: not "
             "comparable with the figures of LLaVA and of pruning papers, whose prompts do"
         )
-    return Score(mean_percent(accuracies), {"samples": len(rows), "with_ocr": with_ocr}, warnings)
+    parts = {"samples": len(rows), "with_ocr": with_ocr}
+    return Score(mean_percent(accuracies), parts, warnings)
 
 
-def _accuracy(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> float:
-    """Soft accuracy of one line."""
+def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
+    """Image and question that a line answers."""
     prompt = row.prompt
     try:
         key = row.id, question_of(prompt)
@@ -131,18 +140,7 @@ def _accuracy(row: Answer, people: dict[tuple[str, str], list[str]], path: Path)
         raise ValueError(f"{row.where}: {error}") from error
     if key not in people:
         raise ValueError(f"{row.where}: {path.name} has no question {key[1]!r} on image {key[0]!r}")
-    return soft_accuracy(normalise(row.text), [normalise(answer) for answer in people[key]])
-
-
-def _count_warnings(rows: list[Answer], num_questions: int) -> list[str]:
-    """What to say where the lines are not one for each question."""
-    asked = len({(row.id, question_of(row.prompt)) for row in rows})
-    if len(rows) == asked == num_questions:
-        return []
-    return [
-        f"{len(rows):,} answers to {asked:,} of {num_questions:,} questions: unanswered questions "
-        "do not count, those answered again count again"
-    ]
+    return key
 
 
 BENCHMARK = Benchmark(
