@@ -4,6 +4,7 @@ python -m stepprune_jax.evaluation.convert mme --answers A.jsonl --out FOLDER
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
     try:
-        written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    for warning in told:
+        print(f"warning: {warning.message}", file=sys.stderr)
     print(f"wrote {written}")
 
 

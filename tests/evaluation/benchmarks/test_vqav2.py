@@ -5,6 +5,7 @@ from benchmark_files import answer, write_json, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepprune_jax.evaluation import convert as convert_command
 from stepprune_jax.evaluation.benchmarks.vqav2 import accuracy, convert, score
 
 ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
@@ -123,6 +124,16 @@ def test_submission_by_hand(root):
     messages = [str(warning.message) for warning in told]
     assert messages[0].endswith("4 here, 447,793 in the published list")
     assert messages[1].startswith(f"1 lines skipped, as {answers}: line 5")
+
+
+def test_command_tells_what_is_odd_and_where_the_submission_is(root, capsys):
+    answers, out = write(root, [(1000, "yes")]), root / "s.json"
+    convert_command.main(
+        ["vqav2", "--data", str(root), "--answers", str(answers), "--out", str(out)]
+    )
+    told = capsys.readouterr()
+    assert told.out == f"wrote {out}\n" and out.is_file()
+    assert told.err == (f"warning: {TEST}, questions: 4 here, 447,793 in the published list\n")
 
 
 @pytest.mark.parametrize(
