@@ -163,7 +163,7 @@ def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
         answers: the ten people's, normalised as the prediction is.
 
     Returns:
-        0, 0.3, 0.6, 0.9 or 1 where 0, 1, 2, 3 or more of them gave it.
+        0, 0.3, 0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.
     """
     same = sum(answer == prediction for answer in answers)
     others = len(answers) - same
