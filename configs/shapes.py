@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.steps = 500
     c.batch_size = 32
     c.text_gate_anneal = 0.1  # share of the steps over which the text gate opens
-    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh
+    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
     c.checkpoint_every = 100
     c.keep_checkpoints = 2
@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.dtype = "float32"
     c.model.attention = "matmul"
     c.model.remat = False
-    c.model.rows_at_once = 4  # of the frozen model, to bound memory; 0 for the whole batch
+    c.model.rows_at_once = 4  # of the frozen model on each device; 0 for all of them
 
     c.data = ConfigDict()
     c.data.name = "shapes"  # or "folder"
@@ -73,6 +73,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
+
+    c.accelerator = ConfigDict()  # read by --dry_run alone
+    c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
+    c.accelerator.count = 1  # devices to plan for, where jax sees no accelerators
+    c.accelerator.utilisation = 0.4  # share of the peak that is assumed
 
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.bench import memory
+from stepprune_jax.compiling import usage
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.generate.placement import local_rows
 from stepprune_jax.models import vlm
@@ -131,7 +132,7 @@ def test_prefill_and_decode_compile_at_full_shape(name, preset):
     params = vlm.abstract_params(CONFIGS[name])
     weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
     for program in ("prefill", "decode"):
-        row = memory.usage(program, compiled[program])
+        row = usage(compiled[program])
         assert row.arguments > weights / parts
         # No copy of the stack of layers, nor of the cache in the prefill.
         assert row.total < 1.35 * weights / parts

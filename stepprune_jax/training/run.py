@@ -67,7 +67,7 @@ def train(config: Any, workdir: str | Path) -> None:
     if config.tensorboard:
         summary_writer(workdir / "tensorboard").close()
     source = inspect_folder(*settings.model_folders(config))
-    setup = settings.make_setup(config, source.config)
+    setup = settings.make_setup(config, source.config, mesh)
     folder = distributed.main_first(lambda: data_folder(config, workdir))
     identities = model_identity(source), file_identity(folder / TRAIN_FILE)
     distributed.main_first(lambda: claim(workdir, config, *identities))

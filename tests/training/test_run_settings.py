@@ -1,5 +1,6 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
+import jax
 import pytest
 from tiny_run import ROOT, load_config, make_config, write_data
 
@@ -8,7 +9,14 @@ from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.source import data_folder
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training import selectors, train
-from stepprune_jax.training.settings import changed_fields, check_config, flat, make_mesh
+from stepprune_jax.training.settings import (
+    accelerator,
+    changed_fields,
+    check_config,
+    flat,
+    make_mesh,
+    make_setup,
+)
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 ABLATIONS = {
@@ -31,10 +39,15 @@ ABLATIONS = {
         ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
         ({"model.attention": "flash"}, "attention is 'flash'"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
-        ({"model.rows_at_once": 3}, r"rows_at_once is 3, expected 0 or a divisor of .* \(8\)"),
+        ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
+        ({"model.rows_at_once": -1}, "rows_at_once is -1, expected 0 or a count"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
-        ({"mesh": "data"}, "config.model.rows_at_once is 4, expected a multiple of the 8 devices"),
+        ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
+        (
+            {"mesh": "data=2,tensor=4", "model.rows_at_once": 3},
+            "rows_at_once is 3, expected 0 or a divisor of the 4 rows of each device",
+        ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
         ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
     ],
@@ -128,3 +141,33 @@ def test_unknown_fields_of_a_method_are_named():
 def test_one_device_needs_no_mesh():
     config = load_config("shapes")
     assert make_mesh(config) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "expected"),
+    [("single", 4, 4), ("single", 0, 0), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
+)
+def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
+    config = make_config("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
+    assert make_setup(config, MODEL, make_mesh(config)).frozen_rows == expected
+
+
+def test_several_processes_need_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
+        make_mesh(load_config("shapes"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "abacus"}, "config.accelerator.name is 'abacus', expected one of rtx-a6000"),
+        ({"count": 0}, "config.accelerator.count is 0, expected 1 or more"),
+        ({"utilisation": 1.5}, "config.accelerator.utilisation is 1.5, expected a share above 0"),
+    ],
+)
+def test_what_a_dry_run_is_for_is_checked(change, message):
+    config = load_config("shapes")
+    config.accelerator.update(change)
+    with pytest.raises(ValueError, match=message):
+        accelerator(config)
