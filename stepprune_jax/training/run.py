@@ -42,7 +42,6 @@ class _Run(NamedTuple):
     mesh: Mesh | None
     pixels: PixelCache
     batches: Batches
-    key: jax.Array
 
 
 def train(config: Any, workdir: str | Path) -> None:
@@ -70,7 +69,7 @@ def train(config: Any, workdir: str | Path) -> None:
     setup = settings.make_setup(config, source.config, mesh)
     folder = distributed.main_first(lambda: data_folder(config, workdir))
     identities = model_identity(source), file_identity(folder / TRAIN_FILE)
-    distributed.main_first(lambda: claim(workdir, config, *identities))
+    about = distributed.main_first(lambda: claim(workdir, config, *identities))
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, config.keep_checkpoints)
         try:
@@ -80,7 +79,7 @@ def train(config: Any, workdir: str | Path) -> None:
                 )
                 return
             run = _prepare(config, folder, setup, mesh)
-            _loop(config, workdir, run, checkpoints, interrupt)
+            _loop(config, workdir, run, checkpoints, interrupt, about)
         finally:
             checkpoints.close()
 
@@ -104,27 +103,27 @@ def _prepare(config: Any, folder: Path, setup: step.Setup, mesh: Mesh | None) ->
         rows, config.batch_size, config.seed, config.data.length_multiple, pixels,
         config.data.workers,
     )  # fmt: skip
-    key = beside(model.params, jax.random.key(config.seed))
     distributed.say(
         f"{len(rows)} conversations, {model.config.num_image_tokens} visual tokens, widths "
         f"{', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps of "
         f"{config.batch_size} on {jax.device_count() if mesh else 1} "
         f"{jax.default_backend()} device(s)"
     )
-    return _Run(model, setup, mesh, pixels, batches, key)
+    return _Run(model, setup, mesh, pixels, batches)
 
 
 def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved]:
     """The state to start from: of the latest checkpoint, else a new one."""
-    init_key = jax.random.fold_in(run.key, 0)
+    seed = jax.random.key(config.seed)
+    init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, run.setup)
     stats = FeatureStats.start(run.setup.model.vision.hidden_size)
-    fresh = beside(run.model.params, Saved(state, stats))
+    fresh = beside(run.model.params, Saved(state, stats, jax.random.key_data(key)))
     if checkpoints.latest is not None:
-        distributed.say(f"Resuming after step {checkpoints.latest}")
-        return checkpoints.latest, checkpoints.restore(fresh)
-    stats = _statistics(run, config, fresh.stats)
-    return 0, Saved(fresh.state, stats)
+        done, saved, _ = checkpoints.restore(fresh)
+        distributed.say(f"Resuming after step {done}")
+        return done, saved
+    return 0, fresh._replace(stats=_statistics(run, config, fresh.stats))
 
 
 def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
@@ -142,12 +141,15 @@ def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
     return stats
 
 
-def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt):
+def _loop(
+    config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt,
+    about: dict[str, Any],
+):  # fmt: skip
     """Updates until the end or an interruption."""
-    done, (state, stats) = _begin(run, config, checkpoints)
+    done, (state, stats, key_data) = _begin(run, config, checkpoints)
     kind = MetricsLog if distributed.is_main() else NoLog
     log = kind(workdir, done, config.steps, config.batch_size, config.tensorboard)
-    key, first = jax.random.fold_in(run.key, 1), done
+    key, first = jax.random.wrap_key_data(key_data), done
     waiting: collections.deque = collections.deque()
     stream = run.batches.stream(done, config.steps)
     try:
@@ -168,7 +170,7 @@ def _loop(config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, inter
             if done % config.log_every == 0 or done == config.steps:
                 log.write(done, scalars)
             if done % config.checkpoint_every == 0 or last:
-                checkpoints.save(done, Saved(state, stats))
+                checkpoints.save(done, Saved(state, stats, key_data), about)
             if last:
                 break
     finally:

@@ -91,6 +91,20 @@ def test_a_killed_run_goes_on_from_its_checkpoint_without_double_lines(
     assert metrics(tmp_path) == metrics(whole)
 
 
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    world, whole, tmp_path, monkeypatch, capsys
+):
+    at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    train(make_config(*world), tmp_path)
+    for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    train(make_config(*world), tmp_path)
+    said = capsys.readouterr()
+    assert "warning: checkpoint 5 is damaged" in said.err
+    assert "Resuming after step 4" in said.out
+    assert metrics(tmp_path) == metrics(whole)
+
+
 def test_a_finished_run_says_so(world, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
     train(make_config(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
