@@ -116,11 +116,29 @@ def main_first(function: Callable[[], T]) -> T:
     """Calls a function in the main process and, when it is done there, in the others.
 
     For what writes files that are to be found there afterwards.
+
+    Args:
+        function: what to call.
+
+    Returns:
+        What it returned in this process.
+
+    Raises:
+        ValueError: in the others, if the main process failed, which raises its own error.
     """
     if jax.process_count() == 1:
         return function()
-    found = function() if is_main() else None
-    multihost_utils.sync_global_devices("main_first")
+    found, failure = None, None
+    if is_main():
+        try:
+            found = function()
+        except Exception as error:  # the others wait below, and must not do so in vain
+            failure = error
+    failed = any_process(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise ValueError("process 0 of this run failed and says why")
     return found if is_main() else function()
 
 
