@@ -142,6 +142,23 @@ def main_first(function: Callable[[], T]) -> T:
     return found if is_main() else function()
 
 
+def require_same(digest: str, what: str) -> None:
+    """Refuses what differs between processes; all of them have to ask.
+
+    Args:
+        digest: a hash of it, in hexadecimal.
+        what: its name, in the plural.
+
+    Raises:
+        ValueError: in every process, if the hashes are not equal.
+    """
+    if jax.process_count() == 1:
+        return
+    found = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+    if (found != found[0]).any():
+        raise ValueError(f"{what} differ between the processes of this run")
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set in any process; all of them have to ask."""
     if jax.process_count() == 1:

@@ -12,12 +12,11 @@ from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
-from stepprune_jax.data.llava import read_conversations
-from stepprune_jax.data.source import IMAGES, TRAIN_FILE, data_folder
-from stepprune_jax.generate.placement import beside, place_rows
+from stepprune_jax.data.source import training_source
+from stepprune_jax.generate.placement import beside, local_rows, place_rows
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import settings, step
-from stepprune_jax.training.batches import Batches, encode_rows
+from stepprune_jax.training.batches import Batches, Stream
 from stepprune_jax.training.checkpoints import (
     POLICY_FILE,
     Checkpoints,
@@ -26,9 +25,9 @@ from stepprune_jax.training.checkpoints import (
     file_identity,
     model_identity,
 )
+from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog, NoLog, summary_writer
-from stepprune_jax.training.pixels import PixelCache
 
 # Updates that may wait on the device while the host goes on; each holds its batch.
 _IN_FLIGHT = 2
@@ -40,7 +39,6 @@ class _Run(NamedTuple):
     model: VLM
     setup: step.Setup
     mesh: Mesh | None
-    pixels: PixelCache
     batches: Batches
 
 
@@ -67,8 +65,8 @@ def train(config: Any, workdir: str | Path) -> None:
         summary_writer(workdir / "tensorboard").close()
     source = inspect_folder(*settings.model_folders(config))
     setup = settings.make_setup(config, source.config, mesh)
-    folder = distributed.main_first(lambda: data_folder(config, workdir))
-    identities = model_identity(source), file_identity(folder / TRAIN_FILE)
+    data = distributed.main_first(lambda: training_source(config, workdir))
+    identities = model_identity(source), file_identity(data.file)
     about = distributed.main_first(lambda: claim(workdir, config, *identities))
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, config.keep_checkpoints)
@@ -78,52 +76,43 @@ def train(config: Any, workdir: str | Path) -> None:
                     f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}"
                 )
                 return
-            run = _prepare(config, folder, setup, mesh)
+            rows = local_rows(mesh, config.batch_size)
+            batches = open_batches(config, data, identities[1], source, rows, distributed.say)
+            distributed.require_same(batches.identity, "the samples that can be trained on")
+            run = _prepare(config, batches, setup, mesh)
             _loop(config, workdir, run, checkpoints, interrupt, about)
         finally:
             checkpoints.close()
 
 
-def _prepare(config: Any, folder: Path, setup: step.Setup, mesh: Mesh | None) -> _Run:
-    """Reads the data, then loads the model."""
-    samples = read_conversations(
-        folder / TRAIN_FILE, folder / IMAGES, split_turns=config.data.split_turns
-    )
+def _prepare(config: Any, batches: Batches, setup: step.Setup, mesh: Mesh | None) -> _Run:
+    """Loads the model, once the data are known to be good."""
     name, vision = settings.model_folders(config)
     model = load_vlm(
         name, mesh, settings.model_dtype(config), vision_folder=vision,
         progress=distributed.is_main(),
     )  # fmt: skip
-    rows = encode_rows(
-        samples, model.tokenizer, model.config.num_image_tokens, config.data.context_limit
-    )
-    limit = int(config.data.cache_gb * 2**30)
-    pixels = PixelCache(model.image_settings, model.config.vision.image_size, limit)
-    batches = Batches(
-        rows, config.batch_size, config.seed, config.data.length_multiple, pixels,
-        config.data.workers,
-    )  # fmt: skip
     distributed.say(
-        f"{len(rows)} conversations, {model.config.num_image_tokens} visual tokens, widths "
-        f"{', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps of "
-        f"{config.batch_size} on {jax.device_count() if mesh else 1} "
+        f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps "
+        f"of {config.batch_size} on {jax.device_count() if mesh else 1} "
         f"{jax.default_backend()} device(s)"
     )
-    return _Run(model, setup, mesh, pixels, batches)
+    return _Run(model, setup, mesh, batches)
 
 
-def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved]:
-    """The state to start from: of the latest checkpoint, else a new one."""
+def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved, Stream]:
+    """What to start from, the latest checkpoint or a new state, and the batches from there on."""
     seed = jax.random.key(config.seed)
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, run.setup)
     stats = FeatureStats.start(run.setup.model.vision.hidden_size)
     fresh = beside(run.model.params, Saved(state, stats, jax.random.key_data(key)))
     if checkpoints.latest is not None:
-        done, saved, _ = checkpoints.restore(fresh)
+        done, saved, about = checkpoints.restore(fresh)
         distributed.say(f"Resuming after step {done}")
-        return done, saved
-    return 0, fresh._replace(stats=_statistics(run, config, fresh.stats))
+        return done, saved, run.batches.stream(config.steps, about["batches"])
+    fresh = fresh._replace(stats=_statistics(run, config, fresh.stats))
+    return 0, fresh, run.batches.stream(config.steps)
 
 
 def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
@@ -133,7 +122,8 @@ def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
     for start in range(0, len(paths), size):
         part = paths[start : start + size]
         real = np.arange(size) < len(part)
-        pixels = np.stack([run.pixels(path) for path in part + part[:1] * (size - len(part))])
+        part += part[:1] * (size - len(part))
+        pixels = np.stack([run.batches.pixels(path) for path in part])
         pixels, real = place_rows(run.mesh, (pixels, real))
         stats = step.gather_stats(
             run.model.params, stats, pixels, real, setup=run.setup, mesh=run.mesh
@@ -146,12 +136,11 @@ def _loop(
     about: dict[str, Any],
 ):  # fmt: skip
     """Updates until the end or an interruption."""
-    done, (state, stats, key_data) = _begin(run, config, checkpoints)
+    done, (state, stats, key_data), stream = _begin(run, config, checkpoints)
     kind = MetricsLog if distributed.is_main() else NoLog
     log = kind(workdir, done, config.steps, config.batch_size, config.tensorboard)
     key, first = jax.random.wrap_key_data(key_data), done
     waiting: collections.deque = collections.deque()
-    stream = run.batches.stream(done, config.steps)
     try:
         for batch in stream:
             batch = place_rows(run.mesh, batch, config.batch_size)
@@ -170,7 +159,9 @@ def _loop(
             if done % config.log_every == 0 or done == config.steps:
                 log.write(done, scalars)
             if done % config.checkpoint_every == 0 or last:
-                checkpoints.save(done, Saved(state, stats, key_data), about)
+                checkpoints.save(
+                    done, Saved(state, stats, key_data), about | {"batches": stream.state}
+                )
             if last:
                 break
     finally:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from stepprune_jax.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data.survey import REMEDIES
 from stepprune_jax.generate.placement import row_count
 from stepprune_jax.models.layers import check_attention
 from stepprune_jax.sharding import build_mesh
@@ -25,14 +26,16 @@ SHAPES_MODEL = ASSETS / "shapes_llava"
 # The model and the data are compared by their contents, not by where they lie.
 FREE = (
     "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "eval", "mesh",
-    "accelerator", "model.folder",
-    "model.vision_folder", "data.folder", "data.workers", "data.cache_gb",
+    "accelerator", "model.folder", "model.vision_folder", "data.folder", "data.train_file",
+    "data.image_folder", "data.linked_folders", "data.index_folder", "data.threads",
+    "data.workers", "data.cache_gb",
     "data.validation_scenes", "data.test_scenes", "data.test_seed",
 )  # fmt: skip
 
 _COUNTS = (
     "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints",
-    "data.length_multiple", "data.context_limit", "data.workers", "data.stats_images",
+    "data.length_multiple", "data.length_group", "data.context_limit", "data.policy_text_limit",
+    "data.threads", "data.stats_images",
 )  # fmt: skip
 _NOT_NEGATIVE = ("optimizer.lr", "optimizer.final_lr", "optimizer.weight_decay", "data.cache_gb")
 _SHARES = ("optimizer.b1", "optimizer.b2", "text_gate_anneal")
@@ -70,7 +73,10 @@ def check_config(config: Any) -> None:
         isinstance(warmup, int) and 0 <= warmup < config.steps, "optimizer.warmup", warmup,
         f"an integer from 0, below config.steps ({config.steps})",
     )  # fmt: skip
-    for name in ("seed", "data.seed"):
+    for name in ("data.missing", "data.unusable"):
+        value = _get(values, name)
+        _require(value in REMEDIES, name, value, f"one of {', '.join(REMEDIES)}")
+    for name in ("seed", "data.seed", "data.workers"):
         value = _get(values, name)
         _require(isinstance(value, int) and value >= 0, name, value, "an integer from 0")
     if _get(values, "method") not in selectors.METHODS:

@@ -30,6 +30,12 @@ ABLATIONS = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"data.missing": "replace"},
+            "config.data.missing is 'replace', expected one of stop, skip",
+        ),
+        ({"data.workers": -1}, "config.data.workers is -1, expected an integer from 0"),
+        ({"data.policy_text_limit": 0}, "config.data.policy_text_limit is 0"),
         ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
         ({"batch_size": -1}, "config.batch_size is -1"),
         ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number from 0"),
@@ -72,18 +78,24 @@ def test_missing_folders_and_fields_are_named(tmp_path):
     config.data.folder, config.data.name = "", "folder"
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
         train(config, tmp_path / "run")
-    del config.data["workers"]
-    with pytest.raises(ValueError, match=r"config.data.workers is missing"):
+    del config.data["threads"]
+    with pytest.raises(ValueError, match=r"config.data.threads is missing"):
         check_config(config)
 
 
-def test_a_sample_of_text_alone_is_named(tmp_path):
+def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path):
     testing.tiny_llava(tmp_path / "model")
-    turns = [{"from": "human", "value": "two ?"}, {"from": "gpt", "value": "no"}]
-    entry = {"id": "chat", "conversations": turns}
-    write_data(tmp_path / "data", count=2, entries=[entry])
-    with pytest.raises(ValueError, match=r"conversation 2 \(id 'chat'\) has no image"):
-        train(make_config(tmp_path / "model", tmp_path / "data"), tmp_path / "run")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
+    config = make_config(tmp_path / "model", tmp_path / "data")
+    message = r'train\.json: sample 2: "conversations" is missing'
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+    config.data.update({"context_limit": 9})
+    with pytest.raises(
+        ValueError, match=r"config.data.context_limit is 9, expected more than .* 9"
+    ):
+        train(config, tmp_path / "other")
 
 
 def test_the_world_is_written_once_and_not_mixed_up(tmp_path, capsys):

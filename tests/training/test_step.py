@@ -6,19 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_config, write_data
+from tiny_run import make_config, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.baselines import AutoSelectConfig
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.generate.placement import beside, place_rows
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors, settings, step
-from stepprune_jax.training.batches import Batches, encode_rows
 from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
-from stepprune_jax.training.pixels import PixelCache
 
 SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
 
@@ -30,12 +27,8 @@ def run(tmp_path_factory):
     write_data(folder / "data")
     model = load_vlm(folder / "model", None, jnp.float32, progress=False)
     setup = settings.make_setup(make_config(folder / "model", folder / "data"), model.config)
-    samples = read_conversations(
-        folder / "data" / "train.json", folder / "data" / "images", split_turns=True
-    )
-    rows = encode_rows(samples, model.tokenizer, 9, 2048)
-    batches = Batches(rows, 8, 0, 64, PixelCache(model.image_settings, 24, 1 << 20))
-    return model, setup, jax.tree.map(jnp.asarray, next(batches.stream(0, 1)))
+    batches = open_tiny(make_config(folder / "model", folder / "data"), folder)
+    return model, setup, jax.tree.map(jnp.asarray, batches[0])
 
 
 def fresh(run):
