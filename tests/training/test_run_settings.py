@@ -8,7 +8,7 @@ from stepprune_jax import testing
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.source import data_folder
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import selectors, train
+from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
     accelerator,
     changed_fields,
@@ -83,9 +83,9 @@ def test_missing_folders_and_fields_are_named(tmp_path):
         check_config(config)
 
 
-def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path):
+def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
     testing.tiny_llava(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr(run, "load_vlm", None)
     write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
     config = make_config(tmp_path / "model", tmp_path / "data")
     message = r'train\.json: sample 2: "conversations" is missing'
