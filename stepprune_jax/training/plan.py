@@ -66,17 +66,17 @@ def make_plan(
     widths = collections.Counter(
         batches.bucket(batches.indices(number)) for number in range(0, setup.steps, apart)
     )
-    flops = {
-        bucket: traced_flops(trace_update(setup, mesh, dtype, rows, bucket).jaxpr)
-        for bucket in widths
+    widest = batches.buckets[-1]
+    traced = {
+        bucket: trace_update(setup, mesh, dtype, rows, bucket) for bucket in {*widths, widest}
     }
-    widest = trace_update(setup, mesh, dtype, rows, batches.buckets[-1])
     held = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(_weights(setup, mesh, dtype))
     )
-    mean = sum(flops[bucket] * count for bucket, count in widths.items()) / widths.total()
-    return Plan(mesh.size if mesh else 1, held, planned_memory(widest), mean, dict(widths))
+    flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
+    memory = planned_memory(traced[widest])
+    return Plan(mesh.size if mesh else 1, held, memory, flops / widths.total(), dict(widths))
 
 
 def planned_memory(traced: Any) -> Usage:
