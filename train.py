@@ -1,16 +1,22 @@
 """Trains a selector: `python train.py --config configs/shapes.py --workdir runs/shapes`.
 
 Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`. The
-same command again goes on where an interrupted run stopped.
+same command again goes on where an interrupted run stopped. `--dry_run` says what a run would take.
+Several processes are started with the same command each (docs/scale.md).
 """
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from stepprune_jax import distributed
 from stepprune_jax.training import train
+from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for metrics and checkpoints.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Check configuration and data, say memory, operations and hours, and leave."
+)
 
 
 def main(argv: list[str]):
@@ -18,6 +24,11 @@ def main(argv: list[str]):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+    if _DRY_RUN.value:
+        use_virtual_devices(_CONFIG.value)
+        dry_run(_CONFIG.value, _WORKDIR.value)
+        return
+    distributed.start()
     train(_CONFIG.value, _WORKDIR.value)
 
 

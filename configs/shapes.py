@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.steps = 500
     c.batch_size = 32
     c.text_gate_anneal = 0.1  # share of the steps over which the text gate opens
-    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh
+    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
     c.checkpoint_every = 100
     c.keep_checkpoints = 2
@@ -45,11 +45,17 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.dtype = "float32"
     c.model.attention = "matmul"
     c.model.remat = False
-    c.model.rows_at_once = 4  # of the frozen model, to bound memory; 0 for the whole batch
+    c.model.rows_at_once = 4  # of the frozen model on each device; 0 for all of them
 
     c.data = ConfigDict()
     c.data.name = "shapes"  # or "folder"
     c.data.folder = ""  # empty: workdir/data, written on first use
+    c.data.train_file = ""  # empty: train.json of the folder
+    c.data.image_folder = ""  # empty: images/ of the folder
+    c.data.linked_folders = ()  # folders that links in the image folder may lead to
+    c.data.index_folder = ""  # for the counts of tokens; empty: the run's own folder
+    c.data.missing = "stop"  # or "skip": leave out samples whose picture is missing or damaged
+    c.data.unusable = "stop"  # or "skip": leave out samples that cannot be trained on
     c.data.train_scenes = 3000
     c.data.validation_scenes = 150
     c.data.test_scenes = 520
@@ -58,9 +64,12 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.split_turns = True  # each question of a conversation is a sample of its own
     c.data.stats_images = 1000  # pictures for the statistics of the features
     c.data.length_multiple = 8  # ids are padded to a multiple; each width is one program
+    c.data.length_group = 1  # batches whose rows are sorted by length together; 1: none
     c.data.context_limit = 2048
+    c.data.policy_text_limit = 512  # tokens of the user's words that the policy sees
     c.data.cache_gb = 2.0
-    c.data.workers = 2
+    c.data.threads = 2  # that make batches
+    c.data.workers = 0  # processes that make batches, instead of threads
 
     c.policy = policy_fields(arg)
     c.autoselect = autoselect_fields()
@@ -74,6 +83,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
     c.optimizer.muon_lr = 0.0  # of Muon, for matrices; 0: AdamW for all weights
+
+    c.accelerator = ConfigDict()  # read by --dry_run alone
+    c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
+    c.accelerator.count = 1  # devices to plan for, where jax sees no accelerators
+    c.accelerator.utilisation = 0.4  # share of the peak that is assumed
 
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)

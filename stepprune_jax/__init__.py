@@ -1,36 +1,46 @@
-"""StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs."""
+"""StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs.
 
-from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
-from stepprune_jax.generate import Answer, generate
-from stepprune_jax.policy import (
-    Decoder,
-    FeatureStats,
-    Gated,
-    Limits,
-    Picks,
-    PolicyConfig,
-    Pruned,
-    Trajectory,
-    alive_probability,
-    denoise,
-    encode,
-    expected_count,
-    gate,
-    gather,
-    init_policy,
-    length_penalty,
-    log_soft_scores,
-    memory,
-    noise_gate,
-    pick,
-    pointer_step,
-    prune,
-    select,
-    select_parallel,
-    soft_scores,
-    soft_topk,
-    train_loss,
-)
+The names below are imported when they are first used, so that what needs no model, as scoring
+answers, neither waits for jax nor needs an accelerator.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
+    from stepprune_jax.generate import Answer, generate
+    from stepprune_jax.policy import (
+        Decoder,
+        FeatureStats,
+        Gated,
+        Limits,
+        Picks,
+        PolicyConfig,
+        Pruned,
+        Trajectory,
+        alive_probability,
+        denoise,
+        encode,
+        expected_count,
+        gate,
+        gather,
+        init_policy,
+        length_penalty,
+        log_soft_scores,
+        memory,
+        noise_gate,
+        pick,
+        pointer_step,
+        prune,
+        select,
+        select_parallel,
+        soft_scores,
+        soft_topk,
+        train_loss,
+    )
 
 __all__ = [
     "VLM",
@@ -69,3 +79,33 @@ __all__ = [
     "soft_topk",
     "train_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Finds a public name in the package that exports it."""
+    if name in __all__:
+        for package in ("policy", "checkpoints", "generate"):
+            module = import_module(f"{__name__}.{package}")
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `stepprune_jax.generate` the function.
+
+    Python binds a subpackage to its parent when it is imported; here the function of the same name
+    is the public one.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generate" and isinstance(value, ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,6 @@
-"""Compiler options that the backbones need."""
+"""Compiler options that the backbones need, and the memory of compiled programs."""
+
+from typing import Any, NamedTuple
 
 # Compiler options for CPUs. The XLA of jax 0.10 slices bfloat16 by way of float32 and moves the
 # conversion of the whole stack of layers out of their loop, unless told not to. And it fetches all
@@ -8,3 +10,28 @@ CPU_OPTIONS = {
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
+
+
+class Usage(NamedTuple):
+    """Bytes on one device while a program runs.
+
+    Attributes:
+        arguments: weights and inputs.
+        outputs: results that do not reuse an argument's memory.
+        temporary: intermediates. On CPU devices this holds float32 copies of the layer in work
+            (and, when decoding, of the cache) that an accelerator does without.
+        total: the sum.
+    """
+
+    arguments: int
+    outputs: int
+    temporary: int
+    total: int
+
+
+def usage(compiled: Any) -> Usage:
+    """Memory of a `jax.stages.Compiled` on each device, as the compiler plans it."""
+    sizes = compiled.memory_analysis()
+    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)
+    return Usage(*parts, sum(parts))

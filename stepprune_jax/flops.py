@@ -1,11 +1,12 @@
-"""Operations by formula: the matrix products, which are all but a percent.
+"""Operations by formula, and of a traced program: the matrix products, all but a percent.
 
 A multiply-accumulate (MAC) counts as two floating-point operations (FLOPs). Papers differ in
 whether they double, and in which tokens they count; `LlmCost` has both figures.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from stepprune_jax.config import LlamaConfig, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
@@ -159,3 +160,45 @@ def vision_flops(config: LlavaConfig, num_images: int = 1) -> dict[str, int]:
     }
     parts = {name: num_images * count for name, count in parts.items()}
     return parts | {"total": sum(parts.values())}
+
+
+def traced_flops(jaxpr: Any) -> int:
+    """Operations (FLOPs) of the matrix products of a traced program, on all devices together.
+
+    What is computed again in a backward pass counts again. A scan's body counts as often as it
+    runs, where the compiler's own analysis counts it once; a loop of unknown length counts once,
+    and of a conditional's branches the dearest.
+
+    Args:
+        jaxpr: of `jax.make_jaxpr`, or of the `trace` of a compiled function.
+
+    Returns:
+        The count.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    total = 0
+    for equation in jaxpr.eqns:
+        inner = [traced_flops(found) for found in _inner_jaxprs(equation.params)]
+        match equation.primitive.name:
+            case "dot_general":
+                total += _dot_flops(equation)
+            case "scan":
+                total += equation.params["length"] * sum(inner)
+            case "cond":
+                total += max(inner)
+            case _:
+                total += sum(inner)
+    return total
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    sides = equation.invars[0].aval.shape
+    return 2 * equation.outvars[0].aval.size * math.prod(sides[axis] for axis in contracted)
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for found in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(found, "jaxpr", found), "eqns"):
+                yield found

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor")
-PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor")
+PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
 
 Rules = Sequence[tuple[str, P]]
 
@@ -55,9 +55,11 @@ def build_mesh(
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
-        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for what is left).
-            "single": the first device. "data", "fsdp", "tensor": all devices on that axis.
-            "data_tensor", "fsdp_tensor": two devices on "tensor", the others on the first.
+        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for what is left), as a
+            mapping or as text such as "data=2,fsdp=-1". "single": the first device. "data",
+            "fsdp", "tensor": all devices on that axis. "data_tensor", "fsdp_tensor": two devices
+            on "tensor", the others on the first. "data_fsdp": the devices of a process on "fsdp",
+            the processes on "data".
         devices: devices to use in order; by default all that jax sees.
 
     Returns:
@@ -67,16 +69,9 @@ def build_mesh(
         ValueError: an unknown preset or axis, or sizes that do not fit the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if isinstance(preset, str):
-        if preset not in PRESETS:
-            raise ValueError(f"mesh preset {preset!r} is unknown; presets: {', '.join(PRESETS)}")
-        if preset == "single":
-            devices = devices[:1]
-        first, _, second = preset.partition("_")
-        sizes = {} if preset == "single" else {first: -1}
-        sizes |= {second: 2} if second else {}
-    else:
-        sizes = dict(preset)
+    if preset == "single":
+        devices = devices[:1]
+    sizes = _sizes(preset, devices) if isinstance(preset, str) else dict(preset)
     unknown = set(sizes) - set(AXES)
     if unknown:
         raise ValueError(f"mesh axes {sorted(unknown)} are unknown; axes: {', '.join(AXES)}")
@@ -89,6 +84,29 @@ def build_mesh(
             f"mesh sizes {dict(zip(AXES, shape, strict=True))} do not fit {len(devices)} devices"
         )
     return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
+    """Sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
+    if "=" in preset:
+        pairs = [pair.partition("=") for pair in preset.split(",")]
+        try:
+            return {axis.strip(): int(size) for axis, _, size in pairs}
+        except ValueError:
+            raise ValueError(
+                f"mesh {preset!r}: expected sizes by axis, such as data=2,fsdp=-1"
+            ) from None
+    if preset not in PRESETS:
+        raise ValueError(
+            f"mesh preset {preset!r} is unknown; presets: {', '.join(PRESETS)}, or sizes by axis, "
+            "such as data=2,fsdp=-1"
+        )
+    if preset == "single":
+        return {}
+    first, _, second = preset.partition("_")
+    if second == "fsdp":
+        return {first: len({device.process_index for device in devices}), second: -1}
+    return {first: -1} | ({second: 2} if second else {})
 
 
 def path_name(path: Sequence[Any]) -> str:

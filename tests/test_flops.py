@@ -8,7 +8,7 @@ import pytest
 
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.flops import llm_flops, vision_flops
+from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.testing import tiny_hf_config
 
@@ -99,3 +99,27 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     )
     assert counted == pytest.approx(vision_flops(config)["total"], rel=0.04)
     assert vision_flops(config, num_images=2)["total"] == 2 * vision_flops(config)["total"]
+
+
+def test_traced_operations_by_hand():
+    x, w = jnp.ones((3, 4)), jnp.ones((5, 4, 4))
+    once = 2 * 3 * 4 * 4
+
+    def body(x, w):
+        return jnp.sin(x @ w), None
+
+    def stack(x, w):
+        return jax.lax.scan(body, x, w)[0]
+
+    def count(function):
+        return traced_flops(jax.make_jaxpr(function)(x, w))
+
+    assert count(lambda x, w: jnp.einsum("ij,kjl->ikl", x, w)) == 5 * once
+    assert count(stack) == count(jax.jit(stack)) == 5 * once
+    assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, stack, lambda x, w: x, x, w)) == 5 * once
+    # A gradient of one side of a product is another product; what is recomputed counts again.
+    loss = lambda x, w: stack(x, w).sum()  # noqa: E731
+    assert count(jax.grad(loss)) == 2 * 5 * once
+    assert count(jax.grad(loss, argnums=(0, 1))) == 3 * 5 * once
+    body = jax.checkpoint(body)
+    assert count(jax.grad(loss)) == 3 * 5 * once

@@ -9,7 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.bench import memory
+from stepprune_jax.compiling import usage
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.generate.placement import local_rows
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import (
     BATCH_RULES,
@@ -49,6 +51,18 @@ def test_presets_fill_the_axes(preset):
 
 def test_sizes_may_be_given_by_axis_with_one_left_open():
     assert dict(build_mesh({"tensor": 4, "data": -1}).shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert dict(build_mesh("tensor=4, data=-1").shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+
+
+def test_weights_are_cut_within_a_process_and_rows_over_processes():
+    sizes = build_mesh("data_fsdp").shape  # a single process
+    assert dict(sizes) == {"data": 1, "fsdp": 8, "tensor": 1}
+
+
+def test_a_process_brings_the_rows_of_its_devices():
+    assert local_rows(None, 6) == slice(0, 6)
+    assert local_rows(build_mesh({"data": 4, "tensor": 2}), 8) == slice(0, 8)
+    assert local_rows(build_mesh("data"), 12) == slice(0, 12)  # on each device: 8 do not divide 12
 
 
 @pytest.mark.parametrize(
@@ -56,6 +70,8 @@ def test_sizes_may_be_given_by_axis_with_one_left_open():
     [
         ("pipeline", "mesh preset 'pipeline' is unknown; presets: single, data"),
         ({"expert": 2}, r"mesh axes \['expert'\] are unknown; axes: data, fsdp, tensor"),
+        ("data=2,fsdp", "mesh 'data=2,fsdp': expected sizes by axis, such as data=2,fsdp=-1"),
+        ("data=2,model=4", r"mesh axes \['model'\] are unknown"),
         ({"tensor": 3}, "do not fit 8 devices"),
         ({"tensor": 3, "data": -1}, "do not fit 8 devices"),
         ({"tensor": -1, "data": -1}, "do not fit 8 devices"),
@@ -116,7 +132,7 @@ def test_prefill_and_decode_compile_at_full_shape(name, preset):
     params = vlm.abstract_params(CONFIGS[name])
     weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
     for program in ("prefill", "decode"):
-        row = memory.usage(program, compiled[program])
+        row = usage(compiled[program])
         assert row.arguments > weights / parts
         # No copy of the stack of layers, nor of the cache in the prefill.
         assert row.total < 1.35 * weights / parts

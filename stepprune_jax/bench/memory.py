@@ -9,13 +9,13 @@ import argparse
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from stepprune_jax.compiling import CPU_OPTIONS
+from stepprune_jax.compiling import CPU_OPTIONS, Usage, usage
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llama import Cache
@@ -48,25 +48,6 @@ MODELS = {
     "llava-7b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT},
     "llava-13b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT | _WIDE},
 }
-
-
-class Usage(NamedTuple):
-    """Bytes on one device while one program runs.
-
-    Attributes:
-        program: "encode", "prefill" or "decode".
-        arguments: weights and inputs.
-        outputs: results that do not reuse an argument's memory.
-        temporary: intermediates. On virtual CPU devices this holds float32 copies of the layer
-            in work (and, when decoding, of the cache) that an accelerator does without.
-        total: the sum.
-    """
-
-    program: str
-    arguments: int
-    outputs: int
-    temporary: int
-    total: int
 
 
 def compiled_programs(
@@ -143,15 +124,7 @@ def compiled_programs(
     return compiled
 
 
-def usage(program: str, compiled: Any) -> Usage:
-    """Memory of one compiled program per device, in bytes."""
-    sizes = compiled.memory_analysis()
-    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)
-    return Usage(program, *parts, sum(parts))
-
-
-def _config(name: str) -> LlavaConfig:
+def model_config(name: str) -> LlavaConfig:
     """The config of a known model or of a folder or file in the Hugging Face layout."""
     if name in MODELS:
         return LlavaConfig.from_hf(MODELS[name])
@@ -177,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
         "GiB per device"
     )
-    columns = ("model", "mesh", "devices", *Usage._fields)
+    columns = ("model", "mesh", "devices", "program", *Usage._fields)
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name in options.model:
-        config = _config(name)
+        config = model_config(name)
         for preset in options.mesh:
             count = {"single": 1}.get(preset, 4 if "_" in preset else 2)
             mesh = build_mesh(preset, jax.devices()[:count])
@@ -188,8 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 config, mesh, options.batch, options.length, options.max_new_tokens
             )
             for program, executable in compiled.items():
-                row = usage(program, executable)
-                sizes = " | ".join(f"{size / 2**30:.2f}" for size in row[1:])
+                sizes = " | ".join(f"{size / 2**30:.2f}" for size in usage(executable))
                 print(f"| {name} | {preset} | {count} | {program} | {sizes} |", flush=True)
 
 

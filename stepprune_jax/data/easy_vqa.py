@@ -7,16 +7,16 @@ answer, number of the picture], and ``images/NUMBER.png``. Pictures of one colou
 answers. The validation split is cut from the training pictures and shares none with them.
 """
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from stepprune_jax.command_line import Parser
 from stepprune_jax.data.json_files import read_json_list, words
 
 
@@ -171,16 +171,9 @@ def _write_questions(out: Path, split: str, images: str, asked: Sequence[Asked])
         (out / file).write_text(text, encoding="utf-8")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and converts; one line on mistakes, exit code 2."""
-    parser = _Parser(prog="stepprune_jax.data.easy_vqa", description=__doc__.splitlines()[0])
+    parser = Parser(prog="stepprune_jax.data.easy_vqa", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--source", required=True, help="folder of easy-VQA that holds train/ and test/")
     add("--out", required=True, help="folder to write")

@@ -31,14 +31,7 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
         FileNotFoundError: there is no such file.
         ValueError: it is not UTF-8, not JSON (line and column are named), no list, or empty.
     """
-    text = _read_text(file)
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{file}: {place}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # digits without end, brackets without end
-        raise ValueError(f"{file} is not JSON that can be read: {error}") from error
+    value = _read_json(file)
     if not isinstance(value, list):
         raise ValueError(f"{file}: expected a JSON list, got {_kind(value)}")
     if not value:
@@ -46,12 +39,30 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     return value
 
 
-def read_json_lines(file: str | Path) -> list[Record]:
+def read_json_object(file: str | Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Args:
+        file: UTF-8, with or without a byte order mark.
+
+    Returns:
+        The object.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8, not JSON (line and column are named), or no object.
+    """
+    return as_object(_read_json(file), str(file))
+
+
+def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
     """Reads a file with one JSON object a line.
 
     Args:
         file: UTF-8, with or without a byte order mark; lines end in a newline, or in a carriage
             return and a newline. Blank lines are passed over.
+        broken: where given, lines that are not JSON are skipped and a message on each is appended
+            to it.
 
     Returns:
         The objects, at least one.
@@ -75,7 +86,11 @@ def read_json_lines(file: str | Path) -> list[Record]:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             cut = number == len(lines)
             hint = " (it is the last line and has no end: was the file cut short?)" if cut else ""
-            raise ValueError(f"{where}{at}: not JSON: {reason}{hint}") from error
+            message = f"{where}{at}: not JSON: {reason}{hint}"
+            if broken is None:
+                raise ValueError(message) from error
+            broken.append(message)
+            continue
         records.append(Record(where, as_object(value, where)))
     if not records:
         raise ValueError(f"{file}: expected one JSON object a line, got an empty file")
@@ -147,6 +162,18 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
     if isinstance(found, int) and not isinstance(found, bool):
         return str(found)
     return words(value, field, where)
+
+
+def _read_json(file: str | Path) -> Any:
+    """Reads the one value of a file, with the place of what is not JSON."""
+    text = _read_text(file)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{file}: {place}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # digits without end, brackets without end
+        raise ValueError(f"{file} is not JSON that can be read: {error}") from error
 
 
 def _read_text(file: str | Path) -> str:

@@ -4,11 +4,11 @@ A data folder holds ``images/``, ``train.json``, and for each split ``SPLIT.json
 ``SPLIT_answers.jsonl`` and, where the world is known, ``SPLIT_scenes.jsonl``.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.data.image_files import existing_image, image_name
 from stepprune_jax.data.json_files import (
     Record,
     as_object,
@@ -17,12 +17,21 @@ from stepprune_jax.data.json_files import (
     read_json_list,
     words,
 )
-from stepprune_jax.data.prompts import IMAGE_MARK, place_images, tokenize_with_images, vicuna_v1
-from stepprune_jax.generate.request import question_ids
-from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_MARK
 
-# Label of a token that is not supervised.
-IGNORE = -100
+
+class Conversation(NamedTuple):
+    """One entry of a training file.
+
+    Attributes:
+        id: from the file, where it need not be unique, or its number there.
+        image: name of its picture as the file has it, or None.
+        turns: what was said, user first and then alternating, without image marks.
+    """
+
+    id: str
+    image: str | None
+    turns: tuple[str, ...]
 
 
 class Sample(NamedTuple):
@@ -69,21 +78,6 @@ class Scene(NamedTuple):
     relevant: tuple[int, ...]
 
 
-class Encoded(NamedTuple):
-    """A conversation as token ids.
-
-    Attributes:
-        ids: with `IMAGE_TOKEN` where an image stands.
-        labels: one per id: the id itself where it is supervised, `IGNORE` elsewhere. They are not
-            shifted: the label of a token is the token.
-        text: ids of the user's words alone, for the policy.
-    """
-
-    ids: list[int]
-    labels: list[int]
-    text: list[int]
-
-
 def read_conversations(
     file: str | Path, image_root: str | Path, *, split_turns: bool = False
 ) -> list[Sample]:
@@ -110,19 +104,35 @@ def read_conversations(
     samples = []
     for index, entry in enumerate(read_json_list(file, "sample")):
         where = f"{file}: sample {index}"
-        value = as_object(entry, where)
-        name = identity(value, "id", where) if value.get("id") is not None else str(index)
-        image = None
-        if value.get("image") is not None:
-            image = _image(value, image_root, where)
-        turns = _turns(value, where, image is not None)
+        name, image, turns = parse_conversation(entry, index, where)
+        path = None if image is None else existing_image(image_root, image, where)
         if not split_turns or len(turns) == 2:
-            samples.append(Sample(name, image, turns, index))
+            samples.append(Sample(name, path, turns, index))
             continue
         for number in range(0, len(turns), 2):
             pair = turns[number : number + 2]
-            samples.append(Sample(f"{name}/{number // 2}", image, pair, index))
+            samples.append(Sample(f"{name}/{number // 2}", path, pair, index))
     return samples
+
+
+def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
+    """Reads one entry of a training file, as `read_conversations` does.
+
+    Args:
+        entry: the entry.
+        index: its place in the file, from 0.
+        where: file and index, for messages.
+
+    Returns:
+        The conversation; whether its picture is there is not looked at.
+
+    Raises:
+        ValueError: it is no such entry. The message begins with `where` and names the field.
+    """
+    value = as_object(entry, where)
+    name = identity(value, "id", where) if value.get("id") is not None else str(index)
+    image = image_name(value, where) if value.get("image") is not None else None
+    return Conversation(name, image, _turns(value, where, image is not None))
 
 
 def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
@@ -151,7 +161,8 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
             if not text:
                 raise ValueError(f'{where}: "text" is empty but for {IMAGE_MARK}')
         category = words(value, "category", where) if "category" in value else "default"
-        questions.append(Question(name, _image(value, image_root, where), text, category))
+        image = existing_image(image_root, image_name(value, where), where)
+        questions.append(Question(name, image, text, category))
     return questions
 
 
@@ -202,71 +213,6 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
     return scenes
 
 
-def encode_conversation(tokenizer: Any, turns: Sequence[str], num_images: int) -> Encoded:
-    """Turns a conversation into ids, and says which of them are to be learnt.
-
-    The ids are those of `tokenize_with_images` on the ``vicuna_v1`` form. Supervised is what the
-    assistant says: all that follows ``ASSISTANT:``, up to and with ``</s>``. What comes before the
-    first supervised id is therefore the prompt of `generate`.
-
-    Args:
-        tokenizer: a fast `transformers` tokenizer.
-        turns: user first, then alternating, the last one the assistant's.
-        num_images: images that go with the conversation, in front unless marked.
-
-    Returns:
-        ids and labels of one length, and the ids of the user's words.
-
-    Raises:
-        ValueError: there is no turn, a turn is empty or has no answer, marks do not match the
-            images, or the tokenizer does not say where its tokens stand.
-    """
-    turns = list(turns)
-    if not turns or len(turns) % 2:
-        raise ValueError(f"expected questions each with an answer, got {len(turns)} turn(s)")
-    for number, turn in enumerate(turns):
-        if not turn.replace(IMAGE_MARK, "").strip():
-            raise ValueError(f"turn {number} of the conversation is empty")
-    text = question_ids(tokenizer, turns)
-    turns[0] = place_images(turns[0], num_images)
-    prompt = vicuna_v1(turns)
-    ids = tokenize_with_images(tokenizer, prompt, num_images)
-    supervised = bytearray(len(prompt))
-    for number in range(1, len(turns), 2):
-        # A conversation that is open ends where the answer begins.
-        start, end = len(vicuna_v1(turns[:number])), len(vicuna_v1(turns[: number + 1]))
-        supervised[start:end] = b"\1" * (end - start)
-    return Encoded(ids, _labels(tokenizer, prompt, ids, supervised), list(text))
-
-
-def _labels(tokenizer: Any, prompt: str, ids: list[int], supervised: bytearray) -> list[int]:
-    """Labels of `ids`: those that stand, even in part, on a supervised character of `prompt`."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            "the tokenizer does not say where its tokens stand in the text; expected a fast one "
-            "(with tokenizer.json)"
-        )
-    labels: list[int] = []
-    begin = 0
-    for piece in prompt.split(IMAGE_MARK):
-        end = len(labels)
-        while end < len(ids) and ids[end] != IMAGE_TOKEN:
-            end += 1
-        own = ids[len(labels) : end]
-        encoded = tokenizer(piece, return_offsets_mapping=True)
-        # The start token of a later piece has no place among the ids.
-        skip = len(encoded.input_ids) - len(own)
-        if list(encoded.input_ids[skip:]) != own:
-            raise ValueError("the tokenizer gives other ids when it is asked where they stand")
-        for token, (first, last) in zip(own, encoded.offset_mapping[skip:], strict=True):
-            said = any(supervised[begin + first : begin + last])
-            labels.append(token if said else IGNORE)
-        if end < len(ids):
-            labels.append(IGNORE)
-        begin += len(piece) + len(IMAGE_MARK)
-    return labels
-
-
 def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...]:
     """The turns of a sample, checked and without marks."""
     messages = value.get("conversations")
@@ -304,20 +250,6 @@ def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
     if not text:
         raise ValueError(f'{place}: "value" is empty but for {IMAGE_MARK}')
     return text
-
-
-def _image(value: dict[str, Any], root: str | Path, where: str) -> Path:
-    """The picture of an object; must be a file below `root`."""
-    name = words(value, "image", where)
-    # Links inside the root may lead anywhere, as in the usual data folders; names may not.
-    outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
-    if outside or os.path.isabs(name) or PureWindowsPath(name).drive:
-        raise ValueError(f'{where}: "image" must be a path inside {root}, got {name!r}')
-    path = Path(root) / name
-    if not os.path.isfile(path):  # False as well for names that no file can have
-        hint = "" if os.path.isdir(root) else ", and there is no such folder as the image folder"
-        raise FileNotFoundError(f'{where}: "image": no file at {path}{hint}')
-    return path
 
 
 def _new_id(record: Record, seen: dict[str, str]) -> str:

@@ -114,16 +114,52 @@ def tokenize_with_images(
     Raises:
         ValueError: ``num_images`` is given and differs from the number of marks.
     """
+    encoded = [list(tokenizer(piece).input_ids) for piece in split_at_images(prompt, num_images)]
+    return join_at_images(encoded, start_tokens(tokenizer, encoded[0]))
+
+
+def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
+    """Cuts a prompt at its image marks.
+
+    Args:
+        prompt: the text, with `IMAGE_MARK` where images go.
+        num_images: when given, the number of images that go with the prompt.
+
+    Returns:
+        The pieces of text, one more than there are images.
+
+    Raises:
+        ValueError: ``num_images`` is given and differs from the number of marks.
+    """
     pieces = prompt.split(IMAGE_MARK)
     if num_images is not None and len(pieces) - 1 != num_images:
         raise ValueError(_mismatch(len(pieces) - 1, num_images))
-    encoded = [list(tokenizer(piece).input_ids) for piece in pieces]
+    return pieces
+
+
+def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
+    """How many tokens a tokenizer put in front of a text: 1 with a start token, else 0."""
     start = getattr(tokenizer, "bos_token_id", None)
-    has_start = start is not None and encoded[0][:1] == [start]
-    ids = encoded[0]
-    for piece in encoded[1:]:
-        ids += [IMAGE_TOKEN, *piece[1 if has_start else 0 :]]
-    return ids
+    return int(start is not None and list(ids[:1]) == [start])
+
+
+def join_at_images(
+    pieces: Sequence[Sequence[int]], skip: int, image: int = IMAGE_TOKEN
+) -> list[int]:
+    """Joins what was cut at the images, where all pieces but the first lose their start token.
+
+    Args:
+        pieces: numbers of the tokens of each piece.
+        skip: `start_tokens` of a piece.
+        image: number to put where an image stands.
+
+    Returns:
+        The numbers of the whole.
+    """
+    joined = list(pieces[0])
+    for piece in pieces[1:]:
+        joined += [image, *piece[skip:]]
+    return joined
 
 
 def _mismatch(marks: int, num_images: int) -> str:
@@ -131,6 +167,29 @@ def _mismatch(marks: int, num_images: int) -> str:
     if marks == 0:
         return f"{num_images} image(s) given, but the prompt has no {IMAGE_MARK}: add one for each"
     return f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
+
+
+def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
+    """Ids of what the user said, for the policy.
+
+    Neither the system sentence nor role names, answers, image marks or a start token. Of a
+    conversation all the user's turns count, since a later question may refer to an earlier one.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        turns: user first, then alternating.
+
+    Returns:
+        The ids, possibly none.
+    """
+    text = user_words(turns)
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
+
+
+def user_words(turns: Sequence[str]) -> str:
+    """What the user said in a conversation, a turn a line, without image marks."""
+    said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
+    return "\n".join(filter(None, said))
 
 
 def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from stepprune_jax.data.survey import Source
+
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
@@ -48,6 +50,36 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
     return write_world(
         folder, seed=data.seed, train=data.train_scenes, validation=data.validation_scenes,
         test=data.test_scenes, **world_size(config),
+    )  # fmt: skip
+
+
+def training_source(config: Any, workdir: str | Path) -> Source:
+    """The training file of a run and its image folder.
+
+    Args:
+        config: the run's `ConfigDict`. `data.train_file` and `data.image_folder` name the two; one
+            that is empty is the one of `data_folder`.
+        workdir: folder of the run; counts of tokens are kept there unless `data.index_folder` says
+            where.
+
+    Returns:
+        The source, of which the file exists.
+
+    Raises:
+        FileNotFoundError: `data.train_file` does not exist.
+        ValueError, FileNotFoundError: as `data_folder`, where that folder is needed.
+    """
+    data = config.data
+    if data.train_file and not Path(data.train_file).expanduser().is_file():
+        raise FileNotFoundError(f"config.data.train_file: no file {data.train_file}")
+    whole = data.train_file and data.image_folder
+    folder = Path() if whole else data_folder(config, workdir)
+    return Source(
+        file=Path(data.train_file).expanduser() if data.train_file else folder / TRAIN_FILE,
+        image_root=Path(data.image_folder).expanduser() if data.image_folder else folder / IMAGES,
+        index_folder=Path(data.index_folder or workdir).expanduser(),
+        split_turns=data.split_turns, missing=data.missing, unusable=data.unusable,
+        linked_folders=tuple(data.linked_folders),
     )  # fmt: skip
 
 

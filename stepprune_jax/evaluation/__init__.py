@@ -1,7 +1,5 @@
-"""Every method on every question: one rollout per policy, all budgets as prefixes of one order."""
+"""Every method on every question: one rollout per policy, all budgets as prefixes of one order.
 
-from stepprune_jax.evaluation.evaluate import evaluate
-from stepprune_jax.evaluation.folder import Report, read_report
-from stepprune_jax.evaluation.records import Records, load_records, save_records
-
-__all__ = ["Records", "Report", "evaluate", "load_records", "read_report", "save_records"]
+`evaluate.evaluate` runs it. `benchmarks`, `score` and `convert` score the answers to the public
+benchmarks and import no jax: neither does this file.
+"""

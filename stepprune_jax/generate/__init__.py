@@ -7,7 +7,7 @@ and `decode` (the language model), `sample`. `generate` and `stream` do all of i
 from stepprune_jax.generate.answer import Answer, generate, stream
 from stepprune_jax.generate.decoding import Decoding, Settings, advance, decode, row_keys, start
 from stepprune_jax.generate.prefix import Prefix, policy_selector, prepare
-from stepprune_jax.generate.request import Request, question_ids, read_request
+from stepprune_jax.generate.request import Request, read_request
 from stepprune_jax.generate.sampling import nucleus, sample
 from stepprune_jax.generate.text import TextStream, answer_text
 
@@ -25,7 +25,6 @@ __all__ = [
     "nucleus",
     "policy_selector",
     "prepare",
-    "question_ids",
     "read_request",
     "row_keys",
     "sample",

@@ -11,7 +11,6 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import jax.numpy as jnp
 from PIL import Image
@@ -19,6 +18,7 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
+from stepprune_jax.command_line import Parser
 from stepprune_jax.data.images import image_settings, open_image
 from stepprune_jax.generate.answer import Answer, Options, check_options, generate
 from stepprune_jax.generate.request import read_request
@@ -31,16 +31,9 @@ _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.floa
 _USER_ERRORS = (ValueError, OSError, ImportError)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = _Parser(prog="stepprune_jax.generate", description=__doc__.splitlines()[0])
+    parser = Parser(prog="stepprune_jax.generate", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or Hugging Face hub id")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")

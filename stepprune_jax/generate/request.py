@@ -12,6 +12,7 @@ from stepprune_jax.data.images import ImageSettings, open_image, preprocess_batc
 from stepprune_jax.data.prompts import (
     IMAGE_MARK,
     place_images,
+    question_ids,
     tokenize_with_images,
     vicuna_v1,
 )
@@ -133,21 +134,3 @@ def _turns(prompt: Prompt, num_images: int) -> list[str]:
     if marks == turns[0].count(IMAGE_MARK):  # else the marks in later turns stay where they are
         turns[0] = place_images(turns[0], num_images)
     return turns
-
-
-def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
-    """Ids of what the user said, for the policy.
-
-    Neither the system sentence nor role names, answers, image marks or a start token. Of a
-    conversation all the user's turns count, since a later question may refer to an earlier one.
-
-    Args:
-        tokenizer: a `transformers` tokenizer.
-        turns: user first, then alternating.
-
-    Returns:
-        The ids, possibly none.
-    """
-    said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
-    text = "\n".join(filter(None, said))
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.llava import Encoded, Sample, encode_conversation
+from stepprune_jax.data.encoding import Encoded, encode_conversation
+from stepprune_jax.data.llava import Sample
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 
 

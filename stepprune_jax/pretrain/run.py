@@ -73,9 +73,9 @@ def _run_stage(
     """Runs a stage to its end, or to an interruption, which gives None."""
     folder = workdir / stage.name
     with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
-        done = checkpoints.latest or 0
-        if done:
-            state = checkpoints.restore(state)
+        done = 0
+        if checkpoints.latest is not None:
+            done, state, _ = checkpoints.restore(state)
         if done == stage.steps:
             return state
         print(f"{stage.name}: step {done} of {stage.steps}", flush=True)

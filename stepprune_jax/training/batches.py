@@ -1,39 +1,22 @@
 """Conversations as batches: the batch of a step is a pure function of seed and step."""
 
-import collections
-import concurrent.futures
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
-from jaxtyping import Int
+from absl import flags
+from jaxtyping import Float, Int
 
-from stepprune_jax.data.llava import Sample, encode_conversation
-from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.data.corpus import Corpus, Lengths
+from stepprune_jax.data.order import Order
 from stepprune_jax.training.language_loss import Targets
-from stepprune_jax.training.pixels import PixelCache
 from stepprune_jax.training.step import Batch
 
+# Batches that wait beside those that threads or processes are busy with.
 _AHEAD = 2
-
-
-class Row(NamedTuple):
-    """One conversation as numbers; its image is read when it is needed.
-
-    Attributes:
-        image: path of the picture.
-        ids: with `IMAGE_TOKEN` at the image.
-        text: ids of the human words.
-        place: indices in the expanded sequence at which supervised tokens are predicted.
-        target: the supervised tokens.
-    """
-
-    image: Any
-    ids: Int[np.ndarray, " l"]
-    text: Int[np.ndarray, " t"]
-    place: Int[np.ndarray, " k"]
-    target: Int[np.ndarray, " k"]
 
 
 class Bucket(NamedTuple):
@@ -44,108 +27,88 @@ class Bucket(NamedTuple):
     targets: int
 
 
-def encode_rows(
-    samples: Sequence[Sample], tokenizer: Any, image_tokens: int, context_limit: int
-) -> list[Row]:
-    """Tokenises conversations and finds where their supervised tokens are predicted.
+class Loading(NamedTuple):
+    """How batches are made; no number in them depends on it, but for `skip_unreadable`.
 
-    Args:
-        samples: conversations with one image each.
-        tokenizer: the model's.
-        image_tokens: N.
-        context_limit: longest expanded sequence; what is beyond is cut off.
-
-    Returns:
-        A row for each sample.
-
-    Raises:
-        ValueError: no samples; one without an image, or without a supervised token within the
-            limit. The message names it.
+    Attributes:
+        threads: that make batches, in each process.
+        processes: of their own that make batches; 0 for threads of this process.
+        local: rows of each batch that are made here; the others are those of other hosts.
+        skip_unreadable: give the place of a row whose picture cannot be read to the next row of the
+            batch, and say so; otherwise it is an error.
     """
-    if not samples:
-        raise ValueError("the training file has no conversation, expected at least one")
-    return [_encode_row(sample, tokenizer, image_tokens, context_limit) for sample in samples]
 
-
-def _encode_row(sample: Sample, tokenizer: Any, image_tokens: int, context_limit: int) -> Row:
-    where = f"conversation {sample.index} (id {sample.id!r})"
-    if sample.image is None:
-        raise ValueError(
-            f"{where} has no image: training needs one in each conversation, leave out those of "
-            "text alone"
-        )
-    encoded = encode_conversation(tokenizer, sample.turns, 1)
-    limit = context_limit - image_tokens + 1
-    ids = np.array(encoded.ids[:limit], np.int32)
-    labels = np.array(encoded.labels[:limit], np.int32)
-    image = np.flatnonzero(ids == IMAGE_TOKEN)
-    if len(image) != 1:
-        raise ValueError(
-            f"{where} has {len(image)} images within the first {context_limit} embeddings, "
-            "expected 1"
-        )
-    at = np.flatnonzero(labels[1:] != -100) + 1
-    if not len(at):
-        raise ValueError(
-            f"{where} has no answer within the first {context_limit} embeddings, which "
-            "data.context_limit allows"
-        )
-    # A token is predicted one place before its own; the image takes N places and not one.
-    place = at - 1 + (image_tokens - 1) * (at > image[0])
-    text = np.array(encoded.text, np.int32)
-    return Row(sample.image, ids, text, place.astype(np.int32), labels[at])
+    threads: int = 2
+    processes: int = 0
+    local: slice = slice(None)
+    skip_unreadable: bool = False
 
 
 class Batches:
     """Batches by step, and the few shapes that they have.
 
-    Every epoch is a permutation of its own. Nothing is kept between steps, so a resumed run needs
-    no iterator state. The width of ids is a multiple of `multiple`; the other widths follow from
-    it, so that there are no more programs than widths.
+    The width of ids is a multiple of `multiple`; the other widths follow from it, so that there are
+    no more programs than widths. They are known from the counts of tokens, before any row is
+    tokenised, so that hosts that make different rows of a batch agree.
     """
 
     def __init__(
-        self, rows: Sequence[Row], batch_size: int, seed: int, multiple: int,
-        pixels: PixelCache | Callable, workers: int = 2,
+        self, corpus: Corpus, pixels: Callable[[Path], np.ndarray], batch_size: int, seed: int,
+        multiple: int, group: int = 1, loading: Loading | None = None,
     ):  # fmt: skip
         """Plans the shapes.
 
         Args:
-            rows: from `encode_rows`.
-            batch_size: rows of a batch.
-            seed: of the permutations.
+            corpus: the rows.
+            pixels: path to pixels, for example a `PixelCache`.
+            batch_size: rows of a batch, over all hosts.
+            seed: of the order.
             multiple: of the width of ids and text.
-            pixels: path to pixels.
-            workers: threads that decode pictures.
+            group: batches whose rows are sorted by width together; see `Order`.
+            loading: how batches are made; by default with the defaults of `Loading`.
         """
-        self._rows, self._size, self._seed = rows, batch_size, seed
-        self._pixels, self._workers = pixels, workers
-        self.buckets = plan_buckets(rows, multiple)
-        self._permutation = functools.lru_cache(2)(self._permute)
+        self.pixels = pixels
+        self._corpus, self._loading = corpus, loading or Loading()
+        self.buckets = plan_buckets(corpus.lengths, multiple)
+        widths = [bucket.ids for bucket in self.buckets]
+        self._bucket = np.searchsorted(widths, corpus.lengths.ids).astype(np.int32)
+        self._order = Order(self._bucket, batch_size, seed, group)
+
+    @property
+    def identity(self) -> str:
+        """A hash of which rows of the training file there are."""
+        return self._corpus.identity
 
     def indices(self, step: int) -> Int[np.ndarray, " b"]:
-        """Rows of batch `step`; an epoch may end within a batch."""
-        number = np.arange(step * self._size, (step + 1) * self._size)
-        epoch, at = np.divmod(number, len(self._rows))
-        return np.array([self._permutation(int(e))[i] for e, i in zip(epoch, at, strict=True)])
+        """Rows of batch `step`, over all hosts."""
+        return self._order.indices(step)
 
-    def _permute(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-
-    def first_images(self, count: int) -> list[Any]:
-        """Paths of up to `count` distinct pictures, in the order in which training sees them."""
-        order = (self._rows[i].image for i in self._permutation(0))
-        return list(dict.fromkeys(order))[:count]
+    def first_images(self, count: int) -> list[Path]:
+        """Up to `count` distinct pictures that can be read, in the order that training has them."""
+        found: dict[Path, bool] = {}
+        for row in self._order.epoch(0).tolist():
+            if sum(found.values()) == count:
+                break
+            path = self._corpus.image(row)
+            if path not in found:
+                found[path] = not self._loading.skip_unreadable or self._read(row) is not None
+        return [path for path, readable in found.items() if readable]
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
         """The widths of a batch of these rows."""
-        longest = max(len(self._rows[i].ids) for i in indices)
-        return next(bucket for bucket in self.buckets if bucket.ids >= longest)
+        return self.buckets[self._bucket[indices].max()]
 
-    def _make(self, step: int, pool: concurrent.futures.Executor) -> Batch:
+    def __getitem__(self, step: int) -> Batch:
+        """The rows of batch `step` that are made here.
+
+        Raises:
+            FileNotFoundError: a picture is missing.
+            ValueError: a picture is damaged or of another size. Both messages name file and sample.
+        """
         indices = self.indices(step)
-        rows, widths = [self._rows[i] for i in indices], self.bucket(indices)
-        pixels = np.stack(list(pool.map(self._pixels, [row.image for row in rows])))
+        widths = self.bucket(indices)
+        numbers, pixels = self._readable(indices)
+        rows = self._corpus.rows(numbers)
         ids, length = _padded([row.ids for row in rows], widths.ids)
         text, text_length = _padded([row.text for row in rows], widths.text)
         place, count = _padded([row.place for row in rows], widths.targets)
@@ -154,63 +117,128 @@ class Batches:
         targets = Targets(ids, length, place, target, supervised)
         return Batch(pixels, text, text_length, targets)
 
-    def stream(self, first: int, last: int) -> Iterator[Batch]:
-        """Batches of the steps first to last - 1, made in the background a few ahead.
+    def _readable(
+        self, indices: Int[np.ndarray, " b"]
+    ) -> tuple[list[int], Float[np.ndarray, "r 3 H W"]]:
+        """The rows to make here, and their pictures."""
+        numbers, pixels = [], []
+        for place in range(len(indices))[self._loading.local]:
+            # On every host the same row takes the place of one that cannot be read.
+            for row in np.roll(indices, -place).tolist():
+                found = self._read(row)
+                if found is not None:
+                    break
+            else:
+                where = self._corpus.where(int(indices[place]))
+                raise ValueError(f"{where}: no picture of its whole batch can be read")
+            numbers.append(row)
+            pixels.append(found)
+        return numbers, np.stack(pixels)
+
+    def _read(self, row: int) -> Float[np.ndarray, "3 H W"] | None:
+        """The pixels of a row; None if its picture cannot be read and rows may be left out."""
+        try:
+            return self.pixels(self._corpus.image(row))
+        except (FileNotFoundError, ValueError) as error:
+            message = f'{self._corpus.where(row)}: "image": {error}'
+            if not self._loading.skip_unreadable:
+                raise type(error)(message) from error
+            print(f"{message}; left out", file=sys.stderr, flush=True)
+            return None
+
+    def stream(self, steps: int, state: dict[str, Any] | None = None) -> "Stream":
+        """Batches up to step `steps` - 1, made in the background a few ahead.
 
         Args:
-            first: first step.
-            last: step to stop before.
+            steps: number of steps of the whole run.
+            state: `Stream.state` to go on from; by default it begins with the first batch.
 
-        Yields:
-            Batches of host arrays.
+        Returns:
+            An iterator, to be closed.
 
         Raises:
-            FileNotFoundError: a picture is missing.
-            ValueError: a picture is damaged or of another size.
+            ValueError: the state is that of a stream of other rows.
         """
-        decoders = concurrent.futures.ThreadPoolExecutor(self._workers)
-        maker = concurrent.futures.ThreadPoolExecutor(1)
-        waiting: collections.deque = collections.deque()
-        try:
-            for step in range(first, last):
-                waiting.append(maker.submit(self._make, step, decoders))
-                if len(waiting) > _AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            maker.shutdown(cancel_futures=True)
-            decoders.shutdown(cancel_futures=True)
+        first = 0
+        if state is not None:
+            if state["rows"] != self.identity:
+                raise ValueError(
+                    f"the run began with other samples of {self._corpus.file} than the "
+                    f"{len(self._corpus):,} that can be used now: pictures have come or gone"
+                )
+            first = state["next_batch"]
+        return Stream(self, first, steps, self._loading)
 
 
-def plan_buckets(rows: Sequence[Row], multiple: int) -> tuple[Bucket, ...]:
+class Stream(Iterator):
+    """Batches one after another; its state says which comes next, on any number of hosts."""
+
+    def __init__(self, batches: Batches, first: int, steps: int, loading: Loading):
+        """Begins to make batches when the first is asked for."""
+        source = grain.MapDataset.source(_Steps(batches, first, steps))
+        ahead = 1 if loading.processes else loading.threads + _AHEAD
+        threads = 1 if loading.processes else loading.threads
+        dataset = source.to_iter_dataset(grain.ReadOptions(threads, ahead))
+        if loading.processes:
+            if not flags.FLAGS.is_parsed():  # the processes are given the flags of the program
+                flags.FLAGS.mark_as_parsed()
+            options = grain.MultiprocessingOptions(loading.processes, _AHEAD)
+            dataset = dataset.mp_prefetch(options)
+        self._batches, self._next, self._rows = iter(dataset), first, batches.identity
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `Batches.stream` goes on from, as JSON has it."""
+        return {"next_batch": self._next, "rows": self._rows}
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._next += 1
+        return batch
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self._batches.close()
+
+
+class _Steps:
+    """The batches from one step to another, as a source for grain."""
+
+    def __init__(self, batches: Batches, first: int, last: int):
+        self._batches, self._first, self._last = batches, first, last
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._batches[self._first + int(number)]
+
+
+def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
     """One shape for each padded width of ids: texts and targets as wide as any that may occur.
 
     Args:
-        rows: all rows.
+        lengths: of all rows.
         multiple: of the widths of ids and text.
 
     Returns:
         Buckets in the order of their width.
     """
-    widest: dict[int, tuple[int, int]] = {}
-    for row in rows:
-        width = _round_up(len(row.ids), multiple)
-        text, targets = widest.get(width, (1, 1))
-        widest[width] = (max(text, len(row.text)), max(targets, len(row.target)))
-    buckets, text, targets = [], 1, 1
-    for width in sorted(widest):
-        # A batch holds shorter rows as well.
-        text, targets = max(text, widest[width][0]), max(targets, widest[width][1])
-        buckets.append(Bucket(width, _round_up(text, multiple), targets))
-    return tuple(buckets)
+    order = np.argsort(lengths.ids, kind="stable")
+    # A batch holds shorter rows as well, so the other widths never fall.
+    text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
+    targets = np.maximum.accumulate(np.maximum(lengths.targets[order], 1))
+    widths = _round_up(lengths.ids[order], multiple)
+    last = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
+    shapes = np.stack([widths, _round_up(text, multiple), targets], axis=1)[last]
+    return tuple(Bucket(*shape) for shape in shapes.tolist())
 
 
-def _round_up(size: int, multiple: int) -> int:
+def _round_up(size: np.ndarray, multiple: int) -> np.ndarray:
     return -(-size // multiple) * multiple
 
 
-def _padded(rows: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
+def _padded(rows: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded with 0 to a width, and the lengths."""
     length = np.array([len(row) for row in rows], np.int32)
     padded = np.zeros((len(rows), width), np.int32)

@@ -3,12 +3,18 @@
 import hashlib
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import Array, UInt32
 
+from stepprune_jax import distributed
+from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
@@ -16,27 +22,59 @@ from stepprune_jax.training.step import State
 
 RUN_FILE = "run.json"
 POLICY_FILE = "policy.safetensors"
+FOLDER = "checkpoints"
+# Where checkpoints go that cannot be read.
+DAMAGED = "damaged"
+# Hashes of a checkpoint's files, among them.
+_HASHES = "files.json"
+# Bytes of each frozen tensor that count for the model's identity.
+_SAMPLE = 1024
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds; the frozen weights are not among it.
+    """The arrays of a training checkpoint; the frozen weights are not among them.
 
     Attributes:
         state: weights, moments and counters.
         stats: statistics of the tower's features.
+        key: data of the random key that those of all updates come from.
     """
 
     state: State
     stats: FeatureStats
+    key: UInt32[Array, "words"]
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        step: updates done.
+        saved: the arrays.
+        about: what was saved beside them.
+    """
+
+    step: int
+    saved: Any
+    about: dict[str, Any]
 
 
 def model_identity(source: Source) -> str:
-    """A hash of a model's configuration and of the names and sizes of its weight files."""
+    """A hash that tells a frozen model from any other without reading all of it.
+
+    Of the configuration, the index of the weights (every tensor's name, type, shape and place) and
+    the bytes in the middle of each tensor, which differ between models of one architecture.
+    """
     found = hashlib.sha256()
     for folder in filter(None, (source.folder, source.vision_folder)):
         found.update((folder / "config.json").read_bytes())
         for path in sorted(folder.glob("*.safetensors")):
-            found.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                for name, entry in sorted(safetensors.read_header(path).items()):
+                    about = (path.name, name, str(entry.dtype), entry.shape, entry.offset)
+                    found.update(repr(about).encode())
+                    file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
+                    found.update(file.read(min(_SAMPLE, entry.nbytes)))
     return found.hexdigest()
 
 
@@ -46,7 +84,7 @@ def file_identity(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def claim(workdir: Path, config: Any, model: str, data: str) -> None:
+def claim(workdir: Path, config: Any, model: str, data: str) -> dict[str, Any]:
     """Makes a folder that of this run, or makes sure that it is.
 
     Args:
@@ -55,6 +93,9 @@ def claim(workdir: Path, config: Any, model: str, data: str) -> None:
         model: `model_identity` of the frozen model.
         data: `file_identity` of the training file.
 
+    Returns:
+        The description of the run, as run.json has it.
+
     Raises:
         ValueError: the folder is that of a run with another configuration, model or training file;
             all fields that differ are named. Or it has checkpoints and no run.json.
@@ -62,14 +103,14 @@ def claim(workdir: Path, config: Any, model: str, data: str) -> None:
     path = workdir / RUN_FILE
     run = {"config": flat(config), "model": model, "data": data}
     if not path.is_file():
-        if (workdir / "checkpoints").exists():
+        if (workdir / FOLDER).exists():
             raise ValueError(
                 f"{workdir} has checkpoints but no {RUN_FILE}, so they cannot be told to be of "
                 "this run: give another --workdir, or remove the folder"
             )
         workdir.mkdir(parents=True, exist_ok=True)
         _write(path, run)
-        return
+        return run
     try:
         old = json.loads(path.read_text())
         changes = changed_fields(old["config"], run["config"], config.method)
@@ -83,6 +124,7 @@ def claim(workdir: Path, config: Any, model: str, data: str) -> None:
             f"{workdir} is the folder of another run; give another --workdir, or go on with what "
             "it began with. These differ:\n  " + "\n  ".join(changes)
         )
+    return run
 
 
 def _write(path: Path, value: dict[str, Any]):
@@ -92,45 +134,147 @@ def _write(path: Path, value: dict[str, Any]):
 
 
 class Checkpoints:
-    """The states of a run, by the number of updates done."""
+    """The states of a run, by the number of updates done.
+
+    They are written while training goes on, under another name until they are complete. Each holds
+    the hashes of its files, so that a damaged one is noticed before it is used.
+    """
 
     def __init__(self, workdir: Path, keep: int):
         """Opens workdir/checkpoints, of which the last `keep` states stay."""
-        # Written before the next update: that donates the state's buffers.
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(workdir / "checkpoints", options=options)
+        self._folder, self._damaged = workdir / FOLDER, workdir / DAMAGED
+        self._writing = -1
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            cleanup_tmp_directories=True,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=options,
+            item_handlers={
+                "arrays": ocp.StandardCheckpointHandler(),
+                "beside": ocp.JsonCheckpointHandler(),
+            },
+        )
 
     @property
     def latest(self) -> int | None:
         """Updates done in the latest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, saved: Any):
-        """Saves the state after `step` updates, unless it is there."""
-        if step != self.latest:
-            self._manager.save(step, args=ocp.args.StandardSave(saved))
+    def save(self, step: int, saved: Any, about: dict[str, Any] | None = None):
+        """Begins to save the state after `step` updates, unless it is there.
 
-    def restore(self, like: Any) -> Any:
-        """The latest state.
+        Args:
+            step: updates done.
+            saved: arrays; they may be donated as soon as this returns.
+            about: what else belongs to the state, as JSON has it.
+        """
+        if step == self.latest:
+            return
+        self._manager.wait_until_finished()
+        self._writing = step
+        beside = {"about": about or {}, "shapes": _shapes(saved)}
+        parts = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(beside)
+        )
+        self._manager.save(step, args=parts)
+
+    def _seal(self):
+        """Notes the hashes of all files, when they are written and before they get their name."""
+        if distributed.is_main():
+            (folder,) = self._folder.glob(f"{self._writing}.*")
+            hashes = {
+                str(path.relative_to(folder)): file_identity(path)
+                for part in ("arrays", "beside")
+                for path in sorted((folder / part).rglob("*"))
+                if path.is_file()
+            }
+            (folder / "beside" / _HASHES).write_text(json.dumps(hashes, indent=1))
+
+    def restore(self, like: Any) -> Restored:
+        """The latest state that can be read; later ones are moved to workdir/damaged.
 
         Args:
             like: arrays of the shapes, dtypes and shardings to restore to.
 
         Returns:
-            The state.
+            The state and how many updates led to it.
 
         Raises:
-            ValueError: it does not have these shapes, or is damaged.
+            ValueError: none can be read: damaged, or of other shapes.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        try:
-            return self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract))
-        except (ValueError, KeyError, OSError) as error:
+        self._manager.wait_until_finished()
+        problems: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            problem = _damage(self._folder / str(step)) if distributed.is_main() else ""
+            if not distributed.any_process(bool(problem)):
+                found = self._read(step, like)
+                self._set_aside(problems, step)
+                return found
+            problems[step] = problem
+        listed = "; ".join(f"{step}: {problem}" for step, problem in problems.items())
+        raise ValueError(
+            f"no checkpoint in {self._folder} can be read ({listed}). Remove it to begin anew"
+        )
+
+    def _read(self, step: int, like: Any) -> Restored:
+        """A checkpoint whose files are what was written."""
+        part = ocp.args.Composite(beside=ocp.args.JsonRestore())
+        beside = self._manager.restore(step, args=part).beside
+        old, new = beside["shapes"], _shapes(like)
+        differ = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+        if differ:
+            name = differ[0]
             raise ValueError(
-                f"checkpoint {self.latest} of {self._manager.directory} cannot be read: {error}. "
-                "Remove its folder to go on from an earlier one"
-            ) from error
+                f"checkpoint {step} of {self._folder} was written by another version: "
+                f"{len(differ)} arrays differ, such as {name} ({old.get(name, 'absent')} there, "
+                f"{new.get(name, 'absent')} here)"
+            )
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        part = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
+        return Restored(step, self._manager.restore(step, args=part).arrays, beside["about"])
+
+    def _set_aside(self, problems: dict[int, str], step: int):
+        """Moves damaged checkpoints out of the way, so that their steps can be saved again."""
+        if not problems:
+            return
+        if distributed.is_main():
+            self._damaged.mkdir(exist_ok=True)
+            for number, problem in problems.items():
+                to = self._damaged / f"{number}-{time.time_ns()}"
+                print(
+                    f"warning: checkpoint {number} is damaged ({problem}); moved to {to}, going "
+                    f"on from {step}", file=sys.stderr, flush=True,
+                )  # fmt: skip
+                os.replace(self._folder / str(number), to)
+        distributed.main_first(self._manager.reload)
 
     def close(self):
         """Waits for what is being written."""
         self._manager.close()
+
+
+@jax.jit
+def _copy(tree: Any) -> Any:
+    """The arrays once more: the next update takes the buffers of a state while it is written."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """What each array of a tree is, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with the files of a checkpoint; empty if nothing is."""
+    try:
+        hashes = json.loads((folder / "beside" / _HASHES).read_text())
+        for name, expected in hashes.items():
+            if file_identity(folder / name) != expected:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error)
+    return ""

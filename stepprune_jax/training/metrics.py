@@ -65,6 +65,22 @@ class MetricsLog:
             self._board.close()
 
 
+class NoLog:
+    """A `MetricsLog` that writes nothing, for all processes but the main one."""
+
+    def __init__(self, *_):
+        pass
+
+    def start_clock(self, step: int):
+        """Does nothing."""
+
+    def write(self, step: int, scalars: dict[str, Any]):
+        """Does nothing."""
+
+    def close(self):
+        """Does nothing."""
+
+
 # What people read of a row, as far as it is there: a name, and the scalars with their digits.
 _SHOWN = (
     ("loss {}", {"loss": 3}),

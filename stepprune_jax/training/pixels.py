@@ -31,6 +31,17 @@ class PixelCache:
         self._bytes_only = settings._replace(rescale=None, std=None)
         self._table = _table(settings)
         self._side, self._limit = side, limit_bytes
+        self._clear()
+
+    def __getstate__(self):
+        # Another process begins empty, with a lock of its own.
+        return {name: self.__dict__[name] for name in ("_bytes_only", "_table", "_side", "_limit")}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._clear()
+
+    def _clear(self):
         self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
         self._size = 0
         self._lock = threading.Lock()

@@ -1,6 +1,7 @@
 """Reading and checking a run's configuration, before anything is loaded or compiled."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from stepprune_jax.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data.survey import REMEDIES
 from stepprune_jax.generate.placement import row_count
 from stepprune_jax.models.layers import check_attention
 from stepprune_jax.sharding import build_mesh
@@ -23,13 +26,16 @@ SHAPES_MODEL = ASSETS / "shapes_llava"
 # The model and the data are compared by their contents, not by where they lie.
 FREE = (
     "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "eval", "mesh",
-    "model.folder", "model.vision_folder", "data.folder", "data.workers", "data.cache_gb",
+    "accelerator", "model.folder", "model.vision_folder", "data.folder", "data.train_file",
+    "data.image_folder", "data.linked_folders", "data.index_folder", "data.threads",
+    "data.workers", "data.cache_gb",
     "data.validation_scenes", "data.test_scenes", "data.test_seed",
 )  # fmt: skip
 
 _COUNTS = (
     "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints",
-    "data.length_multiple", "data.context_limit", "data.workers", "data.stats_images",
+    "data.length_multiple", "data.length_group", "data.context_limit", "data.policy_text_limit",
+    "data.threads", "data.stats_images",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optimizer.lr",
@@ -73,28 +79,29 @@ def check_config(config: Any) -> None:
         isinstance(warmup, int) and 0 <= warmup < config.steps, "optimizer.warmup", warmup,
         f"an integer from 0, below config.steps ({config.steps})",
     )  # fmt: skip
-    for name in ("seed", "data.seed"):
+    for name in ("data.missing", "data.unusable"):
+        value = _get(values, name)
+        _require(value in REMEDIES, name, value, f"one of {', '.join(REMEDIES)}")
+    for name in ("seed", "data.seed", "data.workers"):
         value = _get(values, name)
         _require(isinstance(value, int) and value >= 0, name, value, "an integer from 0")
     if _get(values, "method") not in selectors.METHODS:
         known = ", ".join(selectors.METHODS)
         _require(False, "method", values["method"], f"one of {known}")
     rows = _get(values, "model.rows_at_once")
-    _require(
-        isinstance(rows, int) and rows >= 0 and config.batch_size % max(rows, 1) == 0,
-        "model.rows_at_once", rows, f"0 or a divisor of config.batch_size ({config.batch_size})",
-    )  # fmt: skip
+    _require(isinstance(rows, int) and rows >= 0, "model.rows_at_once", rows, "0 or a count")
     check_attention(_get(values, "model.attention"))
     dtypes = ("float32", "bfloat16")
     dtype = _get(values, "model.dtype")
     _require(dtype in dtypes, "model.dtype", dtype, f"one of {', '.join(dtypes)}")
 
 
-def make_mesh(config: Any) -> Mesh | None:
+def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh | None:
     """The mesh of a run, or None on a single device.
 
     Args:
-        config: the run's `ConfigDict`; `mesh` is a preset of `build_mesh`.
+        config: the run's `ConfigDict`; `mesh` is a preset of `build_mesh`, or sizes by axis.
+        devices: devices to use; by default all that jax sees.
 
     Returns:
         The mesh.
@@ -103,40 +110,69 @@ def make_mesh(config: Any) -> Mesh | None:
         ValueError: an unknown preset, too many devices, or rows that do not divide over them.
     """
     if config.mesh == "single":
+        processes = jax.process_count()
+        _require(processes == 1, "mesh", "single", f"one for the {processes} processes of this run")
         return None
-    mesh = build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh, devices)
     parts = row_count(mesh)
     expected = f"a multiple of the {parts} devices that rows are split over"
-    for name, rows in {
-        "batch_size": config.batch_size,
-        "model.rows_at_once": config.model.rows_at_once,
-    }.items():
-        _require(rows % parts == 0, name, rows, expected)
+    _require(config.batch_size % parts == 0, "batch_size", config.batch_size, expected)
     return mesh
 
 
-def make_setup(config: Any, model: LlavaConfig) -> Setup:
+def make_setup(config: Any, model: LlavaConfig, mesh: Mesh | None = None) -> Setup:
     """The static part of the step.
 
     Args:
         config: the run's checked `ConfigDict`.
         model: the frozen model.
+        mesh: from `make_mesh`.
 
     Returns:
         The setup.
 
     Raises:
-        ValueError: the method's own fields are bad, or a kernel needs another device.
+        ValueError: the method's own fields are bad, a kernel needs another device, or the rows of a
+            device cannot be taken so many at a time.
     """
     if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     selector = selectors.build(config, model)
+    parts = row_count(mesh)
+    rows, each = config.model.rows_at_once, config.batch_size // parts
+    _require(
+        rows == 0 or rows >= each or each % rows == 0, "model.rows_at_once", rows,
+        f"0 or a divisor of the {each} rows of each device",
+    )  # fmt: skip
     return Setup(
         model=model, selector=selector, steps=config.steps,
         text_gate_anneal=config.text_gate_anneal, attention=config.model.attention,
-        remat=config.model.remat, frozen_rows=config.model.rows_at_once,
+        remat=config.model.remat, frozen_rows=rows * parts if rows < each else 0,
         **config.optimizer.to_dict(),
     )  # fmt: skip
+
+
+def accelerator(config: Any) -> tuple[Accelerator, float]:
+    """The accelerator that a dry run is for, and the share of its peak that is assumed.
+
+    Args:
+        config: the run's `ConfigDict` with its group `accelerator`.
+
+    Returns:
+        Both.
+
+    Raises:
+        ValueError: a field is missing or has a bad value.
+    """
+    values = flat(config)
+    name, count, share = (
+        _get(values, f"accelerator.{field}") for field in ("name", "count", "utilisation")
+    )
+    known = ", ".join(ACCELERATORS)
+    _require(name in ACCELERATORS, "accelerator.name", name, f"one of {known}")
+    _require(isinstance(count, int) and count >= 1, "accelerator.count", count, "1 or more")
+    _require(0 < share <= 1, "accelerator.utilisation", share, "a share above 0, up to 1")
+    return ACCELERATORS[name], float(share)
 
 
 def model_dtype(config: Any) -> Any:

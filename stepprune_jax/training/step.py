@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from stepprune_jax import sharding
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generate.placement import constrain_rows, jit_for_weights
+from stepprune_jax.generate.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import FeatureStats, update_stats
 from stepprune_jax.training import selectors
@@ -207,7 +207,8 @@ def _update(
     skipped = state.skipped + (~good).astype(jnp.int32)
     scalars = {"loss": value, "lm_loss": found["lm_loss"], **found["metrics"], "grad_norm": norm}
     scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
-    return State(*kept, skipped), scalars | {"skipped": skipped}
+    # Whole on each device, as it came: else the next update would be another program.
+    return constrain_whole(mesh, (State(*kept, skipped), scalars | {"skipped": skipped}))
 
 
 def _gather_stats(

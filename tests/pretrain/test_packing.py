@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.data.llava import Sample, encode_conversation
+from stepprune_jax.data.encoding import encode_conversation
+from stepprune_jax.data.llava import Sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing

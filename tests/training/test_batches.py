@@ -1,85 +1,109 @@
-"""Conversations as batches: places of targets by hand, shapes, order, pixels."""
+"""Conversations as batches: shapes, shards, pictures that cannot be read, the way they go on."""
+
+import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from stepprune_jax import testing
+from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import LLAVA_SETTINGS, open_image, preprocess_clip
-from stepprune_jax.data.llava import Sample, encode_conversation
-from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.training.batches import Batches, Bucket, Row, encode_rows, plan_buckets
+from stepprune_jax.training.batches import Batches, Bucket, Loading, plan_buckets
 from stepprune_jax.training.pixels import PixelCache
 
 
-def row(ids, text=1, targets=1):
-    place = np.arange(targets, dtype=np.int32)
-    return Row(f"{ids}.png", np.arange(ids, dtype=np.int32), np.arange(text), place, place)
+def lengths(*rows):
+    return Lengths(*np.array(rows, np.int32).T)
 
 
-def make_batches(lengths, batch_size=4, seed=0):
-    rows = [row(n) for n in lengths]
-    pixels = lambda path: np.full((3, 2, 2), int(path[:-4]), np.float32)  # noqa: E731
-    return Batches(rows, batch_size, seed, 8, pixels)
+class Made(Corpus):
+    """Rows of given lengths with one supervised token, and a picture by the length's name."""
+
+    identity = "5a"
+
+    def __init__(self, ids):
+        self.lengths = lengths(*((n, 1, 1) for n in ids))
+
+    def __len__(self):
+        return len(self.lengths.ids)
+
+    def rows(self, numbers):
+        one = np.ones(1, np.int32)
+        return [Row(np.arange(self.lengths.ids[n], dtype=np.int32), one, one, one) for n in numbers]
+
+    def image(self, number):
+        return Path(f"{self.lengths.ids[number]}.png")
+
+    @property
+    def file(self):
+        return Path("train.json")
+
+    def where(self, number):
+        return f"train.json: sample {number}"
 
 
-def test_targets_are_predicted_one_place_before_their_own(tmp_path):
-    tokenizer = testing.tiny_tokenizer()
-    turns = ("is this a dog ?", "no", "two ?", "yes")
-    (found,) = encode_rows([Sample("a", tmp_path / "a.png", turns, 0)], tokenizer, 9, 2048)
-    encoded = encode_conversation(tokenizer, turns, 1)
-    at = encoded.ids.index(IMAGE_TOKEN)
-    expanded = [*encoded.ids[:at], *[None] * 9, *encoded.ids[at + 1 :]]
-    assert [expanded[p + 1] for p in found.place] == found.target.tolist()
-    assert found.target.tolist() == [label for label in encoded.labels if label != -100]
-    # Two answers of a word, each with its end; the word is predicted by the colon before it.
-    text = [tokenizer.decode([token]) for token in found.target]
-    assert text == ["no", "</s>", "yes", "</s>"]
-    assert tokenizer.decode([expanded[found.place[0]]]).endswith(":")
-    assert found.text.tolist() == encoded.text
+class Pictures:
+    """Pixels that are a picture's name; those of some names cannot be read."""
+
+    def __init__(self, *damaged):
+        self.damaged = damaged
+
+    def __call__(self, path):
+        if int(path.stem) in self.damaged:
+            raise ValueError(f"{path} is a damaged image")
+        return np.full((3, 2, 2), int(path.stem), np.float32)
 
 
-def test_conversations_that_cannot_be_trained_on_are_named(tmp_path):
-    tokenizer, image = testing.tiny_tokenizer(), tmp_path / "a.png"
-    fine = Sample("good", image, ("two ?", "yes"), 0)
-    with pytest.raises(ValueError, match=r"conversation 7 \(id 'x'\) has no image"):
-        encode_rows([fine, Sample("x", None, ("two ?", "yes"), 7)], tokenizer, 9, 2048)
-    length = len(encode_conversation(tokenizer, fine.turns, 1).ids) + 8
-    (whole,) = encode_rows([fine], tokenizer, 9, length)
-    (cut,) = encode_rows([fine], tokenizer, 9, length - 1)  # without its </s>
-    assert cut.target.tolist() == whole.target[:-1].tolist()
-    with pytest.raises(ValueError, match=r"'good'\) has no answer within the first \d+ embeddings"):
-        encode_rows([fine], tokenizer, 9, length - 2)
-    with pytest.raises(ValueError, match=r"has 0 images within the first 12"):
-        encode_rows([fine], tokenizer, 9, 12)
-    with pytest.raises(ValueError, match="no conversation"):
-        encode_rows([], tokenizer, 9, 2048)
+def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
+    pictures = Pictures(*damaged)
+    return Batches(Made(ids), pictures, batch_size, seed, 8, group, Loading(**loading))
+
+
+def taken(batches, first, last):
+    """Batches of a stream from `first` on."""
+    stream = batches.stream(last, {"next_batch": first, "rows": "5a"})
+    found = list(stream)
+    stream.close()
+    return found
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_buckets_hold_whatever_may_come_in_them():
-    rows = [row(5, 9, 4), row(8, 2, 1), row(17, 3, 2), row(20, 17, 1)]
+    rows = lengths((5, 9, 4), (20, 17, 1), (17, 3, 2), (8, 2, 1))
     assert plan_buckets(rows, 8) == (Bucket(8, 16, 4), Bucket(24, 24, 4))
+    assert plan_buckets(lengths((8, 0, 1)), 8) == (Bucket(8, 8, 1),)  # a question of no words
 
 
-def test_batches_are_functions_of_seed_and_step():
-    lengths = range(1, 11)
-    a, b = make_batches(lengths), make_batches(lengths)
-    assert [a.indices(s).tolist() for s in range(6)] == [b.indices(s).tolist() for s in range(6)]
-    assert a.indices(0).tolist() != make_batches(lengths, seed=1).indices(0).tolist()
-    drawn = np.concatenate([a.indices(step) for step in range(5)])  # two epochs of ten
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
-    assert drawn[:10].tolist() != drawn[10:].tolist()
-    # A stream from the middle is the end of the stream from the start.
-    whole, rest = list(a.stream(0, 6)), list(b.stream(4, 6))
-    for x, y in zip(whole[4:], rest, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, x, y)
+def test_a_stream_goes_on_with_the_very_next_batch():
+    batches = make_batches(range(1, 11))
+    whole = batches.stream(6)
+    first = [next(whole) for _ in range(4)]
+    state = json.loads(json.dumps(whole.state))
+    rest = list(whole)
+    whole.close()
+    assert state == {"next_batch": 4, "rows": "5a"} and len(rest) == 2
+    # On another machine, with other threads, of which none has made a batch before.
+    again = make_batches(range(1, 11), threads=5).stream(6, state)
+    assert_equal(list(again), rest)
+    again.close()
+    assert_equal([*first, *rest], [batches[step] for step in range(6)])
+
+
+def test_a_stream_of_other_rows_is_not_gone_on_with():
+    with pytest.raises(ValueError, match=r"other samples of .* than the 3 that can be used now"):
+        make_batches([1, 2, 3]).stream(6, {"next_batch": 1, "rows": "5b"})
 
 
 def test_batches_have_the_shapes_of_their_buckets_and_their_own_pictures():
     batches = make_batches([3, 5, 12, 20, 7, 9], batch_size=2)
     shapes = set()
-    for batch in batches.stream(0, 12):
+    for batch in taken(batches, 0, 12):
         targets = batch.targets
         shapes.add((targets.ids.shape, batch.text.shape, targets.target.shape))
         np.testing.assert_array_equal(batch.pixels[:, 0, 0, 0], targets.length)
@@ -87,23 +111,54 @@ def test_batches_have_the_shapes_of_their_buckets_and_their_own_pictures():
     assert len(shapes) <= len(batches.buckets) == 3
 
 
-def test_one_row_fills_a_batch():
-    assert make_batches([4]).indices(3).tolist() == [0, 0, 0, 0]
+def test_hosts_make_the_rows_of_one_batch():
+    ids = range(1, 30)
+    whole = make_batches(ids, 6)
+    parts = [make_batches(ids, 6, local=slice(at, at + 2)) for at in (0, 2, 4)]
+    for step in range(8):
+        found = jax.tree.map(lambda *x: np.concatenate(x), *(part[step] for part in parts))
+        assert_equal(found, whole[step])
+
+
+def test_processes_make_the_batches_that_threads_make():
+    batches = make_batches(range(1, 11), processes=2)
+    assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
 
 
 def test_first_images_are_distinct_and_in_the_order_of_training():
     batches = make_batches([4, 4, 6, 8], batch_size=4)
     first = batches.first_images(10)
-    assert sorted(first) == ["4.png", "6.png", "8.png"]
+    assert sorted(first) == [Path("4.png"), Path("6.png"), Path("8.png")]
     assert batches.first_images(2) == first[:2]
+    skipping = make_batches([4, 4, 6, 8], damaged=(6,), skip_unreadable=True)
+    assert skipping.first_images(2) == [path for path in first if path.stem != "6"]
 
 
-def test_an_unreadable_picture_stops_the_stream_with_its_name(tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no picture")
-    rows = [row(4)._replace(image=tmp_path / "bad.png")]
-    batches = Batches(rows, 2, 0, 8, PixelCache(LLAVA_SETTINGS, 336, 1 << 20))
-    with pytest.raises(ValueError, match=r"bad\.png is not an image"):
-        next(batches.stream(0, 3))
+def test_an_unreadable_picture_stops_the_stream_with_its_sample():
+    batches = make_batches([4, 6], batch_size=2, damaged=(6,))
+    with pytest.raises(ValueError, match=r'json: sample 1: "image": 6\.png is a damaged image'):
+        taken(batches, 0, 3)
+
+
+def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
+    ids, damaged = range(1, 9), (3, 4)
+    whole = make_batches(ids, 8, damaged=damaged, skip_unreadable=True)
+    rows = [ids[i] for i in whole.indices(0)]
+    expected = []
+    for place in range(8):
+        after = rows[place:] + rows[:place]
+        expected.append(next(n for n in after if n not in damaged))
+    assert whole[0].targets.length.tolist() == expected
+    assert whole[0].pixels[:, 0, 0, 0].tolist() == expected
+    assert 'train.json: sample 2: "image": 3.png is a damaged image; left out' in (
+        capsys.readouterr().err
+    )
+    # Wherever its neighbours are made.
+    for at in range(8):
+        local = {"local": slice(at, at + 1), "skip_unreadable": True}
+        assert make_batches(ids, 8, damaged=damaged, **local)[0].targets.length == expected[at]
+    with pytest.raises(ValueError, match="no picture of its whole batch can be read"):
+        make_batches([3, 4], 2, damaged=damaged, skip_unreadable=True)[0]
 
 
 def save_picture(path, width, height, seed=0):

@@ -1,14 +1,22 @@
 """Runs as a whole: interrupted anywhere, continued bit for bit, never mixed up."""
 
+import json
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 from tiny_run import make_config, metrics, write_data
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.training import train
 from stepprune_jax.training.metrics import MetricsLog
+
+SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +91,20 @@ def test_a_killed_run_goes_on_from_its_checkpoint_without_double_lines(
     assert metrics(tmp_path) == metrics(whole)
 
 
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    world, whole, tmp_path, monkeypatch, capsys
+):
+    at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    train(make_config(*world), tmp_path)
+    for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    train(make_config(*world), tmp_path)
+    said = capsys.readouterr()
+    assert "warning: checkpoint 5 is damaged" in said.err
+    assert "Resuming after step 4" in said.out
+    assert metrics(tmp_path) == metrics(whole)
+
+
 def test_a_finished_run_says_so(world, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
     train(make_config(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
@@ -107,3 +129,34 @@ def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json is not the description of a run"):
         train(make_config(*world), tmp_path)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def test_two_processes_learn_what_one_does(world, whole, tmp_path):
+    """Each has two devices that share the weights, and half of the rows."""
+    plain = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    command = [sys.executable, SCRIPT, "2", *world, tmp_path, json.dumps({"mesh": "data_fsdp"})]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | plain | {"JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    assert ["step 6/6" in text for text in printed] == [True, False]  # one of them speaks
+    assert (tmp_path / "policy.safetensors").is_file()
+    one, two = metrics(whole), metrics(tmp_path)
+    assert len(one) == len(two) == 6
+    for name in one[0]:
+        found, expected = ([row[name] for row in rows] for rows in (two, one))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7, err_msg=name)

@@ -1,5 +1,6 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
+import jax
 import pytest
 from tiny_run import ROOT, load_config, make_config, write_data
 
@@ -7,8 +8,15 @@ from stepprune_jax import testing
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.source import data_folder
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import selectors, train
-from stepprune_jax.training.settings import changed_fields, check_config, flat, make_mesh
+from stepprune_jax.training import run, selectors, train
+from stepprune_jax.training.settings import (
+    accelerator,
+    changed_fields,
+    check_config,
+    flat,
+    make_mesh,
+    make_setup,
+)
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 ABLATIONS = {
@@ -22,6 +30,12 @@ ABLATIONS = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"data.missing": "replace"},
+            "config.data.missing is 'replace', expected one of stop, skip",
+        ),
+        ({"data.workers": -1}, "config.data.workers is -1, expected an integer from 0"),
+        ({"data.policy_text_limit": 0}, "config.data.policy_text_limit is 0"),
         ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
         ({"batch_size": -1}, "config.batch_size is -1"),
         ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number from 0"),
@@ -31,10 +45,15 @@ ABLATIONS = {
         ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
         ({"model.attention": "flash"}, "attention is 'flash'"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
-        ({"model.rows_at_once": 3}, r"rows_at_once is 3, expected 0 or a divisor of .* \(8\)"),
+        ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
+        ({"model.rows_at_once": -1}, "rows_at_once is -1, expected 0 or a count"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
-        ({"mesh": "data"}, "config.model.rows_at_once is 4, expected a multiple of the 8 devices"),
+        ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
+        (
+            {"mesh": "data=2,tensor=4", "model.rows_at_once": 3},
+            "rows_at_once is 3, expected 0 or a divisor of the 4 rows of each device",
+        ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
         ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
     ],
@@ -59,18 +78,24 @@ def test_missing_folders_and_fields_are_named(tmp_path):
     config.data.folder, config.data.name = "", "folder"
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
         train(config, tmp_path / "run")
-    del config.data["workers"]
-    with pytest.raises(ValueError, match=r"config.data.workers is missing"):
+    del config.data["threads"]
+    with pytest.raises(ValueError, match=r"config.data.threads is missing"):
         check_config(config)
 
 
-def test_a_sample_of_text_alone_is_named(tmp_path):
+def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
     testing.tiny_llava(tmp_path / "model")
-    turns = [{"from": "human", "value": "two ?"}, {"from": "gpt", "value": "no"}]
-    entry = {"id": "chat", "conversations": turns}
-    write_data(tmp_path / "data", count=2, entries=[entry])
-    with pytest.raises(ValueError, match=r"conversation 2 \(id 'chat'\) has no image"):
-        train(make_config(tmp_path / "model", tmp_path / "data"), tmp_path / "run")
+    monkeypatch.setattr(run, "load_vlm", None)
+    write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
+    config = make_config(tmp_path / "model", tmp_path / "data")
+    message = r'train\.json: sample 2: "conversations" is missing'
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+    config.data.update({"context_limit": 9})
+    with pytest.raises(
+        ValueError, match=r"config.data.context_limit is 9, expected more than .* 9"
+    ):
+        train(config, tmp_path / "other")
 
 
 def test_the_world_is_written_once_and_not_mixed_up(tmp_path, capsys):
@@ -109,8 +134,7 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
         check_config(config)
         found = selectors.build(config, MODEL)
         assert getattr(found, field) == value != getattr(default, field)
-    literal = selectors.build(load_config("ablations/literal"), MODEL)
-    assert literal == selectors.build(load_config("shapes", "literal"), MODEL)
+    literal = selectors.build(load_config("shapes", "literal"), MODEL)
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
     rival = selectors.build(load_config("ablations/autoselect"), MODEL)
@@ -129,3 +153,33 @@ def test_unknown_fields_of_a_method_are_named():
 def test_one_device_needs_no_mesh():
     config = load_config("shapes")
     assert make_mesh(config) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "expected"),
+    [("single", 4, 4), ("single", 0, 0), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
+)
+def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
+    config = make_config("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
+    assert make_setup(config, MODEL, make_mesh(config)).frozen_rows == expected
+
+
+def test_several_processes_need_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
+        make_mesh(load_config("shapes"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "abacus"}, "config.accelerator.name is 'abacus', expected one of rtx-a6000"),
+        ({"count": 0}, "config.accelerator.count is 0, expected 1 or more"),
+        ({"utilisation": 1.5}, "config.accelerator.utilisation is 1.5, expected a share above 0"),
+    ],
+)
+def test_what_a_dry_run_is_for_is_checked(change, message):
+    config = load_config("shapes")
+    config.accelerator.update(change)
+    with pytest.raises(ValueError, match=message):
+        accelerator(config)

@@ -1,22 +1,21 @@
 """The step: what it differentiates, what it must not see, and the loss it computes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_config, write_data
+from tiny_run import make_config, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.baselines import AutoSelectConfig
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.generate.placement import beside, place_rows
 from stepprune_jax.models import vlm
 from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors, settings, step
-from stepprune_jax.training.batches import Batches, encode_rows
 from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
-from stepprune_jax.training.pixels import PixelCache
 
 SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
 
@@ -28,12 +27,8 @@ def run(tmp_path_factory):
     write_data(folder / "data")
     model = load_vlm(folder / "model", None, jnp.float32, progress=False)
     setup = settings.make_setup(make_config(folder / "model", folder / "data"), model.config)
-    samples = read_conversations(
-        folder / "data" / "train.json", folder / "data" / "images", split_turns=True
-    )
-    rows = encode_rows(samples, model.tokenizer, 9, 2048)
-    batches = Batches(rows, 8, 0, 64, PixelCache(model.image_settings, 24, 1 << 20))
-    return model, setup, jax.tree.map(jnp.asarray, next(batches.stream(0, 1)))
+    batches = open_tiny(make_config(folder / "model", folder / "data"), folder)
+    return model, setup, jax.tree.map(jnp.asarray, batches[0])
 
 
 def fresh(run):
@@ -107,19 +102,24 @@ def test_an_update_changes_the_policy_only(run):
     assert float(scalars["lr"]) == pytest.approx(setup.lr / 2)
 
 
-def test_four_devices_give_the_loss_of_one(run):
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2}, {"fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str
+)
+def test_several_devices_give_the_update_of_one(run, sizes):
     model, setup, batch = run
-    mesh = build_mesh({"data": 4}, jax.devices()[:4])
+    mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     spread = jax.device_put(model.params, shardings(model.params, VLM_RULES, mesh))
     found = []
     for params, where in ((model.params, None), (spread, mesh)):
         state, stats, key = beside(params, fresh(run))
         rows = place_rows(where, batch)
-        _, scalars = step.update(
+        state, scalars = step.update(
             params, state, stats, rows, key, np.int32(0), setup=setup, mesh=where
         )
         found.append([float(scalars[name]) for name in ("loss", "lm_loss", "k_mean", "grad_norm")])
     np.testing.assert_allclose(*found, rtol=1e-5)
+    # The next update takes the state as it lies: another layout would be another program.
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves((state, scalars)))
 
 
 def test_a_bad_batch_is_skipped_and_counted(run):

@@ -7,6 +7,11 @@ import pathlib
 import numpy as np
 from PIL import Image
 
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.data.source import training_source
+from stepprune_jax.training.checkpoints import file_identity
+from stepprune_jax.training.data import open_batches
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
 ANSWERS = ("red", "dog", "two", "yes", "no")
@@ -46,6 +51,12 @@ def make_config(model, data, **changes):
     config.optimizer.warmup = 2
     config.update_from_flattened_dict(changes)
     return config
+
+
+def open_tiny(config, workdir, say=lambda text: None):
+    data = training_source(config, workdir)
+    model = inspect_folder(config.model.folder)
+    return open_batches(config, data, file_identity(data.file), model, say=say)
 
 
 def metrics(workdir):

@@ -1,23 +1,15 @@
 """Writes the world: `python -m stepprune_jax.data.shapes --out DIR --train 3000 --test 500`."""
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
+from stepprune_jax.command_line import Parser
 from stepprune_jax.data.shapes.scene import GRID, SIDE
 from stepprune_jax.data.shapes.world import preview, write_world
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and writes; one line on mistakes, exit code 2."""
-    parser = _Parser(prog="stepprune_jax.data.shapes", description=__doc__.partition(":")[0])
+    parser = Parser(prog="stepprune_jax.data.shapes", description=__doc__.partition(":")[0])
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of training and validation scenes")
     parser.add_argument("--test_seed", type=int, help="of test scenes; default: --seed")

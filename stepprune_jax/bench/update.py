@@ -1,0 +1,68 @@
+"""Memory per device and operations of a training update, from its compilation alone.
+
+    python -m stepprune_jax.bench.update --model llava-7b --mesh data=2 fsdp=8 --ids 640 1473
+
+Nothing is allocated and no weights are needed: the update is compiled for virtual CPU devices, as
+`train.py --dry_run` compiles that of a run. Frozen weights are bfloat16, the policy is float32 and
+as wide as the tower; the frozen model takes a row at a time on each device and computes its blocks
+again in the backward pass.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from stepprune_jax.bench.memory import MODELS, model_config
+from stepprune_jax.compiling import Usage
+from stepprune_jax.flops import traced_flops
+from stepprune_jax.generate.placement import row_count
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.sharding import build_mesh
+from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.plan import planned_memory, trace_update
+from stepprune_jax.training.step import Setup
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table: one line for each model, mesh and width, in GiB per device."""
+    parser = argparse.ArgumentParser(prog="stepprune_jax.bench.update", description=__doc__)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
+    parser.add_argument(
+        "--mesh", nargs="+", default=["data=2", "fsdp=8"], help="sizes by axis, or single"
+    )
+    parser.add_argument("--ids", nargs="+", type=int, default=[640], help="widths; images are one")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--policy_text", type=int, default=128, help="tokens the policy sees")
+    parser.add_argument("--targets", type=int, default=256, help="supervised tokens")
+    options = parser.parse_args(arguments)
+    print(f"batch {options.batch}, GiB per device, TFLOPs on all devices")
+    columns = ("model", "mesh", "devices", "ids", *Usage._fields, "TFLOPs")
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for name in options.model:
+        config = model_config(name)
+        for sizes in options.mesh:
+            count = math.prod(int(size) for size in re.findall(r"=\s*(\d+)", sizes))
+            mesh = build_mesh(sizes, jax.devices()[:count])
+            policy = PolicyConfig(
+                feature_width=config.vision.hidden_size, text_width=config.text.hidden_size
+            )
+            setup = Setup(config, policy, steps=1000, remat=True, frozen_rows=row_count(mesh))
+            for ids in options.ids:
+                bucket = Bucket(ids, options.policy_text, options.targets)
+                traced = trace_update(setup, mesh, jnp.bfloat16, options.batch, bucket)
+                row = [f"{size / 2**30:.2f}" for size in planned_memory(traced)]
+                row.append(f"{traced_flops(traced.jaxpr) / 1e12:.1f}")
+                print(
+                    "| " + " | ".join([name, sizes, str(count), str(ids), *row]) + " |", flush=True
+                )
+
+
+if __name__ == "__main__":
+    # Before anything asks jax for devices.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -1,0 +1,144 @@
+"""A training file as rows to train on, each tokenised when it is asked for."""
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.data.encoding import IGNORE, Encoded, encode_conversations
+from stepprune_jax.data.index import Index, row_turns
+from stepprune_jax.data.json_array import JsonEntries
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+
+# A fast tokenizer must not be asked by two threads at once.
+_TOKENIZER = threading.Lock()
+
+
+class Limits(NamedTuple):
+    """How long a row may be.
+
+    Attributes:
+        image_tokens: visual tokens of a picture.
+        context: embeddings of a conversation with those of its picture; the end is cut off.
+        policy_text: tokens of the user's words that the policy sees; the end is cut off.
+    """
+
+    image_tokens: int
+    context: int
+    policy_text: int
+
+    @property
+    def ids(self) -> int:
+        """Ids of a conversation, of which the image is one."""
+        return self.context - self.image_tokens + 1
+
+
+class Row(NamedTuple):
+    """One conversation as numbers; its picture is read when it is needed.
+
+    Attributes:
+        ids: with `IMAGE_TOKEN` at the image.
+        text: ids of the human words.
+        place: indices in the expanded sequence at which supervised tokens are predicted.
+        target: the supervised tokens.
+    """
+
+    ids: Int[np.ndarray, " l"]
+    text: Int[np.ndarray, " t"]
+    place: Int[np.ndarray, " k"]
+    target: Int[np.ndarray, " k"]
+
+
+def make_row(encoded: Encoded, limits: Limits) -> Row:
+    """Cuts a conversation with one image, and finds where its supervised tokens are predicted.
+
+    Args:
+        encoded: the conversation.
+        limits: what it is cut to.
+
+    Returns:
+        The row; without targets if no answer begins within the limit.
+    """
+    ids = np.array(encoded.ids[: limits.ids], np.int32)
+    labels = np.array(encoded.labels[: limits.ids], np.int32)
+    at = np.flatnonzero(labels[1:] != IGNORE) + 1
+    # A token is predicted one place before its own; the image takes N places and not one.
+    place = at - 1 + (limits.image_tokens - 1) * np.cumsum(ids == IMAGE_TOKEN)[at]
+    text = np.array(encoded.text[: limits.policy_text], np.int32)
+    return Row(ids, text, place.astype(np.int32), labels[at])
+
+
+class Lengths(NamedTuple):
+    """Tokens of each row, as it is trained on: ids, the user's words, supervised ones."""
+
+    ids: Int[np.ndarray, " u"]
+    text: Int[np.ndarray, " u"]
+    targets: Int[np.ndarray, " u"]
+
+
+class Corpus:
+    """Rows of a training file by number. May be used by threads and sent to another process."""
+
+    def __init__(
+        self, index: Index, used: Int[np.ndarray, " u"], file: Path, root: Path, tokenizer: Any,
+        limits: Limits,
+    ):  # fmt: skip
+        """Takes what was found in the file.
+
+        Args:
+            index: of the file.
+            used: numbers of its rows that are trained on; the corpus counts these from 0.
+            file: the training file.
+            root: the image folder.
+            tokenizer: the model's.
+            limits: what rows are cut to.
+        """
+        self._entries = JsonEntries(file, index.start, index.end)
+        self._names, self._root = index.names, root
+        self._sample, self._pair = index.sample[used], index.pair[used]
+        self._image = index.image[used]
+        self._tokenizer, self._limits = tokenizer, limits
+        self.lengths = Lengths(
+            np.minimum(index.ids[used], limits.ids),
+            np.minimum(index.text[used], limits.policy_text),
+            index.targets[used],
+        )
+        self.identity = hashlib.sha256(used.astype(np.int64).tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._sample)
+
+    def rows(self, numbers: Sequence[int]) -> list[Row]:
+        """Rows, tokenised now.
+
+        Args:
+            numbers: which.
+
+        Returns:
+            The rows in that order.
+
+        Raises:
+            ValueError: the training file is not what it was.
+        """
+        parts = [(int(self._sample[number]), int(self._pair[number])) for number in numbers]
+        turns = [row_turns(self._entries, *part) for part in parts]
+        with _TOKENIZER:
+            encoded = encode_conversations(self._tokenizer, turns, 1)
+        return [make_row(found, self._limits) for found in encoded]
+
+    @property
+    def file(self) -> Path:
+        """The training file."""
+        return self._entries.file
+
+    def image(self, number: int) -> Path:
+        """The picture of a row."""
+        return self._root / self._names[self._image[number]]
+
+    def where(self, number: int) -> str:
+        """File and sample of a row, for messages."""
+        return f"{self.file}: sample {self._sample[number]}"

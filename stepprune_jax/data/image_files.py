@@ -1,0 +1,125 @@
+"""Which files the pictures of a data set are, and whether they are there."""
+
+import concurrent.futures
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.data.json_files import words
+
+# Threads that ask a file system, which may lie on another machine, and names that each asks about.
+_THREADS = 16
+_PART = 1000
+
+PRESENT, MISSING, OUTSIDE = 0, 1, 2
+
+
+class ImagePathError(ValueError):
+    """A picture's path leads to where it may not."""
+
+
+def image_name(value: dict[str, Any], where: str) -> str:
+    """Reads the field "image" of an object.
+
+    Args:
+        value: the object.
+        where: its place, for the message.
+
+    Returns:
+        The path as it is written.
+
+    Raises:
+        ImagePathError: the path leaves the folder that it is relative to.
+        ValueError: the field does not hold words.
+    """
+    name = words(value, "image", where)
+    outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
+    if outside or os.path.isabs(name) or PureWindowsPath(name).drive:
+        raise ImagePathError(
+            f'{where}: "image" must be a path inside the image folder, got {name!r}'
+        )
+    return name
+
+
+def existing_image(root: str | Path, name: str, where: str) -> Path:
+    """The file of a picture; links inside the root may lead anywhere.
+
+    Args:
+        root: the image folder.
+        name: from `image_name`.
+        where: place of the object that names it, for the message.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(root) / name
+    if not os.path.isfile(path):  # False as well for names that no file can have
+        hint = "" if os.path.isdir(root) else ", and there is no such folder as the image folder"
+        raise FileNotFoundError(f'{where}: "image": no file at {path}{hint}')
+    return path
+
+
+class ImageFolder:
+    """An image folder that may not be left, not even by a link.
+
+    Pictures of a downloaded data set are files that its author chose, links among them. A link may
+    lead out of the folder only into one that the user has named.
+    """
+
+    def __init__(self, root: str | Path, linked: Sequence[str | Path] = ()):
+        """Resolves the folders.
+
+        Args:
+            root: what the names of pictures are relative to.
+            linked: folders elsewhere that links in it may lead to.
+
+        Raises:
+            FileNotFoundError: one of them is no folder.
+        """
+        self.root = Path(root)
+        for folder in (root, *linked):
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"no folder at {folder}, where pictures should be")
+        self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
+
+    def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
+        """Whether pictures are there.
+
+        Args:
+            names: from `image_name`.
+
+        Returns:
+            int8: `PRESENT`; `MISSING` where there is no file or an empty one; `OUTSIDE` where a
+            link leads to a folder that it may not lead to.
+        """
+        parts = [names[start : start + _PART] for start in range(0, len(names), _PART)]
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            return np.array([x for part in pool.map(self._check, parts) for x in part], np.int8)
+
+    def _check(self, names: Sequence[str]) -> list[int]:
+        real: dict[str, str] = {}  # folders are few and are resolved once
+        return [self._check_one(name, real) for name in names]
+
+    def _check_one(self, name: str, real: dict[str, str]) -> int:
+        folder, file = os.path.split(os.path.join(self.root, name))
+        try:
+            if folder not in real:
+                real[folder] = os.path.realpath(folder)
+            path = os.path.join(real[folder], file)
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                path = os.path.realpath(path)
+                found = os.stat(path)
+        except (OSError, ValueError):  # the latter for names that no file can have
+            return MISSING
+        if not any(path.startswith(os.path.join(inside, "")) for inside in self._inside):
+            return OUTSIDE
+        return PRESENT if stat.S_ISREG(found.st_mode) and found.st_size else MISSING

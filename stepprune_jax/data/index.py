@@ -1,0 +1,193 @@
+"""What stands in a training file, found in one pass and kept beside the run.
+
+An index holds a few numbers for each row: where it is in the file, how many tokens it has, whether
+it can be trained on. A row is a conversation, or a question of one with its answer.
+"""
+
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from tqdm import tqdm
+
+from stepprune_jax.data.encoding import IGNORE, encode_conversations
+from stepprune_jax.data.image_files import ImagePathError
+from stepprune_jax.data.json_array import JsonEntries, scan_json_list
+from stepprune_jax.data.llava import parse_conversation
+
+# Of the form of an index file; another number makes the old ones unknown.
+_FORM = 1
+# Conversations that are tokenised in one call.
+_PART = 256
+
+USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER = range(4)
+
+
+class Index(NamedTuple):
+    """Samples of a file, s of them, and the rows made of them, r.
+
+    Attributes:
+        start: offset of each sample in the file.
+        end: offset after it.
+        names: of the distinct pictures, as the file has them.
+        sample: number of the sample of each row.
+        pair: number of the row's question in the sample; -1 for all of them.
+        image: number of the row's picture among `names`; -1 without.
+        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`, or
+            `NO_ANSWER` within the context.
+        ids: ids of the whole row, its image as one of them.
+        text: ids of the user's words.
+        targets: supervised tokens within the context.
+    """
+
+    start: Int[np.ndarray, " s"]
+    end: Int[np.ndarray, " s"]
+    names: tuple[str, ...]
+    sample: Int[np.ndarray, " r"]
+    pair: Int[np.ndarray, " r"]
+    image: Int[np.ndarray, " r"]
+    problem: Int[np.ndarray, " r"]
+    ids: Int[np.ndarray, " r"]
+    text: Int[np.ndarray, " r"]
+    targets: Int[np.ndarray, " r"]
+
+
+def row_turns(entries: JsonEntries, sample: int, pair: int) -> tuple[str, ...]:
+    """The turns of a row.
+
+    Args:
+        entries: the file.
+        sample: number of the sample.
+        pair: number of its question, or -1.
+
+    Returns:
+        The turns, user first.
+
+    Raises:
+        ValueError: the sample is malformed; the message names file, sample and field.
+    """
+    turns = parse_conversation(entries[sample], sample, f"{entries.file}: sample {sample}").turns
+    return turns if pair < 0 else turns[2 * pair : 2 * pair + 2]
+
+
+def scan(file: Path, split_turns: bool, skip_malformed: bool, progress: bool = True) -> Index:
+    """Goes through a training file and notes its samples; nothing is tokenised.
+
+    Args:
+        file: as of `read_conversations`.
+        split_turns: make every question with its answer a row of its own.
+        skip_malformed: mark a malformed sample instead of refusing it.
+        progress: whether to show how far it is.
+
+    Returns:
+        The index, with all counts of tokens 0.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON list; a picture's path leaves the image folder; or a malformed
+            sample, unless they are marked. The message names file, sample and field.
+    """
+    places, rows, names = [], [], {}
+    size = file.stat().st_size if file.is_file() else 0
+    with tqdm(
+        total=size, desc=f"reading {file.name}", unit="B", unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:  # fmt: skip
+        for number, (start, end, value) in enumerate(scan_json_list(file, "sample")):
+            places.append((start, end))
+            bar.update(end - bar.n)
+            try:
+                found = parse_conversation(value, number, f"{file}: sample {number}")
+            except ImagePathError:
+                raise
+            except ValueError:
+                if not skip_malformed:
+                    raise
+                rows.append((number, -1, -1, MALFORMED))
+                continue
+            if found.image is None:
+                rows.append((number, -1, -1, TEXT_ONLY))
+                continue
+            image = names.setdefault(found.image, len(names))
+            pairs = range(len(found.turns) // 2) if split_turns and len(found.turns) > 2 else (-1,)
+            rows += [(number, pair, image, USABLE) for pair in pairs]
+    start, end = np.array(places, np.int64).reshape(-1, 2).T
+    sample, pair, image, problem = np.array(rows, np.int32).reshape(-1, 4).T
+    zero = np.zeros(len(rows), np.int32)
+    return Index(start, end, tuple(names), sample, pair, image, problem, zero, zero, zero)
+
+
+def measure(
+    index: Index, file: Path, tokenizer: Any, context_ids: int, progress: bool = True
+) -> Index:
+    """Tokenises every row once and notes the counts.
+
+    Args:
+        index: from `scan`.
+        file: the training file.
+        tokenizer: the model's.
+        context_ids: ids that a row may have; what is beyond is cut off.
+        progress: whether to show how far it is.
+
+    Returns:
+        The index with the counts, and with `NO_ANSWER` where no answer begins within the context.
+    """
+    entries = JsonEntries(file, index.start, index.end)
+    ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
+    rows = np.flatnonzero(index.problem == USABLE)
+    with tqdm(
+        total=len(rows), desc="counting tokens", unit="row", disable=None if progress else True
+    ) as bar:
+        for begin in range(0, len(rows), _PART):
+            part = rows[begin : begin + _PART]
+            turns = [row_turns(entries, int(index.sample[i]), int(index.pair[i])) for i in part]
+            for row, found in zip(part, encode_conversations(tokenizer, turns, 1), strict=True):
+                ids[row], text[row] = len(found.ids), len(found.text)
+                labels = np.array(found.labels[:context_ids])
+                targets[row] = np.count_nonzero(labels != IGNORE)
+            bar.update(len(part))
+    problem = np.where((index.problem == USABLE) & (targets == 0), NO_ANSWER, index.problem)
+    return index._replace(problem=problem, ids=ids, text=text, targets=targets)
+
+
+def index_path(folder: Path, data: str, tokenizer: Any, *choices: Any) -> Path:
+    """Where the index of a file lies: its name says of which contents and choices it is.
+
+    Args:
+        folder: where indices lie.
+        data: hash of the training file.
+        tokenizer: a fast one.
+        choices: whatever else the index depends on.
+
+    Returns:
+        The path.
+    """
+    backend = tokenizer.backend_tokenizer.to_str()
+    told = json.dumps([_FORM, data, backend, tokenizer.bos_token_id, *choices])
+    return folder / f"index-{hashlib.sha256(told.encode()).hexdigest()[:16]}.npz"
+
+
+def save_index(index: Index, path: Path) -> None:
+    """Writes an index, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # several processes may do it at once
+    names = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
+    with partial.open("wb") as file:
+        np.savez(file, **index._asdict() | {"names": names})
+    os.replace(partial, path)
+
+
+def load_index(path: Path) -> Index | None:
+    """Reads an index; None if there is none, or a damaged one, which can be made anew."""
+    try:
+        with path.open("rb") as opened, np.load(opened) as file:
+            found = {name: file[name] for name in Index._fields}
+        names = tuple(json.loads(found.pop("names").tobytes()))
+        return Index(names=names, **found)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None

@@ -1,0 +1,166 @@
+"""Several processes as one program: how they find each other, and which of them speaks.
+
+A process of a multi-process run sees all devices and owns some. It brings its own rows of each
+batch and reads its own slices of the weights; everything else runs in each of them alike.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
+
+_PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def start(environment: Mapping[str, str] = os.environ) -> None:
+    """Joins this process to the others of its run, if the environment speaks of several.
+
+    Call it before anything asks jax for devices. See `arguments` for what is understood.
+
+    Args:
+        environment: variables.
+
+    Raises:
+        ValueError: variables that contradict each other, or the others cannot be reached.
+    """
+    found = arguments(environment)
+    if found is None:
+        return
+    try:
+        jax.distributed.initialize(**found)
+    except RuntimeError as error:
+        raise ValueError(f"the processes of this run did not find each other: {error}") from error
+
+
+def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Arguments of `jax.distributed.initialize`, or None for a single process.
+
+    Plain variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID come first; then a Slurm step of several tasks (one for each GPU, or one for
+    each node); then the hosts of a TPU slice; then an indexed Kubernetes job, as GKE runs them.
+
+    Args:
+        environment: variables.
+
+    Returns:
+        What is not left to jax's own detection.
+
+    Raises:
+        ValueError: a variable is missing or is no number in its range.
+    """
+    plain = [environment.get(name) for name in _PLAIN]
+    if plain[1] == "1":
+        return None
+    if any(plain[1:]):
+        return _plain(environment)
+    tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
+    if tasks > 1:
+        found: dict[str, Any] = {"cluster_detection_method": "slurm"}
+        gpus = _count(environment, "SLURM_GPUS_ON_NODE")
+        if tasks == _count(environment, "SLURM_STEP_NUM_NODES") and gpus > 1:
+            # jax gives each task one GPU, which would leave the others of its node idle.
+            found["local_device_ids"] = range(gpus)
+        return found
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
+    if "," in hosts:
+        return {}
+    if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
+        return {"cluster_detection_method": "k8s"}
+    return None
+
+
+def _plain(environment: Mapping[str, str]) -> dict[str, Any]:
+    missing = [name for name in _PLAIN if not environment.get(name)]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} not set: a run of several processes needs all of "
+            f"{', '.join(_PLAIN)}"
+        )
+    address, *numbers = (environment[name] for name in _PLAIN)
+    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+        raise ValueError(
+            f"JAX_NUM_PROCESSES is {numbers[0]!r} and JAX_PROCESS_ID {numbers[1]!r}, expected a "
+            "count and a number from 0 below it"
+        )
+    if not address.rpartition(":")[2].isdecimal():
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS is {address!r}, expected host:port")
+    return {
+        "coordinator_address": address,
+        "num_processes": int(numbers[0]),
+        "process_id": int(numbers[1]),
+    }
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints and writes files."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints a line, once for all processes."""
+    if is_main():
+        print(text, flush=True)
+
+
+def main_first(function: Callable[[], T]) -> T:
+    """Calls a function in the main process and, when it is done there, in the others.
+
+    For what writes files that are to be found there afterwards.
+
+    Args:
+        function: what to call.
+
+    Returns:
+        What it returned in this process.
+
+    Raises:
+        ValueError: in the others, if the main process failed, which raises its own error.
+    """
+    if jax.process_count() == 1:
+        return function()
+    found, failure = None, None
+    if is_main():
+        try:
+            found = function()
+        except Exception as error:  # the others wait below, and must not do so in vain
+            failure = error
+    failed = any_process(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise ValueError("process 0 of this run failed and says why")
+    return found if is_main() else function()
+
+
+def require_same(digest: str, what: str) -> None:
+    """Refuses what differs between processes; all of them have to ask.
+
+    Args:
+        digest: a hash of it, in hexadecimal.
+        what: its name, in the plural.
+
+    Raises:
+        ValueError: in every process, if the hashes are not equal.
+    """
+    if jax.process_count() == 1:
+        return
+    found = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+    if (found != found[0]).any():
+        raise ValueError(f"{what} differ between the processes of this run")
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in any process; all of them have to ask."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))

@@ -1,0 +1,60 @@
+"""Finds the files of a benchmark under a root in LLaVA's layout (`playground/data/eval`)."""
+
+from pathlib import Path
+
+
+def folder(root: str | Path, *names: str) -> Path:
+    """Finds the folder of a benchmark.
+
+    Args:
+        root: folder that holds one folder a benchmark.
+        names: what the folder may be called, the preferred name first.
+
+    Returns:
+        The first of them that exists.
+
+    Raises:
+        FileNotFoundError: there is none, or no root.
+    """
+    root = Path(root)
+    for name in names:
+        if (root / name).is_dir():
+            return root / name
+    wanted = " or ".join(f"{name}/" for name in names)
+    raise FileNotFoundError(
+        f"no folder {wanted} in {root}: expected the root of LLaVA's layout (playground/data/eval)"
+    )
+
+
+def file(path: Path, source: str) -> Path:
+    """Checks that a file of the benchmark is there.
+
+    Args:
+        path: where the layout has it.
+        source: where to get it, for the message.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: it is missing.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}: get it from {source}")
+    return path
+
+
+def size_warnings(what: str, found: int, published: int) -> list[str]:
+    """Compares the size of a list with that of the published one.
+
+    Args:
+        what: the list, as file name and unit.
+        found: how many there are.
+        published: how many the published list has.
+
+    Returns:
+        No warning, or one that names both numbers.
+    """
+    if found == published:
+        return []
+    return [f"{what}: {found:,} here, {published:,} in the published list"]

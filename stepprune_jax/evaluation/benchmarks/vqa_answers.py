@@ -1,0 +1,170 @@
+"""The answer normaliser and the soft accuracy that VQAv2 and TextVQA share.
+
+Both follow the evaluation program of Goyal et al., "Making the V in VQA Matter" (CVPR 2017), with
+its oddities: they decide published numbers.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+NUM_PEOPLE = 10  # who answered each question
+
+# Words whose key is the word without its apostrophe.
+_PLAIN = """
+ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd
+how'll how's I'm I've isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've
+o'clock oughtn't shan't should've shouldn't somebody'll somebody's someone'd someone'll someone's
+something'd something'll that's there'd there're there's they'd they'll they're they've 'twas
+wasn't we've weren't what'll what're what's what've when's where'd where's where've who'd who'll
+who's who've why'll why're why's won't would've wouldn't y'all you'd you'll you're you've
+"""
+
+# Words with two apostrophes, each of which has the two keys that lack one of them.
+_DOUBLE = """
+couldn't've hadn't've he'd've I'd've it'd've mightn't've she'd've shouldn't've somebody'd've
+someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've you'd've
+"""
+
+_IRREGULAR = {
+    "yall'll": "y'all'll",
+    "y'allll": "y'all'll",
+    "yall'd've": "y'all'd've",
+    "y'alld've": "y'all'd've",
+    "y'all'dve": "y'all'd've",
+    "ow's'at": "'ow's'at",
+    "'ows'at": "'ow's'at",
+    "'ow'sat": "'ow's'at",
+    "somebody'd": "somebodyd",  # the wrong way round in the original
+    "let's": "let's",
+    "she's": "she's",
+}
+
+
+def _contractions() -> dict[str, str]:
+    """The table of contractions: misspelt word to word, 120 entries."""
+    table = {word.replace("'", ""): word for word in _PLAIN.split()}
+    for word in _DOUBLE.split():
+        first, second = (i for i, letter in enumerate(word) if letter == "'")
+        table[word[:first] + word[first + 1 :]] = word
+        table[word[:second] + word[second + 1 :]] = word
+    return table | _IRREGULAR
+
+
+CONTRACTIONS = _contractions()
+
+_NUMBERS = """
+zero one two three four five six seven eight nine ten
+"""
+_DIGITS = {"none": "0"} | {word: str(n) for n, word in enumerate(_NUMBERS.split())}
+_ARTICLES = frozenset(("a", "an", "the"))
+
+_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+_DIGIT_COMMA = re.compile(r"\d,\d")
+_STOP = re.compile(r"\.(?!\d)")
+# The original passes the flag re.UNICODE, which is 32, where `sub` expects how many to replace.
+_MOST_STOPS = int(re.UNICODE)
+
+
+def without_commas(text: str) -> str:
+    """Lower-cases, deletes commas and question marks, sets ``'s`` apart.
+
+    TextVQA's scorer and LLaVA's VQAv2 submission begin so; the scorer of VQAv2 does not.
+
+    Args:
+        text: an answer.
+
+    Returns:
+        It, stripped.
+    """
+    text = text.lower().replace(",", "").replace("?", "")
+    return text.replace("'s", " 's").strip()
+
+
+def one_line(text: str) -> str:
+    """Makes each newline and tab a blank.
+
+    Args:
+        text: an answer.
+
+    Returns:
+        It, stripped.
+    """
+    return text.replace("\n", " ").replace("\t", " ").strip()
+
+
+def without_punctuation(text: str) -> str:
+    """Deletes 21 marks or makes them blanks, and deletes up to 32 full stops.
+
+    A mark is deleted if it touches a blank anywhere in `text`, or if `text` has a comma between
+    two digits; else each of it becomes a blank. A full stop stays before a digit.
+
+    Args:
+        text: an answer on one line.
+
+    Returns:
+        What is left, not stripped.
+    """
+    deletes_all = _DIGIT_COMMA.search(text) is not None
+    left = text
+    for mark in _MARKS:
+        if mark in text:
+            touches = f"{mark} " in text or f" {mark}" in text
+            left = left.replace(mark, "" if deletes_all or touches else " ")
+    return _STOP.sub("", left, count=_MOST_STOPS)
+
+
+def plain_words(text: str) -> str:
+    """Lower-cases, writes number words as digits, drops articles, mends contractions.
+
+    Args:
+        text: an answer without punctuation.
+
+    Returns:
+        Its words, joined by single blanks.
+    """
+    words = (_DIGITS.get(word, word) for word in text.lower().split())
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
+
+
+# Ten people give few different answers, and most are given to many questions.
+@lru_cache(maxsize=1 << 16)
+def official(text: str) -> str:
+    """Normalises as the scorer of VQAv2 does where people disagree.
+
+    Args:
+        text: an answer on one line (`one_line`).
+
+    Returns:
+        The string that is compared.
+    """
+    return plain_words(without_punctuation(text))
+
+
+def normalise(text: str) -> str:
+    """Normalises as TextVQA's scorer and LLaVA's VQAv2 submission do.
+
+    Args:
+        text: an answer of a person or of a model.
+
+    Returns:
+        The string that is compared or submitted.
+    """
+    return official(one_line(without_commas(text)))
+
+
+def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
+    """How far ten people agree with an answer.
+
+    The mean, over the ten, of min(1, how many of the other nine gave the prediction / 3).
+
+    Args:
+        prediction: the model's answer.
+        answers: the ten people's, normalised as the prediction is.
+
+    Returns:
+        0, 0.3, 0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.
+    """
+    same = sum(answer == prediction for answer in answers)
+    others = len(answers) - same
+    return (same * min(1, (same - 1) / 3) + others * min(1, same / 3)) / len(answers)

@@ -1,0 +1,201 @@
+"""Conversations as ids and labels: by hand, against the counting scheme, and with odd texts."""
+
+import functools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax import testing
+from stepprune_jax.data.encoding import IGNORE, encode_conversation, encode_conversations
+from stepprune_jax.data.prompts import (
+    IMAGE_TOKEN,
+    place_images,
+    tokenize_with_images,
+    vicuna_v1,
+)
+from stepprune_jax.generate.request import read_request
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return testing.tiny_tokenizer()
+
+
+def supervised(encoded):
+    return [label for label in encoded.labels if label != IGNORE]
+
+
+def test_assistant_words_and_their_ends_are_supervised(tokenizer):
+    encoded = encode_conversation(tokenizer, ["What is this?", "red dog", "two?", "no"], 1)
+    names = tokenizer.convert_ids_to_tokens(supervised(encoded))
+    assert names == ["▁red", "▁dog", "</s>", "▁no", "</s>"]
+    for token, label in zip(encoded.ids, encoded.labels, strict=True):
+        assert label in (token, IGNORE)
+    assert encoded.labels[encoded.ids.index(IMAGE_TOKEN)] == IGNORE
+    said = tokenizer("What is this?\ntwo?", add_special_tokens=False).input_ids
+    assert encoded.text == said
+
+
+def counted(tokenizer, turns, images, legacy):
+    """Labels by LLaVA's counting: each round and each instruction is tokenised on its own."""
+    prompt = vicuna_v1([place_images(turns[0], images), *turns[1:]])
+    labels = tokenize_with_images(tokenizer, prompt)
+    total, at = len(labels), 1
+    labels[0] = IGNORE
+    for number, said in enumerate(prompt.split("</s>")[:-1]):
+        instruction = said.split(" ASSISTANT: ")[0] + " ASSISTANT: "
+        # Without the start token, and without the blank piece that joins the answer's first word.
+        masked = len(tokenize_with_images(tokenizer, instruction)) - 2
+        size = len(tokenize_with_images(tokenizer, said))
+        if number and not legacy:  # behind </s> the user's name has no blank piece
+            masked, size = masked - 1, size - 1
+        labels[at : at + masked] = [IGNORE] * masked
+        at += size
+    assert at == total
+    return labels
+
+
+@functools.cache
+def first_blank_only():
+    """The tiny tokenizer as LLaVA-1.5 has it: a blank before the whole text, and a word "USER"."""
+    import tokenizers
+    import transformers
+
+    state = json.loads(testing.tiny_tokenizer(image_token=False).backend_tokenizer.to_str())
+    state["normalizer"] = None
+    model = state["model"]
+    for left, right in (("U", "S"), ("US", "ER")):
+        model["vocab"].setdefault(left + right, len(model["vocab"]))
+        model["merges"].append([left, right])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+WORDS = st.lists(st.sampled_from(["red", "dog", "no", "two", "x?", "é", "12."]), min_size=1).map(
+    " ".join
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rounds=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), images=st.integers(0, 1))
+def test_labels_are_those_of_the_counting_scheme(tokenizer, rounds, images):
+    turns = [turn for pair in rounds for turn in pair]
+    for legacy, used in ((True, tokenizer), (False, first_blank_only())):
+        encoded = encode_conversation(used, turns, images)
+        assert encoded.labels == counted(used, turns, images, legacy)
+
+
+def test_several_conversations_are_encoded_as_each_alone(tokenizer):
+    turns = [["What?", "red"], ["two dogs?", "no", "And?", "é </s> x"], ["<image>\nIs?", "yes"]]
+    expected = [encode_conversation(tokenizer, each, 1) for each in turns]
+    assert encode_conversations(tokenizer, turns, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "learnt"),
+    [
+        ("so I say ASSISTANT: no", "so I say ASSISTANT: no</s>"),
+        ("red</s>dog", "red</s> dog</s>"),
+        ("USER: red", "USER: red</s>"),
+    ],
+)
+def test_answers_that_the_counting_scheme_gives_up_are_learnt_whole(tokenizer, answer, learnt):
+    labels = supervised(encode_conversation(tokenizer, ["What?", "no", "ASSISTANT: a", answer], 1))
+    assert tokenizer.decode(labels) == f"no</s> {learnt}"
+
+
+def test_byte_pieces_and_blanks_of_an_answer_are_supervised(tokenizer):
+    names = tokenizer.convert_ids_to_tokens(
+        supervised(encode_conversation(tokenizer, ["What?", "\né 漢"], 0))
+    )
+    accent, sign = ["<0xC3>", "<0xA9>"], ["<0xE6>", "<0xBC>", "<0xA2>"]
+    assert names == ["▁", "<0x0A>", *accent, "▁", *sign, "</s>"]
+
+
+SAID = st.text(st.sampled_from("redog no?.\né漢</s>USER:"), min_size=1, max_size=12).filter(
+    str.strip
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(SAID, min_size=2, max_size=6), images=st.integers(0, 2))
+def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_does(
+    tokenizer, turns, images
+):
+    turns = turns[: len(turns) // 2 * 2]
+    encoded = encode_conversation(tokenizer, turns, images)
+    whole = [place_images(turns[0], images), *turns[1:]]
+    assert encoded.ids == tokenize_with_images(tokenizer, vicuna_v1(whole), images)
+    # Before each answer stand the ids that `generate` would be asked to go on from.
+    starts = [
+        n
+        for n, label in enumerate(encoded.labels)
+        if label != IGNORE and encoded.labels[n - 1] == IGNORE
+    ]
+    for number, start in enumerate(starts):
+        asked = tokenize_with_images(tokenizer, vicuna_v1(whole[: 2 * number + 1]), images)
+        assert encoded.ids[:start] == asked
+    assert len(starts) == len(turns) // 2
+    assert len(encoded.labels) == len(encoded.ids) and encoded.labels[-1] != IGNORE
+
+
+def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
+    from PIL import Image
+
+    from stepprune_jax.config import LlavaConfig
+    from stepprune_jax.data.images import ImageSettings
+
+    path = tmp_path / "a.png"
+    Image.new("RGB", (24, 24)).save(path)
+    config = LlavaConfig.from_hf(testing.tiny_hf_config(len(tokenizer)))
+    images = ImageSettings(resize_to=24, crop_to=(24, 24))
+    asked = read_request(tokenizer, images, config, ["What is this?"], [path])
+    encoded = encode_conversation(tokenizer, ["What is this?", "red"], 1)
+    assert tuple(encoded.ids[: len(asked.ids[0])]) == asked.ids[0]
+    assert encoded.labels[: len(asked.ids[0])] == [IGNORE] * len(asked.ids[0])
+    assert tuple(encoded.text) == asked.question_ids[0]
+
+
+def test_a_tokenizer_whose_pieces_cross_the_boundary_supervises_the_piece():
+    import tokenizers
+    import transformers
+
+    # Words are split at blanks after colons only: ":" and what follows are one piece.
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("T: ", "merged_with_next")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    encoded = encode_conversation(tokenizer, ["a", "b"], 0)
+    assert encoded.ids == [0, 0] and encoded.labels == [IGNORE, 0]
+
+
+def test_tokenizers_without_places_are_refused(tokenizer):
+    class Slow:
+        is_fast = False
+        bos_token_id = 1
+
+        def __call__(self, text, **options):
+            return tokenizer(text, **options)
+
+    with pytest.raises(ValueError, match="expected a fast one"):
+        encode_conversation(Slow(), ["a", "b"], 0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "images", "message"),
+    [
+        ([], 0, r"expected questions each with an answer, got 0 turn"),
+        (["a"], 0, "got 1 turn"),
+        (["a", " "], 0, "turn 1 of the conversation is empty"),
+        (["<image>", "b"], 1, "turn 0 of the conversation is empty"),
+        (["<image> a", "b"], 2, r"has 1 <image>, but 2 image\(s\)"),
+        (["a", "b <image>"], 1, r"has 2 <image>, but 1 image\(s\)"),
+    ],
+)
+def test_conversations_that_cannot_be_encoded_are_refused(tokenizer, turns, images, message):
+    with pytest.raises(ValueError, match=message):
+        encode_conversation(tokenizer, turns, images)

@@ -1,0 +1,229 @@
+"""Training files as rows: what is left out and said so, what is refused, what is kept for later."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from stepprune_jax import testing
+from stepprune_jax.data import index, survey
+from stepprune_jax.data.corpus import Limits, make_row
+from stepprune_jax.data.encoding import IGNORE, encode_conversation
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.data.survey import Source, open_corpus
+
+LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
+TURNS = ("is this a dog ?", "no", "two ?", "yes")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return testing.tiny_tokenizer()
+
+
+def sample(*said, image="a.png"):
+    said = said or ("<image>\nis this a dog ?", "no")
+    roles = ("human", "gpt")
+    turns = [{"from": roles[n % 2], "value": value} for n, value in enumerate(said)]
+    return {"id": 0, "conversations": turns} | ({"image": image} if image else {})
+
+
+MULTI = sample(f"<image>\n{TURNS[0]}", *TURNS[1:])
+CHAT = sample("two ?", "no", image=None)
+
+
+@pytest.fixture
+def opened(tmp_path, tokenizer):
+    """Writes samples and opens them; what is said is in `opened.lines`."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "b.png"):
+        (images / name).write_bytes(b"x")  # pictures are only looked for
+    (images / "empty.png").write_bytes(b"")
+
+    def open_samples(*samples, limits=LIMITS, tokenizer=tokenizer, **choices):
+        file = tmp_path / "train.json"
+        file.write_text(json.dumps(samples))
+        source = Source(file, images, tmp_path / "indices", **choices)
+        open_samples.lines = []
+        return open_corpus(
+            source, tokenizer, limits, file.read_text().encode().hex(), open_samples.lines.append
+        )
+
+    open_samples.images = images
+    return open_samples
+
+
+def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer):
+    short = sample("What is this?\n<image>", "red", image="b.png")
+    length = len(encode_conversation(tokenizer, TURNS, 1).ids) + 8
+    # One embedding less than the longer one has, and two words of its user.
+    corpus = opened(MULTI, short, limits=Limits(9, length - 1, 2))
+    rows = corpus.rows([1, 0])
+    for row, turns in zip(rows, (("What is this?", "red"), TURNS), strict=True):
+        encoded = encode_conversation(tokenizer, turns, 1)
+        assert row.ids.tolist() == encoded.ids[: length - 9]
+        assert row.text.tolist() == encoded.text[:2] and len(encoded.text) > 2
+    assert tokenizer.decode(rows[1].target) == "no</s> yes"  # without its last </s>
+    for number, row in zip((1, 0), rows, strict=True):
+        counts = [array[number] for array in corpus.lengths]
+        assert counts == [len(row.ids), len(row.text), len(row.target)]
+    assert corpus.image(1) == opened.images / "b.png"
+    assert corpus.where(1).endswith("train.json: sample 1")
+
+
+def test_targets_are_predicted_one_place_before_their_own(tokenizer):
+    encoded = encode_conversation(tokenizer, TURNS, 1)
+    row = make_row(encoded, LIMITS)
+    at = encoded.ids.index(IMAGE_TOKEN)
+    expanded = [*encoded.ids[:at], *[None] * 9, *encoded.ids[at + 1 :]]
+    assert [expanded[place + 1] for place in row.place] == row.target.tolist()
+    assert row.target.tolist() == [label for label in encoded.labels if label != IGNORE]
+    # Two answers of a word, each with its end; the word is predicted by the colon before it.
+    assert [tokenizer.decode([token]) for token in row.target] == ["no", "</s>", "yes", "</s>"]
+    assert tokenizer.decode([expanded[row.place[0]]]).endswith(":")
+
+
+def test_questions_can_be_rows_of_their_own(opened, tokenizer):
+    corpus = opened(MULTI, sample(), split_turns=True)
+    assert len(corpus) == 3
+    for row, turns in zip(corpus.rows(range(3)), (TURNS[:2], TURNS[2:], TURNS[:2]), strict=True):
+        assert row.ids.tolist() == encode_conversation(tokenizer, turns, 1).ids
+    assert "2 samples, 3 questions, 1 pictures" in opened.lines[0]
+
+
+def test_what_is_left_out_is_counted(opened, tokenizer):
+    gone, empty = sample(image="gone.png"), sample(image="empty.png")
+    bad = sample("<image>\na", "b", "<image>\nc", "d")
+    late = sample("<image>\n" + "two " * 60, "no", image="b.png")
+    limits = Limits(9, 60, 512)
+    corpus = opened(
+        CHAT, gone, sample(), bad, empty, CHAT, late, gone, missing="skip", unusable="skip",
+        limits=limits,
+    )  # fmt: skip
+    assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
+    text = "\n".join(opened.lines)
+    assert "train.json: 8 samples, 4 pictures" in text
+    assert "2 left out: text alone" in text
+    assert "3 left out: the picture is missing; the first: " in text
+    assert "sample 1, gone.png" in text
+    assert "1 left out: malformed; the first: " in text and "sample 3: conversations[2]" in text
+    assert "1 left out: no answer within the context; the first: " in text
+    assert "sample 6: no answer within the first 60 embeddings" in text
+    row = encode_conversation(tokenizer, TURNS[:2], 1)
+    assert f"1 rows to train on, {sum(x != IGNORE for x in row.labels)} supervised" in text
+    assert f"embeddings, 9 of them visual: median {len(row.ids) + 8}" in text
+    with pytest.raises(ValueError, match=r"train\.json: expected a sample with a picture"):
+        opened(CHAT, gone, missing="skip")
+
+
+def test_rows_that_are_cut_are_counted(opened, tokenizer):
+    encoded = encode_conversation(tokenizer, TURNS, 1)
+    length, said = len(encoded.ids) + 7, len(encoded.text) - 1
+    opened(MULTI, sample(), limits=Limits(9, length, said))
+    assert opened.lines[-3].endswith(f"longest {length}; 1 cut to {length}")
+    assert opened.lines[-1].endswith(f"longest {said}; 1 cut to {said}")
+
+
+@pytest.mark.parametrize(
+    ("bad", "limits", "message"),
+    [
+        (
+            sample("<image>\na", "b", "<image>\nc", "d"),
+            LIMITS,
+            "sample 1: conversations.2.: .value",
+        ),
+        (sample("<image>\na"), LIMITS, 'sample 1: "conversations" ends with a question'),
+        (sample("<image>\n" + "two " * 60, "no"), Limits(9, 60, 9), "sample 1: no answer within"),
+    ],
+)
+def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, message):
+    with pytest.raises(ValueError, match=message):
+        opened(sample(), bad, limits=limits)
+    assert len(opened(sample(), bad, limits=limits, unusable="skip")) == 1
+    # The counts are known by now, and it stops all the same.
+    with pytest.raises(ValueError, match=message):
+        opened(sample(), bad, limits=limits)
+
+
+def test_missing_pictures_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
+    monkeypatch.setattr(survey, "measure", None)
+    wrong = [sample(image=name) for name in ("gone.png", "x\0y", "n" * 5000, "empty.png")]
+    message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more pictures"
+    with pytest.raises(FileNotFoundError, match=message):
+        opened(sample(), *wrong)
+    opened.images.rename(opened.images.with_name("elsewhere"))
+    with pytest.raises(FileNotFoundError, match=r"no folder at .*images"):
+        opened(sample(), missing="skip")
+
+
+def test_pictures_outside_of_the_folder_are_refused(opened, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "c.png").write_bytes(b"x")
+    for name, target in (("in.png", "b.png"), ("out.png", other / "c.png"), ("far", other)):
+        (opened.images / name).symlink_to(target)
+    skip = {"missing": "skip", "unusable": "skip"}
+    for name in ("../other/c.png", str(other / "c.png")):
+        with pytest.raises(ValueError, match='sample 1: "image" must be a path inside the image'):
+            opened(sample(), sample(image=name), **skip)
+    for name in ("out.png", "far/c.png"):
+        with pytest.raises(ValueError, match=f'sample 1: "image": {name} is a link that leads out'):
+            opened(sample(), sample(image=name), **skip)
+    found = opened(sample(image="in.png"), sample(image="far/c.png"), linked_folders=(str(other),))
+    assert len(found) == 2
+    os.remove(other / "c.png")
+    assert (
+        len(opened(sample(), sample(image="far/c.png"), linked_folders=(str(other),), **skip)) == 1
+    )
+
+
+def test_counts_are_kept_for_the_next_run(opened, monkeypatch):
+    first = opened(MULTI, sample(image="b.png"), split_turns=True)
+    lines = opened.lines
+    with monkeypatch.context() as patch:
+        for name in ("scan", "measure"):
+            patch.setattr(survey, name, None)
+        again = opened(MULTI, sample(image="b.png"), split_turns=True)
+    assert opened.lines == lines and again.identity == first.identity
+    np.testing.assert_array_equal(again.lengths, first.lengths)
+    assert [row.ids.tolist() for row in again.rows([0, 2])] == [
+        row.ids.tolist() for row in first.rows([0, 2])
+    ]
+
+
+def test_counts_of_something_else_are_not_taken(opened):
+    folder = opened.images.parent / "indices"
+    opened(MULTI)
+    other = testing.tiny_tokenizer(image_token=False)
+    for number, choices in enumerate(
+        ({"split_turns": True}, {"tokenizer": other}, {"limits": Limits(9, 100, 512)}), start=2
+    ):
+        opened(MULTI, **choices)
+        assert len(list(folder.glob("*.npz"))) == number
+    opened(MULTI, sample())
+    assert len(list(folder.iterdir())) == 5  # and nothing half written
+    # A pictured sample that went away makes other rows, though the file is the same.
+    whole = opened(MULTI, sample(image="b.png"), missing="skip").identity
+    (opened.images / "b.png").unlink()
+    assert opened(MULTI, sample(image="b.png"), missing="skip").identity != whole
+
+
+def test_damaged_counts_are_made_again(opened):
+    first = opened(MULTI)
+    (path,) = (opened.images.parent / "indices").iterdir()
+    data = path.read_bytes()
+    for damaged in (b"", b"no archive", data[: len(data) // 2], data[:-40]):
+        path.write_bytes(damaged)
+        assert index.load_index(path) is None
+        np.testing.assert_array_equal(opened(MULTI).lengths, first.lengths)
+    assert path.read_bytes() == data
+
+
+def test_a_slow_tokenizer_is_refused_at_once(opened):
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match="expected a fast one"):
+        opened(MULTI, tokenizer=Slow())

@@ -1,0 +1,31 @@
+"""One process of a run of several: `python one_process.py DEVICES MODEL DATA WORKDIR CHANGES`.
+
+Which one it is stands in the environment, as `stepprune_jax.distributed` reads it.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def main(devices, model, data, workdir, changes):
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    import conftest
+
+    options = ("--xla_force_host_platform_device_count=" + devices, *conftest.FLAGS[1:])
+    os.environ["XLA_FLAGS"] = " ".join(options)
+    from stepprune_jax import distributed
+
+    distributed.start()
+    from tiny_run import make_config
+
+    from stepprune_jax.training import train
+
+    train(make_config(model, data, **json.loads(changes)), workdir)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,185 @@
+"""Checkpoints: complete or absent, damaged ones noticed and left out, whatever is damaged."""
+
+import contextlib
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.sharding import build_mesh
+from stepprune_jax.training.checkpoints import Checkpoints, model_identity
+
+
+def tree(seed):
+    """Leaves of the types that a training state has."""
+    random = np.random.default_rng(seed)
+    return {
+        "kernel": jnp.asarray(random.normal(size=(40, 30)), jnp.float32),
+        "half": jnp.asarray(random.normal(size=7), jnp.bfloat16),
+        "count": jnp.int32(seed),
+        "flag": jnp.array([True, False]),
+        "key": jax.random.key_data(jax.random.key(seed)),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder with the states after steps 10 and 20."""
+    folder = tmp_path_factory.mktemp("two")
+    with contextlib.closing(Checkpoints(folder, 3)) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, tree(step), {"next": step, "ids": ["ä"]})
+    return folder
+
+
+@pytest.fixture
+def copy(two, tmp_path):
+    return shutil.copytree(two, tmp_path / "copy")
+
+
+def restore(folder, like=None):
+    with contextlib.closing(Checkpoints(folder, 3)) as checkpoints:
+        return checkpoints.restore(tree(0) if like is None else like)
+
+
+def assert_state(found, step):
+    assert found.step == step and found.about == {"next": step, "ids": ["ä"]}
+    jax.tree.map(np.testing.assert_array_equal, found.saved, tree(step))
+    assert jax.tree.map(lambda x: x.dtype, found.saved) == jax.tree.map(lambda x: x.dtype, tree(0))
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_state_comes_back_as_it_was(copy, capsys):
+    assert_state(restore(copy), 20)
+    assert not capsys.readouterr().err
+
+
+def test_a_state_may_be_donated_while_it_is_written(tmp_path):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def following(state):
+        return jax.tree.map(lambda x: x + 1, state)
+
+    state = {"x": jnp.zeros((1000, 1000))}
+    with contextlib.closing(Checkpoints(tmp_path, 5)) as checkpoints:
+        for step in range(1, 6):
+            state = following(state)
+            checkpoints.save(step, state)
+        for _ in range(20):
+            state = following(state)
+        jax.block_until_ready(state)
+        found = checkpoints.restore(state)
+    assert found.step == 5
+    np.testing.assert_array_equal(found.saved["x"], 5)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "cut": cut,
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), flip], ids=[*DAMAGES, "flip"])
+def test_whatever_file_is_damaged_no_wrong_number_comes_back(two, tmp_path, damage, capsys):
+    """A file either does not matter for the arrays, or the state before takes over."""
+    taken = []
+    for number in range(len(files(two / "checkpoints" / "20"))):
+        folder = shutil.copytree(two, tmp_path / str(number))
+        path = files(folder / "checkpoints" / "20")[number]
+        damage(path)
+        found = restore(folder)
+        assert_state(found, found.step)
+        said = capsys.readouterr().err
+        if found.step == 10:
+            assert "warning: checkpoint 20 is damaged" in said
+            assert said.strip().endswith("going on from 10") and said.count("\n") == 1
+        taken.append(found.step)
+    assert set(taken) <= {10, 20} and 10 in taken
+    if damage is not flip:
+        assert taken.count(10) >= 4  # arrays and what belongs to them, of several files
+
+
+def test_numbers_that_were_changed_behind_the_back_are_noticed(copy, capsys):
+    """Damage that leaves files readable: another state's arrays."""
+    arrays = copy / "checkpoints" / "20" / "arrays"
+    shutil.rmtree(arrays)
+    shutil.copytree(copy / "checkpoints" / "10" / "arrays", arrays)
+    assert_state(restore(copy), 10)
+    assert "warning: checkpoint 20 is damaged (" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_makes_room_for_a_new_one(copy):
+    cut(next(p for p in files(copy / "checkpoints" / "20") if "/d/" in str(p)))
+    with contextlib.closing(Checkpoints(copy, 3)) as checkpoints:
+        assert checkpoints.restore(tree(0)).step == checkpoints.latest == 10
+        checkpoints.save(20, tree(20), {"next": 20, "ids": ["ä"]})
+    assert_state(restore(copy), 20)
+    assert len(list((copy / "damaged").iterdir())) == 1
+
+
+def test_what_was_being_written_does_not_count(copy):
+    torn = copy / "checkpoints" / "30.orbax-checkpoint-tmp"
+    shutil.copytree(copy / "checkpoints" / "20", torn)
+    (copy / "checkpoints" / "10").rename(copy / "checkpoints" / "15.orbax-checkpoint-tmp-7")
+    assert_state(restore(copy), 20)
+    assert [path.name for path in (copy / "checkpoints").iterdir() if path.is_dir()] == ["20"]
+
+
+def test_states_of_other_shapes_are_refused_and_left_where_they_are(copy):
+    before = files(copy)
+    with pytest.raises(
+        ValueError, match=r"'kernel'\] \(float32\[40, 30\] there, float32\[40, 31\]"
+    ):
+        restore(copy, tree(0) | {"kernel": jnp.zeros((40, 31))})
+    with pytest.raises(ValueError, match=r"'another'\] \(absent there, float32\[2\] here\)"):
+        restore(copy, tree(0) | {"another": jnp.zeros(2)})
+    assert files(copy) == before
+
+
+def test_if_all_are_damaged_nothing_is_moved(copy):
+    for step in ("10", "20"):
+        cut(copy / "checkpoints" / step / "beside" / "metadata")
+    before = files(copy)
+    with pytest.raises(ValueError, match=r"can be read \(20: beside/metadata is not .*; 10: "):
+        restore(copy)
+    assert files(copy) == before
+
+
+def test_a_state_comes_back_on_other_devices(copy):
+    mesh = build_mesh({"data": 4}, jax.devices()[:4])
+    like = jax.device_put(tree(0), NamedSharding(mesh, P()))
+    found = restore(copy, like)
+    assert_state(found, 20)
+    assert all(len(leaf.devices()) == 4 for leaf in jax.tree.leaves(found.saved))
+
+
+def test_models_of_one_architecture_are_told_apart(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "a")
+    identity = model_identity(inspect_folder(folder))
+    assert model_identity(inspect_folder(shutil.copytree(folder, tmp_path / "b"))) == identity
+    weights = tmp_path / "b" / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    content = weights.read_bytes()
+    # As after more training: every weight a little different, names and sizes the same.
+    weights.write_bytes(content[:header] + bytes(byte ^ 1 for byte in content[header:]))
+    assert model_identity(inspect_folder(tmp_path / "b")) != identity

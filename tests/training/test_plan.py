@@ -1,0 +1,89 @@
+"""What an update takes: no gradient of a frozen weight, memory that the mesh divides."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stepprune_jax import testing
+from stepprune_jax.accelerators import ACCELERATORS
+from stepprune_jax.bench import update
+from stepprune_jax.bench.memory import MODELS
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
+from stepprune_jax.models import vlm
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.training import plan, selectors
+from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.step import Setup
+
+SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
+ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
+
+
+def seven_b(**fields):
+    return Setup(SEVEN_B, PolicyConfig(), steps=100, frozen_rows=2, **fields)
+
+
+def policy_flops(setup):
+    """Those of the policy's own loss and gradient, in front of a model that costs nothing."""
+    shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.num_image_tokens, SEVEN_B.vision.hidden_size
+    inputs = selectors.Inputs(
+        shape((ROWS, n, width), jnp.bfloat16), shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
+        shape((ROWS, BUCKET.text), bool),
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: selectors.init(jax.random.key(0), setup.selector))
+
+    def loss(params, inputs):
+        progress = selectors.Progress(*(jnp.float32(0.5) for _ in range(3)))
+        return selectors.train_loss(
+            params, setup.selector, jax.random.key(0), inputs, jnp.sum, progress,
+            FeatureStats.start(width),
+        )  # fmt: skip
+
+    return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
+
+
+def test_frozen_weights_have_no_gradient_in_the_program():
+    setup = seven_b()
+    traced = plan.trace_update(setup, None, jnp.bfloat16, ROWS, BUCKET)
+    found = traced_flops(traced.jaxpr) - policy_flops(setup)
+    length = BUCKET.ids - 1 + SEVEN_B.num_image_tokens
+    cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
+    vision = vision_flops(SEVEN_B)
+    # Forward once; backward a product for each product with a weight, and two for each of
+    # attention's, both sides of which come from the tokens. A weight's gradient would be another.
+    weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]
+    row = vision["tower"] + 2 * weights + 3 * 2 * cost.attention
+    assert found == pytest.approx(ROWS * row, rel=1e-3)
+    again = plan.trace_update(seven_b(remat=True), None, jnp.bfloat16, ROWS, BUCKET)
+    more = traced_flops(again.jaxpr) - policy_flops(setup) - found
+    # Blocks are computed again, but for their last product, which nothing needs.
+    assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1
+
+
+def test_the_table_is_printed_and_weights_are_divided(capsys, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
+    fields = testing.tiny_hf_config(text=sizes | {"num_key_value_heads": 4})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    seen = []
+    monkeypatch.setattr(
+        update, "planned_memory", lambda traced: seen.append(plan.planned_memory(traced)) or seen[0]
+    )
+    small = ["--ids", "8", "--batch", "2", "--policy_text", "4", "--targets", "4"]
+    update.main(["--model", str(tmp_path), "--mesh", "fsdp=2,tensor=2", *small])
+    assert capsys.readouterr().out.splitlines()[3].split(" | ")[1:4] == [
+        "fsdp=2,tensor=2",
+        "4",
+        "8",
+    ]
+    weights = jax.tree.leaves(vlm.abstract_params(LlavaConfig.from_hf(fields), jnp.bfloat16))
+    assert 0 < seen[0].arguments < 0.5 * sum(2 * leaf.size for leaf in weights)
+
+
+def test_hours_by_hand():
+    found = plan.Plan(2, 0, None, 3.6e15, {})
+    device = ACCELERATORS["a100-80"]._replace(flops=1e14)
+    # 100 updates of 3.6e15 at 2 devices x 1e14 x 1/2: 3,600 s.
+    assert found.hours(100, device, 0.5) == pytest.approx(1)
