@@ -141,9 +141,8 @@ def init(key: Array, config: AutoSelectConfig) -> Params:
 
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
     """tau at a share `progress` of training: a cosine from start to end, then constant."""
-    share = jnp.clip(jnp.asarray(progress, jnp.float32) / config.temperature_steps, 0, 1)
-    span = config.temperature_start - config.temperature_end
-    return config.temperature_end + span * 0.5 * (1 + jnp.cos(jnp.pi * share))
+    share = progress / config.temperature_steps
+    return policy.cosine_anneal(config.temperature_start, config.temperature_end, share)
 
 
 def scores(

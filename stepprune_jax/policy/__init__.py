@@ -52,6 +52,7 @@ from stepprune_jax.policy.rollout import (
 )
 from stepprune_jax.policy.scores import (
     alive_probability,
+    cosine_anneal,
     expected_count,
     log_soft_scores,
     soft_scores,
@@ -78,6 +79,7 @@ __all__ = [
     "bucket_ladder",
     "calibrate_stop_bias",
     "choose_bucket",
+    "cosine_anneal",
     "count_at_bias",
     "denoise",
     "draw_limits",

@@ -60,7 +60,10 @@ class PolicyConfig:
         (linear space only: its logarithm has no usable gradient).
       score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
       polarisation: SoftTopK backend.
-      polarisation_temperature: tau of Eq. (12).
+      polarisation_temperature: tau of Eq. (12), at the end of its annealing.
+      polarisation_start: tau at the start of training. A gate that is sharp from the start shows
+        the language model nothing but the first guesses, so that no other token is ever tried.
+      polarisation_share: Share of training over which tau anneals, by a cosine; 0 does not anneal.
       soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
         `"straight_through"` K_b with the gradient of its expectation.
       batch_budget: Rows trained at their own count, at a random budget, or half and half.
@@ -99,6 +102,8 @@ class PolicyConfig:
     score_space: str = "log"
     polarisation: str = "lapsum"
     polarisation_temperature: Number = 0.3
+    polarisation_start: Number = 2.0
+    polarisation_share: Number = 0.0
     soft_budget: str = "straight_through"
     batch_budget: str = "mix"
     random_budget: tuple[Number, Number] = (0.08, 0.36)
@@ -112,7 +117,8 @@ class PolicyConfig:
         for name, choices in CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
         positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
-        for name in (*positive, "temperature", "stop_temperature", "polarisation_temperature"):
+        positive += ("temperature", "stop_temperature")
+        for name in (*positive, "polarisation_temperature", "polarisation_start"):
             self._require(name, getattr(self, name) > 0, "a positive number")
         self._require("text_width", self.text_width >= 0, "0 (no text) or a width")
         self._require("width", self.width is None or self.width > 0, "None or a positive width")
@@ -121,7 +127,8 @@ class PolicyConfig:
         self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
         for name in ("length_weight", "price_range"):
             self._require(name, getattr(self, name) >= 0, "a number >= 0")
-        self._require("order_share", 0 <= self.order_share <= 1, "a share from 0 to 1")
+        for name in ("order_share", "polarisation_share"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "a share from 0 to 1")
         low, high = self.random_budget
         self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:

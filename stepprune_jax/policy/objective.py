@@ -23,7 +23,7 @@ from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, ga
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
 from stepprune_jax.policy.params import Params
-from stepprune_jax.policy.scores import expected_count, trajectory_scores
+from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.select import pick, read_bounds, select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import Trajectory
@@ -119,7 +119,7 @@ def gate(
     running = update_running_count(running, trajectory.count, own)
     k = soft_budget(config.soft_budget, trajectory, own, running)
     alpha = soft_topk(
-        trajectory_scores(config, trajectory), k, config.polarisation_temperature,
+        trajectory_scores(config, trajectory), k, polarisation_temperature(config, progress),
         backend=config.polarisation, where=image_mask,
     )  # fmt: skip
     x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))

@@ -124,3 +124,17 @@ def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Arr
     return soft_scores(
         credit, trajectory.stop_prob, decay=config.decay, aggregation=config.aggregation
     )
+
+
+def cosine_anneal(start: float, end: float, progress: ArrayLike) -> Float[Array, ""]:
+    """From `start` at progress 0 to `end` at progress 1, and `end` from there on, by a cosine."""
+    progress = jnp.clip(jnp.asarray(progress, jnp.float32), 0, 1)
+    return end + (start - end) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+
+
+def polarisation_temperature(config: PolicyConfig, progress: ArrayLike) -> ArrayLike:
+    """tau of Eq. (12) at a share `progress` of training."""
+    if not config.polarisation_share:
+        return config.polarisation_temperature
+    start, end = config.polarisation_start, config.polarisation_temperature
+    return cosine_anneal(start, end, progress / config.polarisation_share)

@@ -129,20 +129,24 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
 
 
 def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """Left or right, above or below, by at least ten pixels."""
-    pair = _pick(random, list(itertools.permutations(_sole(scene, _named), 2)))
+    """Left or right, above or below, by at least ten pixels.
+
+    Mostly of two shapes in the same half of the picture, so that where one of them is says little.
+    """
+    pairs = list(itertools.permutations(_sole(scene, _named), 2))
+    axis, near = int(random.integers(2)), random.random() < 0.8
+    places = {id(shape): (shape.x, shape.y)[axis] for shape in scene.shapes}
+    apart = [p for p in pairs if abs(places[id(p[0])] - places[id(p[1])]) >= 10]
+    half = SIDE / 2
+    beside = [p for p in apart if (places[id(p[0])] < half) == (places[id(p[1])] < half)]
+    pair = _pick(random, beside if near else apart)
     if pair is None:
         return None
     one, two = pair
-    dx, dy = one.x - two.x, one.y - two.y
-    if max(abs(dx), abs(dy)) < 10:
-        return None
-    if abs(dx) >= 10 and (abs(dy) < 10 or random.random() < 0.5):
-        words, delta, of = ("left", "right"), dx, " of"
-    else:
-        words, delta, of = ("above", "below"), dy, ""
+    words, of = ((("left", "right"), " of"), (("above", "below"), ""))[axis]
     text = f"Is the {_named(one)} {words[0]} or {words[1]}{of} the {_named(two)}?"
-    return Query("relation", text, words[int(delta > 0)], _middle(grid, one, two))
+    answer = words[int(places[id(one)] > places[id(two)])]
+    return Query("relation", text, answer, _middle(grid, one, two))
 
 
 def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
