@@ -116,7 +116,8 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight", "price_range", "order_share", "polarisation_start", "polarisation_share",
+    "length_weight", "price_range", "order_share", "probe_weight",
+    "polarisation_start", "polarisation_share",
 )  # fmt: skip
 
 

@@ -6,11 +6,11 @@ globals. The folder imports nothing of the rest of the package and can be lifted
 
 from stepprune_jax.policy.budget import (
     calibrate_stop_bias,
+    differentiable_count,
     draw_limits,
     draw_log_prices,
     dual_ascent,
     soft_budget,
-    soft_count,
     update_running_count,
 )
 from stepprune_jax.policy.config import PolicyConfig
@@ -82,6 +82,7 @@ __all__ = [
     "cosine_anneal",
     "count_at_bias",
     "denoise",
+    "differentiable_count",
     "draw_limits",
     "draw_log_prices",
     "draw_params",
@@ -113,7 +114,6 @@ __all__ = [
     "select",
     "select_parallel",
     "soft_budget",
-    "soft_count",
     "soft_scores",
     "soft_topk",
     "standardise",

@@ -40,10 +40,12 @@ def draw_limits(
     own = {
         "own": jnp.ones(batch, bool),
         "random": jnp.zeros(batch, bool),
+        "probe": jnp.ones(batch, bool),
         "mix": (jnp.arange(batch) % 2 == 0) & (jnp.asarray(progress) >= config.order_share),
     }[config.batch_budget]
-    least = jnp.where(own, min(config.min_tokens, steps), drawn)
-    return Limits(least, jnp.where(own, steps, drawn)), own
+    free = own & (config.batch_budget != "probe")
+    least = jnp.where(free, min(config.min_tokens, steps), drawn)
+    return Limits(least, jnp.where(free, steps, drawn)), own
 
 
 def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> Float[Array, "b"]:
@@ -79,31 +81,44 @@ def update_running_count(
     return jnp.where(rows > 0, merged, running).astype(jnp.float32)
 
 
-def soft_count(trajectory: Trajectory) -> Float[Array, "b"]:
-    """K_b + E[K]_b - sg(E[K]_b): the hard count with the gradient of the expected one."""
-    expected = expected_count(trajectory.stop_prob)
-    return trajectory.count + (expected - jax.lax.stop_gradient(expected))
+def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b"]:
+    """What stands for the count in gradients: E[K], or for a probe the decision behind the budget.
+
+    That decision is the probability to go on, sigmoid(-margin / stop_temperature), times
+    `config.probe_weight`. Its gradient is (dL/dk + price), the cost of one more token, so it learns
+    to go on where the language-model loss falls by more than the price. No row need stop there by
+    itself: all counts are visited, also by a policy that would never reach them.
+    """
+    if config.batch_budget != "probe":
+        return expected_count(trajectory.stop_prob)
+    steps = trajectory.margin.shape[1]
+    last = jnp.minimum(trajectory.count, steps - 1)
+    margin = jnp.take_along_axis(trajectory.margin, last[:, None], axis=1)[:, 0]
+    go_on = jax.nn.sigmoid(-margin / config.stop_temperature)
+    return config.probe_weight * jnp.where(trajectory.count < steps, go_on, 0)
 
 
 def soft_budget(
-    mode: str, trajectory: Trajectory, own: Bool[Array, "b"], running: ArrayLike
+    config: PolicyConfig, trajectory: Trajectory, own: Bool[Array, "b"], running: ArrayLike
 ) -> Float[Array, "b"]:
     """k of Eq. (12) for each row; rows at an exact budget always use that budget.
 
     Args:
-      mode: `"straight_through"` lets the language-model loss say what one more token is worth for
-        this image; `"per_sample"` is the same value without gradient; `"batch_mean"` is the
-        paper's running mean, at least 1, for which the loss has no say in any single count.
+      config: Policy configuration. `soft_budget="straight_through"` lets the language-model loss
+        say what one more token is worth for this image; `"per_sample"` is the same value without
+        gradient; `"batch_mean"` is the paper's running mean, at least 1, for which the loss has no
+        say in any single count.
       trajectory: Selection of the batch.
       own: Rows that stop by themselves.
       running: From `update_running_count`.
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
+    soft = differentiable_count(config, trajectory)
     own_budget = {
-        "straight_through": soft_count(trajectory),
+        "straight_through": hard + (soft - jax.lax.stop_gradient(soft)),
         "per_sample": hard,
         "batch_mean": jnp.full_like(hard, jnp.maximum(running, 1)),
-    }[mode]
+    }[config.soft_budget]
     return jnp.where(own, own_budget, hard)
 
 

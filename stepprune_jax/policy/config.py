@@ -14,7 +14,7 @@ CHOICES = {
     "score_space": ("log", "linear"),
     "polarisation": ("lapsum", "sigmoid"),
     "soft_budget": ("straight_through", "per_sample", "batch_mean"),
-    "batch_budget": ("own", "random", "mix"),
+    "batch_budget": ("own", "random", "mix", "probe"),
     "gate": ("vp", "scale", "gumbel"),
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
@@ -66,7 +66,10 @@ class PolicyConfig:
       polarisation_share: Share of training over which tau anneals, by a cosine; 0 does not anneal.
       soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
         `"straight_through"` K_b with the gradient of its expectation.
-      batch_budget: Rows trained at their own count, at a random budget, or half and half.
+      batch_budget: Rows trained at their own count, at a random budget, or half and half (`"mix"`).
+        With `"probe"` every row has a random budget, and the stop learns where the budget ends:
+        whether one more token would have been worth its price.
+      probe_weight: Factor on the gradient of those decisions.
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
       order_share: Share of training over which every row of a `"mix"` has a random budget: the
         order is learned before the stop. `gate` is told how far training is.
@@ -107,6 +110,7 @@ class PolicyConfig:
     soft_budget: str = "straight_through"
     batch_budget: str = "mix"
     random_budget: tuple[Number, Number] = (0.08, 0.36)
+    probe_weight: Number = 10.0
     order_share: Number = 0.0
     gate: str = "vp"
     length_weight: Number = 0.3
@@ -118,7 +122,8 @@ class PolicyConfig:
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
         positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
         positive += ("temperature", "stop_temperature")
-        for name in (*positive, "polarisation_temperature", "polarisation_start"):
+        positive += ("polarisation_temperature", "polarisation_start", "probe_weight")
+        for name in positive:
             self._require(name, getattr(self, name) > 0, "a positive number")
         self._require("text_width", self.text_width >= 0, "0 (no text) or a width")
         self._require("width", self.width is None or self.width > 0, "None or a positive width")
@@ -135,6 +140,11 @@ class PolicyConfig:
             raise ValueError(
                 f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "
                 f"width {self.policy_width}"
+            )
+        if self.batch_budget == "probe" and self.stop != "aligned":
+            raise ValueError(
+                f"PolicyConfig.stop is {self.stop!r}, expected 'aligned': batch_budget='probe' "
+                "trains the margin of the stop"
             )
         if self.credit == "straight_through" and self.score_space == "log":
             raise ValueError(

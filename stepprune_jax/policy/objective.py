@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.budget import (
+    differentiable_count,
     draw_limits,
     draw_log_prices,
     soft_budget,
@@ -26,7 +27,7 @@ from stepprune_jax.policy.params import Params
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.select import pick, read_bounds, select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
-from stepprune_jax.policy.trajectory import Trajectory
+from stepprune_jax.policy.trajectory import Trajectory, count_at_bias
 
 
 class Gated(NamedTuple):
@@ -39,6 +40,7 @@ class Gated(NamedTuple):
       trajectory: The selection behind it.
       own: Rows that stopped by themselves; the others had an exact budget.
       price: Factor on lambda for each row, see `PolicyConfig.price_range`.
+      stopped: Count at which a row stops by itself; under a probe, would at price 1.
       running_count: Updated running mean of K.
     """
 
@@ -48,6 +50,7 @@ class Gated(NamedTuple):
     trajectory: Trajectory
     own: Bool[Array, "b"]
     price: Float[Array, "b"]
+    stopped: Int[Array, "b"]
     running_count: Float[Array, ""]
 
 
@@ -117,7 +120,7 @@ def gate(
     )  # fmt: skip
     running = jnp.asarray(running_count, jnp.float32)
     running = update_running_count(running, trajectory.count, own)
-    k = soft_budget(config.soft_budget, trajectory, own, running)
+    k = soft_budget(config, trajectory, own, running)
     alpha = soft_topk(
         trajectory_scores(config, trajectory), k, polarisation_temperature(config, progress),
         backend=config.polarisation, where=image_mask,
@@ -125,9 +128,12 @@ def gate(
     x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))
     x = (x if stats is None else restore(x, stats)).astype(image.dtype)
     x = jnp.where(real[..., None], x, 0)
+    stopped = trajectory.count
+    if config.batch_budget == "probe":
+        stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
     return Gated(
-        x, alpha, k, trajectory, own, jnp.exp(log_price), jax.lax.stop_gradient(running)
-    )  # fmt: skip
+        x, alpha, k, trajectory, own, jnp.exp(log_price), stopped, jax.lax.stop_gradient(running)
+    )
 
 
 def train_loss(
@@ -161,7 +167,7 @@ def train_loss(
     trajectory, image_mask = gated.trajectory, arguments.get("image_mask")
     tokens = image.shape[1] if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
     penalty = length_penalty(
-        trajectory.count, expected_count(trajectory.stop_prob), tokens, where=gated.own,
+        trajectory.count, differentiable_count(config, trajectory), tokens, where=gated.own,
         price=gated.price,
     )  # fmt: skip
     weight = config.length_weight if length_weight is None else length_weight
@@ -179,7 +185,7 @@ def policy_metrics(
     of the pointer over alive steps.
     """
     t, own = gated.trajectory, gated.own.astype(jnp.float32)
-    count = t.count.astype(jnp.float32)
+    count = gated.stopped.astype(jnp.float32)
     real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
     outside = real & ~t.selected
 
