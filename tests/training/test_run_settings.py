@@ -51,8 +51,13 @@ ABLATIONS = {
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
         (
-            {"mesh": "data=2,tensor=4", "model.rows_at_once": 3},
-            "rows_at_once is 3, expected 0 or a divisor of the 4 rows of each device",
+            {"mesh": "fsdp=4,tensor=2", "batch_size": 24},
+            "rows_at_once is 4, expected 0 or a divisor of the 6 rows of each device",
+        ),
+        ({"mesh": "tensor=5"}, "do not fit 8 devices"),
+        (
+            {"mesh": "fsdp=1,tensor=8"},
+            r"language/embed/embedding of shape .* not divisible by the 8",
         ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
         ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
