@@ -81,7 +81,7 @@ def check_reading(name: str, arg: str) -> None:
 
 
 def data_fields() -> ConfigDict:
-    """Where the data are, and how batches are made of them."""
+    """Where the data are, and how batches are made of them: docs/training-data.md."""
     c = ConfigDict()
     c.name = "shapes"  # or "folder"
     c.folder = ""  # empty: workdir/data, written on first use

@@ -6,7 +6,7 @@ from tiny_run import ROOT, load_config, make_config, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.data.source import data_folder
+from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
@@ -86,6 +86,24 @@ def test_missing_folders_and_fields_are_named(tmp_path):
     del config.data["threads"]
     with pytest.raises(ValueError, match=r"config.data.threads is missing"):
         check_config(config)
+
+
+def test_the_training_file_may_lie_elsewhere(tmp_path):
+    file = write_data(tmp_path / "data", count=1) / "train.json"
+    config = load_config("shapes")
+    config.data.update({"name": "folder", "train_file": str(file)})
+    with pytest.raises(ValueError, match=r"config.data.folder is empty"):
+        training_source(config, tmp_path)  # where would its pictures be?
+    config.data.update({"image_folder": str(tmp_path), "linked_folders": ["/"]})
+    found = training_source(config, tmp_path / "run")
+    assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
+    config.data.index_folder = str(tmp_path / "indices")
+    assert training_source(config, tmp_path).index_folder == tmp_path / "indices"
+    config.data.update({"train_file": "", "folder": str(tmp_path / "data")})
+    assert training_source(config, tmp_path)[:2] == (file, tmp_path)
+    config.data.train_file = "none.json"
+    with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
+        training_source(config, tmp_path)
 
 
 def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
