@@ -7,24 +7,20 @@ a fresh test world.
 import shlex
 import sys
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
+from stepprune_jax import program
 from stepprune_jax.evaluation.evaluate import evaluate
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote.")
 
 
-def main(argv: list[str]):
+def main() -> None:
     """Reads the flags and evaluates."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    logging.set_verbosity(logging.WARNING)
-    command = shlex.join(["python", *sys.argv])
-    evaluate(_CONFIG.value, _WORKDIR.value, command=command)
+    evaluate(_CONFIG.value, _WORKDIR.value, command=shlex.join(["python", *sys.argv]))
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    program.run("eval.py", main)

@@ -5,12 +5,13 @@ same command again goes on where an interrupted run stopped. `--dry_run` says wh
 Several processes are started with the same command each (docs/scale.md).
 """
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import distributed
+from stepprune_jax import distributed, program
 from stepprune_jax.training import train
 from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
+from stepprune_jax.user_input import user_input
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for metrics and checkpoints.")
@@ -19,19 +20,17 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def main(argv: list[str]):
+def main() -> None:
     """Reads the flags and trains."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
     if _DRY_RUN.value:
-        use_virtual_devices(_CONFIG.value)
+        with user_input():
+            use_virtual_devices(_CONFIG.value)
         dry_run(_CONFIG.value, _WORKDIR.value)
         return
-    distributed.start()
+    with user_input():
+        distributed.start()
     train(_CONFIG.value, _WORKDIR.value)
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    program.run("train.py", main)

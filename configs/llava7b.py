@@ -17,8 +17,6 @@ from ml_collections import ConfigDict
 
 from configs import shapes
 
-READINGS = shapes.READINGS
-
 
 def get_config(arg: str = "") -> ConfigDict:
     """The paper's run.
@@ -29,8 +27,7 @@ def get_config(arg: str = "") -> ConfigDict:
     Returns:
         The configuration.
     """
-    if arg not in READINGS:
-        raise ValueError(f"configs/llava7b.py:{arg}: expected configs/llava7b.py:literal or no :")
+    shapes.check_reading("llava7b", arg)
     literal = arg == "literal"
     c = shapes.get_config(arg)
     c.steps = 39000  # silent; once through the 625,000 samples with a picture
@@ -52,7 +49,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.image_folder = "playground/data"
     c.data.unusable = "skip"  # silent
     c.data.split_turns = False  # silent; whole conversations, as LLaVA's own training has them
-    c.data.length_multiple = 64
+    c.data.length_multiple = 128
     c.data.length_group = 100
     c.data.threads = 8
 

@@ -25,8 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
     Returns:
         The configuration.
     """
-    if arg not in READINGS:
-        raise ValueError(f"configs/shapes.py:{arg}: expected configs/shapes.py:literal or no :")
+    check_reading("shapes", arg)
     c = ConfigDict()
     c.method = "stepprune"  # or "autoselect"
     c.seed = 0
@@ -47,30 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.remat = False
     c.model.rows_at_once = 4  # of the frozen model on each device; 0 for all of them
 
-    c.data = ConfigDict()
-    c.data.name = "shapes"  # or "folder"
-    c.data.folder = ""  # empty: workdir/data, written on first use
-    c.data.train_file = ""  # empty: train.json of the folder
-    c.data.image_folder = ""  # empty: images/ of the folder
-    c.data.linked_folders = ()  # folders that links in the image folder may lead to
-    c.data.index_folder = ""  # for the counts of tokens; empty: the run's own folder
-    c.data.missing = "stop"  # or "skip": leave out samples whose picture is missing or damaged
-    c.data.unusable = "stop"  # or "skip": leave out samples that cannot be trained on
-    c.data.train_scenes = 3000
-    c.data.validation_scenes = 150
-    c.data.test_scenes = 520
-    c.data.seed = 0
-    c.data.test_seed = config_dict.placeholder(int)
-    c.data.split_turns = True  # each question of a conversation is a sample of its own
-    c.data.stats_images = 1000  # pictures for the statistics of the features
-    c.data.length_multiple = 8  # ids are padded to a multiple; each width is one program
-    c.data.length_group = 1  # batches whose rows are sorted by length together; 1: none
-    c.data.context_limit = 2048
-    c.data.policy_text_limit = 512  # tokens of the user's words that the policy sees
-    c.data.cache_gb = 2.0
-    c.data.threads = 2  # that make batches
-    c.data.workers = 0  # processes that make batches, instead of threads
-
+    c.data = data_fields()
     c.policy = policy_fields(arg)
     c.autoselect = autoselect_fields()
 
@@ -95,6 +71,40 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package
     c.eval.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
     c.eval.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
+    return c
+
+
+def check_reading(name: str, arg: str) -> None:
+    """Refuses an argument of a configuration that is no reading of the paper."""
+    if arg not in READINGS:
+        raise ValueError(f"configs/{name}.py:{arg}: expected configs/{name}.py:literal or no :")
+
+
+def data_fields() -> ConfigDict:
+    """Where the data are, and how batches are made of them: docs/training-data.md."""
+    c = ConfigDict()
+    c.name = "shapes"  # or "folder"
+    c.folder = ""  # empty: workdir/data, written on first use
+    c.train_file = ""  # empty: train.json of the folder
+    c.image_folder = ""  # empty: images/ of the folder
+    c.linked_folders = ()  # folders that links in the image folder may lead to
+    c.index_folder = ""  # for the counts of tokens; empty: the run's own folder
+    c.missing = "stop"  # or "skip": leave out samples whose picture is missing or damaged
+    c.unusable = "stop"  # or "skip": leave out samples that cannot be trained on
+    c.train_scenes = 3000
+    c.validation_scenes = 150
+    c.test_scenes = 520
+    c.seed = 0
+    c.test_seed = config_dict.placeholder(int)
+    c.split_turns = True  # each question of a conversation is a sample of its own
+    c.stats_images = 1000  # pictures for the statistics of the features
+    c.length_multiple = 8  # ids are padded to a multiple; each width is one program
+    c.length_group = 1  # batches whose rows are sorted by length together; 1: none
+    c.context_limit = 2048
+    c.policy_text_limit = 512  # tokens of the user's words that the policy sees
+    c.cache_gb = 2.0
+    c.threads = 2  # that make batches
+    c.workers = 0  # processes that make batches, instead of threads
     return c
 
 

@@ -156,9 +156,19 @@ def scores(
     text_gate: ArrayLike = 1.0,
     stats: FeatureStats | None = None,
 ) -> Float[Array, "b n"]:
-    """One score per token, in float32 at least; see `order` for the arguments."""
-    image = jnp.asarray(image)
-    x = image if stats is None else policy.standardise(image, stats)
+    """One score per token, in float32 at least; padding scores lowest.
+
+    Args:
+      params: Weights.
+      config: Configuration.
+      image: Image tokens X.
+      text: Word embeddings of the question.
+      image_mask: True at real image tokens.
+      text_mask: True at real text tokens.
+      text_gate: g_txt.
+      stats: The statistics the scorer is trained with.
+    """
+    x = policy.standardise(jnp.asarray(image), stats)
     encoded = policy.encode(
         params, config.shape, x, text,
         image_mask=image_mask, text_mask=text_mask, text_gate=text_gate,
@@ -212,7 +222,6 @@ def train_loss(
     image = jnp.asarray(image)
     b, n, _ = image.shape
     budget_key, noise_key = jax.random.split(key)
-    x = image if stats is None else policy.standardise(image, stats)
     found = scores(
         params, config, image, text,
         image_mask=image_mask, text_mask=text_mask, text_gate=text_gate, stats=stats,
@@ -221,10 +230,9 @@ def train_loss(
     limits, _ = policy.draw_limits(budget_key, config.shape, jnp.sum(real, axis=1), n)
     budget = limits.max_tokens
     alpha = policy.soft_topk(found, budget, temperature(config, progress), where=image_mask)
-    x = policy.apply_gate("vp", noise_key, jnp.where(real[..., None], x, 0), alpha)
-    x = policy.denoise(params, config.shape, x)
-    x = (x if stats is None else policy.restore(x, stats)).astype(image.dtype)
-    gated = Gated(jnp.where(real[..., None], x, 0), alpha, budget, found)
+    x = policy.standardise(image, stats)
+    tokens = policy.gate_tokens(params, config.shape, noise_key, x, alpha, real, stats)
+    gated = Gated(tokens.astype(image.dtype), alpha, budget, found)
     return lm_loss_fn(gated.tokens).astype(score_dtype(image.dtype)), gated
 
 
@@ -237,7 +245,7 @@ def metrics(
     `iou`: agreement of {alpha > 1/2} with it.
     """
     real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
-    rank = jnp.argsort(jnp.argsort(-gated.scores, axis=1, stable=True), axis=1)
+    rank = jnp.argsort(order(gated.scores), axis=1)
     chosen = real & (rank < gated.budget[:, None])
     open_gate = (gated.alpha > 0.5) & real
     union = jnp.maximum(jnp.sum(open_gate | chosen, axis=1), 1)
@@ -253,31 +261,9 @@ def metrics(
     }
 
 
-def order(
-    params: Params,
-    config: AutoSelectConfig,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
-    *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
-    stats: FeatureStats | None = None,
-) -> Int[Array, "b n"]:
-    """Tokens by score, best first; ties by position, padding last. The first k are the choice.
-
-    Args:
-      params: Weights.
-      config: Configuration.
-      image: Image tokens X.
-      text: Word embeddings of the question.
-      image_mask: True at real image tokens.
-      text_mask: True at real text tokens.
-      stats: The statistics the scorer was trained with.
-    """
-    found = scores(
-        params, config, image, text, image_mask=image_mask, text_mask=text_mask, stats=stats
-    )
-    return jnp.argsort(-found, axis=1, stable=True).astype(jnp.int32)
+def order(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
+    """Tokens by score, best first; ties by position. The first k are the choice."""
+    return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "budget"))
@@ -304,6 +290,7 @@ def prune(
     """
     image = jnp.asarray(image)
     b, n = image.shape[:2]
-    best = order(params, config, image, text, text_mask=text_mask, stats=stats)[:, :budget]
+    found = scores(params, config, image, text, text_mask=text_mask, stats=stats)
+    best = order(found)[:, :budget]
     kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], best].set(True)
     return policy.gather(Picks(best, jnp.full(b, budget, jnp.int32), kept), image, budget)

@@ -7,6 +7,7 @@ it can be trained on. A row is a conversation, or a question of one with its ans
 import hashlib
 import json
 import os
+import uuid
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,14 +76,13 @@ def row_turns(entries: JsonEntries, sample: int, pair: int) -> tuple[str, ...]:
     return turns if pair < 0 else turns[2 * pair : 2 * pair + 2]
 
 
-def scan(file: Path, split_turns: bool, skip_malformed: bool, progress: bool = True) -> Index:
+def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
     """Goes through a training file and notes its samples; nothing is tokenised.
 
     Args:
         file: as of `read_conversations`.
         split_turns: make every question with its answer a row of its own.
         skip_malformed: mark a malformed sample instead of refusing it.
-        progress: whether to show how far it is.
 
     Returns:
         The index, with all counts of tokens 0.
@@ -95,9 +95,8 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool, progress: bool = T
     places, rows, names = [], [], {}
     size = file.stat().st_size if file.is_file() else 0
     with tqdm(
-        total=size, desc=f"reading {file.name}", unit="B", unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:  # fmt: skip
+        total=size, desc=f"reading {file.name}", unit="B", unit_scale=True, disable=None
+    ) as bar:
         for number, (start, end, value) in enumerate(scan_json_list(file, "sample")):
             places.append((start, end))
             bar.update(end - bar.n)
@@ -122,9 +121,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool, progress: bool = T
     return Index(start, end, tuple(names), sample, pair, image, problem, zero, zero, zero)
 
 
-def measure(
-    index: Index, file: Path, tokenizer: Any, context_ids: int, progress: bool = True
-) -> Index:
+def measure(index: Index, file: Path, tokenizer: Any, context_ids: int) -> Index:
     """Tokenises every row once and notes the counts.
 
     Args:
@@ -132,7 +129,6 @@ def measure(
         file: the training file.
         tokenizer: the model's.
         context_ids: ids that a row may have; what is beyond is cut off.
-        progress: whether to show how far it is.
 
     Returns:
         The index with the counts, and with `NO_ANSWER` where no answer begins within the context.
@@ -140,9 +136,7 @@ def measure(
     entries = JsonEntries(file, index.start, index.end)
     ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
     rows = np.flatnonzero(index.problem == USABLE)
-    with tqdm(
-        total=len(rows), desc="counting tokens", unit="row", disable=None if progress else True
-    ) as bar:
+    with tqdm(total=len(rows), desc="counting tokens", unit="row", disable=None) as bar:
         for begin in range(0, len(rows), _PART):
             part = rows[begin : begin + _PART]
             turns = [row_turns(entries, int(index.sample[i]), int(index.pair[i])) for i in part]
@@ -175,7 +169,7 @@ def index_path(folder: Path, data: str, tokenizer: Any, *choices: Any) -> Path:
 def save_index(index: Index, path: Path) -> None:
     """Writes an index, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # several processes may do it at once
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # several hosts may do it at once
     names = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
     with partial.open("wb") as file:
         np.savez(file, **index._asdict() | {"names": names})

@@ -15,6 +15,7 @@ from stepprune_jax.generate.placement import mesh_of, place_rows
 from stepprune_jax.generate.prefix import place
 from stepprune_jax.generate.text import answer_text
 from stepprune_jax.policy import Pruned, choose_bucket
+from stepprune_jax.user_input import user_input
 
 
 class Selection(NamedTuple):
@@ -47,6 +48,7 @@ class Answering(NamedTuple):
     attention: str = "matmul"
 
 
+@user_input()
 def check_lengths(split: Encoded, num_tokens: int) -> None:
     """Refuses prompts that are too long for the model with all their visual tokens.
 

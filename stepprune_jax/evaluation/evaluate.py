@@ -23,6 +23,7 @@ from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.evaluation.statistics import make_statistics
 from stepprune_jax.evaluation.tables import make_family_table, make_table, markdown, write_tables
+from stepprune_jax.user_input import user_input
 
 
 def evaluate(
@@ -50,15 +51,16 @@ def evaluate(
     """
     begin = time.monotonic()
     workdir = Path(workdir)
-    settings = read_settings(config)
-    policies = load_policies(settings, workdir)
-    report = folders.open_folder(workdir / "report")
-    folders.write_manifest(report, {})  # no longer that of an earlier, finished report
-    places = split_folders(config, workdir)
-    test = read_split(places["test"], "test")
-    validation = calibration_split(places["validation"], policies, settings)
-    model = load_model(config)
-    check_policies(policies, model.config, settings)
+    with user_input():
+        settings = read_settings(config)
+        policies = load_policies(settings, workdir)
+        report = folders.open_folder(workdir / "report")
+        folders.write_manifest(report, {})  # no longer that of an earlier, finished report
+        places = split_folders(config, workdir)
+        test = read_split(places["test"], "test")
+        validation = calibration_split(places["validation"], policies, settings)
+        model = load_model(config)
+        check_policies(policies, model.config, settings)
     bench = measure.make_bench(model, test, validation, settings, config.model.attention)
     rows = all_rows(bench, policies, config.seed)
     records = measure.answer_rows(bench, rows)

@@ -39,47 +39,34 @@ class Ordering(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
 def roll_out(
     params: Any,
-    config: PolicyConfig,
+    config: PolicyConfig | AutoSelectConfig,
     image: Float[Array, "b n d"],
     text: Float[Array, "b l e"] | None,
     text_mask: Bool[Array, "b l"] | None,
     stats: FeatureStats | None,
     steps: int,
-) -> tuple[Int[Array, "b t"], Float[Array, "b t"]]:
-    """Choices and stop margins of `steps` steps, going on after the stop.
+) -> tuple[Int[Array, "b t"], Float[Array, "b t"] | None]:
+    """The first `steps` choices, going on after the stop, and the stop margins if there is one.
 
     Args:
-        params: policy weights.
-        config: policy configuration.
+        params: the selector's weights.
+        config: its configuration.
         image: features.
         text: embeddings of the user's words.
         text_mask: True at real ones.
         stats: of the features.
-        steps: T_max.
+        steps: length of the order.
     """
-    x = image if stats is None else steps_of.standardise(image, stats)
+    if isinstance(config, AutoSelectConfig):
+        scores = autoselect.scores(params, config, image, text, text_mask=text_mask, stats=stats)
+        return autoselect.order(scores)[:, :steps], None
+    x = steps_of.standardise(image, stats)
     slots = steps_of.memory(params, steps_of.encode(params, config, x, text, text_mask=text_mask))
     # As in inference: the chosen slot itself is fed back.
     found = steps_of.select(
         params, config, slots, max_steps=steps, feedback_fn=steps_of.hard_feedback
     )
     return found.choice, found.margin
-
-
-@functools.partial(jax.jit, static_argnames=("config", "steps"))
-def rank(
-    params: Any,
-    config: AutoSelectConfig,
-    image: Float[Array, "b n d"],
-    text: Float[Array, "b l e"] | None,
-    text_mask: Bool[Array, "b l"] | None,
-    stats: FeatureStats | None,
-    steps: int,
-) -> Int[Array, "b t"]:
-    """The `steps` best tokens by score; arguments as `roll_out`."""
-    return autoselect.order(params, config, image, text, text_mask=text_mask, stats=stats)[
-        :, :steps
-    ]
 
 
 def trained_order(
@@ -106,7 +93,6 @@ def trained_order(
     """
     mesh = mesh_of(model.params)
     params, stats = beside(model.params, (policy.params, policy.stats))
-    one_shot = isinstance(policy.config, AutoSelectConfig)
     orders, margins = [], []
     for rows, count in _batches(len(split.image_of), batch_size):
         features, ids, length = place_rows(
@@ -117,15 +103,12 @@ def trained_order(
             model.params, model.config, features, image, ids, length, mesh=mesh
         )
         text = text if policy.config.text_width else (None, None)
-        arguments = (params, policy.config, features, *text, stats, steps)
-        if one_shot:
-            orders.append(np.asarray(rank(*arguments))[:count])
-        else:
-            choice, margin = roll_out(*arguments)
-            orders.append(np.asarray(choice)[:count])
+        choice, margin = roll_out(params, policy.config, features, *text, stats, steps)
+        orders.append(np.asarray(choice)[:count])
+        if margin is not None:
             margins.append(np.asarray(margin)[:count])
         report(int(rows[0]) + count)
-    return Ordering(np.concatenate(orders), None if one_shot else np.concatenate(margins))
+    return Ordering(np.concatenate(orders), np.concatenate(margins) if margins else None)
 
 
 def _batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -23,6 +23,7 @@ from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.generate.placement import constrain_rows, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.generate.request import read_request
 from stepprune_jax.models import vlm
+from stepprune_jax.user_input import user_input
 
 # Widths of padded ids are multiples of this.
 _MULTIPLE = 8
@@ -134,10 +135,11 @@ def encode_split(
     words: list[Any] = [None] * len(questions)
     features, ranked = [], []
     for first, rows in _in_batches(asked, batch_size):
-        request = read_request(
-            model.tokenizer, model.image_settings, model.config,
-            [questions[row].text for row in rows], [questions[row].image for row in rows],
-        )  # fmt: skip
+        with user_input():
+            request = read_request(
+                model.tokenizer, model.image_settings, model.config,
+                [questions[row].text for row in rows], [questions[row].image for row in rows],
+            )  # fmt: skip
         for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
             ids[row], words[row] = prompt, said
         count = len(request.pixels)

@@ -34,7 +34,14 @@ from stepprune_jax.policy.noise_gate import (
     standardise,
     update_stats,
 )
-from stepprune_jax.policy.objective import Gated, gate, policy_metrics, prune, train_loss
+from stepprune_jax.policy.objective import (
+    Gated,
+    gate,
+    gate_tokens,
+    policy_metrics,
+    prune,
+    train_loss,
+)
 from stepprune_jax.policy.params import (
     ParamSpec,
     abstract_policy,
@@ -90,6 +97,7 @@ __all__ = [
     "encode",
     "expected_count",
     "gate",
+    "gate_tokens",
     "gather",
     "gumbel_gate",
     "hard_feedback",

@@ -139,11 +139,18 @@ def update_stats(
     )
 
 
-def standardise(x: Float[Array, "b n d"], stats: FeatureStats) -> Float[Array, "b n d"]:
-    """(x - mean) / std per channel, in float32; a constant channel stays finite."""
+def standardise(x: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
+    """(x - mean) / std per channel, in float32; a constant channel stays finite.
+
+    Without statistics the features are returned as they are.
+    """
+    if stats is None:
+        return x
     return (x.astype(jnp.float32) - stats.mean) * jax.lax.rsqrt(stats.var + 1e-6)
 
 
-def restore(z: Float[Array, "b n d"], stats: FeatureStats) -> Float[Array, "b n d"]:
+def restore(z: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
     """Inverse of `standardise`."""
+    if stats is None:
+        return z
     return z * jnp.sqrt(stats.var + 1e-6) + stats.mean

@@ -56,11 +56,40 @@ class Gated(NamedTuple):
 
 def _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats):
     """Memory over standardised tokens, and those tokens."""
-    x = image if stats is None else standardise(image, stats)
+    x = standardise(jnp.asarray(image), stats)
     encoded = encode(
         params, config, x, text, image_mask=image_mask, text_mask=text_mask, text_gate=text_gate
     )
     return memory(params, encoded), x
+
+
+def gate_tokens(
+    params: Params,
+    config: PolicyConfig,
+    key: Array,
+    x: Float[Array, "b n d"],
+    alpha: Float[Array, "b n"],
+    real: Bool[Array, "b n"],
+    stats: FeatureStats | None,
+) -> Float[Array, "b n d"]:
+    """Gates tokens with noise, denoises them, and brings them back to the space of the features.
+
+    Eqs. (13) and (14).
+
+    Args:
+      params: Weights, of which the denoiser's are used.
+      config: Its shape, and the kind of gate.
+      key: PRNG key; consumed.
+      x: Standardised tokens.
+      alpha: Gate of each token.
+      real: True at real tokens; what stands in the padding does not matter.
+      stats: Statistics that `x` was standardised with, or `None`.
+
+    Returns:
+      The tokens, zero in the padding.
+    """
+    noisy = apply_gate(config.gate, key, jnp.where(real[..., None], x, 0), alpha)
+    return jnp.where(real[..., None], restore(denoise(params, config, noisy), stats), 0)
 
 
 @checked
@@ -108,7 +137,6 @@ def gate(
     budget_key, noise_key = jax.random.split(key)
     slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
-    x = jnp.where(real[..., None], x, 0)
     steps = config.steps(n) if max_steps is None else max_steps
     limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps, progress)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
@@ -125,15 +153,14 @@ def gate(
         trajectory_scores(config, trajectory), k, polarisation_temperature(config, progress),
         backend=config.polarisation, where=image_mask,
     )  # fmt: skip
-    x = denoise(params, config, apply_gate(config.gate, noise_key, x, alpha))
-    x = (x if stats is None else restore(x, stats)).astype(image.dtype)
-    x = jnp.where(real[..., None], x, 0)
+    tokens = gate_tokens(params, config, noise_key, x, alpha, real, stats).astype(image.dtype)
     stopped = trajectory.count
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
     return Gated(
-        x, alpha, k, trajectory, own, jnp.exp(log_price), stopped, jax.lax.stop_gradient(running)
-    )
+        tokens, alpha, k, trajectory, own, jnp.exp(log_price), stopped,
+        jax.lax.stop_gradient(running),
+    )  # fmt: skip
 
 
 def train_loss(

@@ -35,6 +35,7 @@ from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
+from stepprune_jax.user_input import user_input
 
 MODEL = "model"
 
@@ -216,14 +217,15 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
       FileNotFoundError: Data or a picture is missing.
       ValueError: Bad data, or a folder of another run.
     """
-    check_config(config)
     workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
-    side = config.model.image_size
-    settings = ImageSettings(resize_to=side, crop_to=(side, side))
-    data = read(config, folder, settings)
-    claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
-    params, model, tokenizer = _first_model(config, data)
-    packed = pack(tokenizer, data.samples)
+    with user_input():
+        check_config(config)
+        side = config.model.image_size
+        settings = ImageSettings(resize_to=side, crop_to=(side, side))
+        data = read(config, folder, settings)
+        claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
+        params, model, tokenizer = _first_model(config, data)
+        packed = pack(tokenizer, data.samples)
     with Interrupt() as interrupt:
         vision = _train_tower(config, workdir, model, params, data, interrupt)
         if vision is None:

@@ -14,6 +14,7 @@ from stepprune_jax.data.corpus import Corpus, Lengths
 from stepprune_jax.data.order import Order
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.step import Batch
+from stepprune_jax.user_input import user_input
 
 # Batches that wait beside those that threads or processes are busy with.
 _AHEAD = 2
@@ -117,6 +118,7 @@ class Batches:
         targets = Targets(ids, length, place, target, supervised)
         return Batch(pixels, text, text_length, targets)
 
+    @user_input()  # pictures are read while training goes on
     def _readable(
         self, indices: Int[np.ndarray, " b"]
     ) -> tuple[list[int], Float[np.ndarray, "r 3 H W"]]:
@@ -146,6 +148,7 @@ class Batches:
             print(f"{message}; left out", file=sys.stderr, flush=True)
             return None
 
+    @user_input()
     def stream(self, steps: int, state: dict[str, Any] | None = None) -> "Stream":
         """Batches up to step `steps` - 1, made in the background a few ahead.
 

@@ -19,6 +19,7 @@ from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
 from stepprune_jax.training.step import State
+from stepprune_jax.user_input import user_input
 
 RUN_FILE = "run.json"
 POLICY_FILE = "policy.safetensors"
@@ -193,6 +194,7 @@ class Checkpoints:
             }
             (folder / "beside" / _HASHES).write_text(json.dumps(hashes, indent=1))
 
+    @user_input()
     def restore(self, like: Any) -> Restored:
         """The latest state that can be read; later ones are moved to workdir/damaged.
 

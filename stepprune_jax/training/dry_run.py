@@ -15,6 +15,7 @@ from stepprune_jax.training.checkpoints import file_identity
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.plan import Plan, make_plan
 from stepprune_jax.training.step import Setup
+from stepprune_jax.user_input import user_input
 
 
 def use_virtual_devices(config: Any) -> None:
@@ -50,13 +51,14 @@ def dry_run(config: Any, workdir: str | Path) -> Plan:
         FileNotFoundError: model or data is missing.
         ValueError: a bad configuration or bad data, or too few devices.
     """
-    settings.check_config(config)
-    settings.accelerator(config)
-    mesh = settings.make_mesh(config, _devices(config))
-    source = inspect_folder(*settings.model_folders(config))
-    setup = settings.make_setup(config, source.config, mesh)
-    data = training_source(config, Path(workdir).expanduser().resolve())
-    batches = open_batches(config, data, file_identity(data.file), source)
+    with user_input():
+        settings.check_config(config)
+        settings.accelerator(config)
+        mesh = settings.make_mesh(config, _devices(config))
+        source = inspect_folder(*settings.model_folders(config))
+        setup = settings.make_setup(config, source.config, mesh)
+        data = training_source(config, Path(workdir).expanduser().resolve())
+        batches = open_batches(config, data, file_identity(data.file), source)
     plan = make_plan(batches, setup, mesh, settings.model_dtype(config), config.batch_size)
     for line in _report(plan, config, setup, mesh):
         print(line, flush=True)

@@ -9,6 +9,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.user_input import user_input
 
 
 class PixelCache:
@@ -68,6 +69,7 @@ class PixelCache:
             self._keep(path, found)
         return np.stack([row[channel] for row, channel in zip(self._table, found, strict=True)])
 
+    @user_input()  # pictures are read while training goes on
     def _decode(self, path: Path) -> UInt8[np.ndarray, "3 H W"]:
         pixels = preprocess_clip(open_image(path), self._bytes_only)
         if pixels.shape[1:] != (self._side, self._side):

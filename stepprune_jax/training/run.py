@@ -28,6 +28,7 @@ from stepprune_jax.training.checkpoints import (
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog, NoLog, summary_writer
+from stepprune_jax.user_input import user_input
 
 # Updates that may wait on the device while the host goes on; each holds its batch.
 _IN_FLIGHT = 2
@@ -59,15 +60,16 @@ def train(config: Any, workdir: str | Path) -> None:
         ValueError: a bad configuration, bad data, or the folder of another run.
     """
     workdir = Path(workdir).expanduser().resolve()
-    settings.check_config(config)
-    mesh = settings.make_mesh(config)
-    if config.tensorboard:
-        summary_writer(workdir / "tensorboard").close()
-    source = inspect_folder(*settings.model_folders(config))
-    setup = settings.make_setup(config, source.config, mesh)
-    data = distributed.main_first(lambda: training_source(config, workdir))
-    identities = model_identity(source), file_identity(data.file)
-    about = distributed.main_first(lambda: claim(workdir, config, *identities))
+    with user_input():
+        settings.check_config(config)
+        mesh = settings.make_mesh(config)
+        if config.tensorboard:
+            summary_writer(workdir / "tensorboard").close()
+        source = inspect_folder(*settings.model_folders(config))
+        setup = settings.make_setup(config, source.config, mesh)
+        data = distributed.main_first(lambda: training_source(config, workdir))
+        identities = model_identity(source), file_identity(data.file)
+        about = distributed.main_first(lambda: claim(workdir, config, *identities))
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, config.keep_checkpoints)
         try:
@@ -76,10 +78,11 @@ def train(config: Any, workdir: str | Path) -> None:
                     f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}"
                 )
                 return
-            rows = local_rows(mesh, config.batch_size)
-            batches = open_batches(config, data, identities[1], source, rows, distributed.say)
-            distributed.require_same(batches.identity, "the samples that can be trained on")
-            run = _prepare(config, batches, setup, mesh)
+            with user_input():
+                rows = local_rows(mesh, config.batch_size)
+                batches = open_batches(config, data, identities[1], source, rows, distributed.say)
+                distributed.require_same(batches.identity, "the samples that can be trained on")
+                run = _prepare(config, batches, setup, mesh)
             _loop(config, workdir, run, checkpoints, interrupt, about)
         finally:
             checkpoints.close()

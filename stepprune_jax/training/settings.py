@@ -13,8 +13,9 @@ from stepprune_jax.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.survey import REMEDIES
 from stepprune_jax.generate.placement import row_count
+from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import check_attention
-from stepprune_jax.sharding import build_mesh
+from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors
 from stepprune_jax.training.step import Setup
 
@@ -132,12 +133,14 @@ def make_setup(config: Any, model: LlavaConfig, mesh: Mesh | None = None) -> Set
         The setup.
 
     Raises:
-        ValueError: the method's own fields are bad, a kernel needs another device, or the rows of a
-            device cannot be taken so many at a time.
+        ValueError: the method's own fields are bad, a kernel needs another device, the mesh does
+            not divide a weight, or the rows of a device cannot be taken so many at a time.
     """
     if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     selector = selectors.build(config, model)
+    if mesh is not None:
+        shardings(vlm.abstract_params(model), VLM_RULES, mesh)  # before data are read
     parts = row_count(mesh)
     rows, each = config.model.rows_at_once, config.batch_size // parts
     _require(

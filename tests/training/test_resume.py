@@ -67,6 +67,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert "Stopped after step 3 of 6" in capsys.readouterr().out
     assert signal.getsignal(number) == before
     assert not (tmp_path / "policy.safetensors").exists()
+    config.data.threads = 5  # makes no difference
     train(config, tmp_path)
     assert "Resuming after step 3" in capsys.readouterr().out
     assert metrics(tmp_path) == metrics(whole)

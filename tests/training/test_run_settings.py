@@ -6,7 +6,7 @@ from tiny_run import ROOT, load_config, make_config, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.config import LlavaConfig
-from stepprune_jax.data.source import data_folder
+from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
@@ -51,8 +51,13 @@ ABLATIONS = {
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
         (
-            {"mesh": "data=2,tensor=4", "model.rows_at_once": 3},
-            "rows_at_once is 3, expected 0 or a divisor of the 4 rows of each device",
+            {"mesh": "fsdp=4,tensor=2", "batch_size": 24},
+            "rows_at_once is 4, expected 0 or a divisor of the 6 rows of each device",
+        ),
+        ({"mesh": "tensor=5"}, "do not fit 8 devices"),
+        (
+            {"mesh": "fsdp=1,tensor=8"},
+            r"language/embed/embedding of shape .* not divisible by the 8",
         ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
         ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
@@ -81,6 +86,24 @@ def test_missing_folders_and_fields_are_named(tmp_path):
     del config.data["threads"]
     with pytest.raises(ValueError, match=r"config.data.threads is missing"):
         check_config(config)
+
+
+def test_the_training_file_may_lie_elsewhere(tmp_path):
+    file = write_data(tmp_path / "data", count=1) / "train.json"
+    config = load_config("shapes")
+    config.data.update({"name": "folder", "train_file": str(file)})
+    with pytest.raises(ValueError, match=r"config.data.folder is empty"):
+        training_source(config, tmp_path)  # where would its pictures be?
+    config.data.update({"image_folder": str(tmp_path), "linked_folders": ["/"]})
+    found = training_source(config, tmp_path / "run")
+    assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
+    config.data.index_folder = str(tmp_path / "indices")
+    assert training_source(config, tmp_path).index_folder == tmp_path / "indices"
+    config.data.update({"train_file": "", "folder": str(tmp_path / "data")})
+    assert training_source(config, tmp_path)[:2] == (file, tmp_path)
+    config.data.train_file = "none.json"
+    with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
+        training_source(config, tmp_path)
 
 
 def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):

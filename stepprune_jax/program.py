@@ -1,0 +1,83 @@
+"""What the programs with a configuration file share: flags, and mistakes told in one line."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+from stepprune_jax.user_input import is_user_error
+
+
+def run(name: str, main: Callable[[], None]) -> None:
+    """Parses the flags `--config` and `--workdir`, which must be given, and calls `main`.
+
+    A mistake in the flags, or an error that `main` marks as `user_input`, is told in one line on
+    stderr, and the exit code is 2. Any other error is a bug and keeps its traceback.
+
+    Args:
+        name: of the program, for messages.
+        main: what to do; it reads the flags' values itself.
+    """
+
+    def parse(arguments: list[str]) -> list[str]:
+        try:
+            return parse_flags(arguments)
+        except (flags.Error, OSError, ValueError) as error:
+            # A configuration file that fails is quoted with its traceback, the message at the end.
+            lines = str(error).strip().splitlines()
+            _exit(name, lines[-1].strip().removeprefix("ValueError: "))
+
+    def call(_: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+        with one_line_errors(name):
+            main()
+
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(call, flags_parser=parse)
+
+
+def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Parses a command line.
+
+    Args:
+        arguments: with the program's name in front.
+        values: the flags that are defined, among them a configuration file called "config".
+
+    Returns:
+        The program's name.
+
+    Raises:
+        flags.Error: an unknown flag, a missing one, or a value of another type.
+        OSError: there is no such configuration file.
+        ValueError: the configuration has no such field, or there are other arguments.
+    """
+    try:
+        rest = values(arguments)
+    except AttributeError as error:  # of a ConfigDict, around what it says itself
+        if not (error.args and isinstance(error.args[0], KeyError)):
+            raise
+        said = " ".join(error.args[0].args[0].splitlines())
+        raise ValueError(f"--config has no field {said}") from error
+    if len(rest) > 1:
+        raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
+    values["config"].value.items()  # a file that could not be read says so only when it is used
+    return rest
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """Ends the program with one line and exit code 2 on errors that are marked as `user_input`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if not is_user_error(error):
+            raise
+        _exit(name, " ".join(str(error).split()))
+
+
+def _exit(name: str, message: str) -> NoReturn:
+    """Prints a message and ends the program."""
+    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,25 @@
+"""What tells a mistake in the input from a bug: the place where an error was raised."""
+
+import contextlib
+from collections.abc import Iterator
+
+_MARK = "_stepprune_jax_user_input"
+
+
+@contextlib.contextmanager
+def user_input() -> Iterator[None]:
+    """Says of errors raised inside that they are about what the user gave; also a decorator.
+
+    For the parts of a program that read and check a configuration, data and models. Errors stay
+    what they are; `is_user_error` tells them from those of the other parts.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        setattr(error, _MARK, True)
+        raise
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an error was raised inside `user_input`."""
+    return getattr(error, _MARK, False)

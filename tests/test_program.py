@@ -1,0 +1,93 @@
+"""Mistakes in the input end a program in one line; bugs keep their traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from stepprune_jax.program import one_line_errors, parse_flags
+from stepprune_jax.user_input import is_user_error, user_input
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_errors_in_what_the_user_gave_are_told_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog"), user_input():
+        raise ValueError("config.steps is 0,\nexpected more")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "prog: error: config.steps is 0, expected more\n"
+
+
+@pytest.mark.parametrize("bug", [ValueError("shapes differ"), OSError("disk full"), KeyError("x")])
+def test_other_errors_are_left_alone(bug):
+    with pytest.raises(type(bug)) as found, one_line_errors("prog"):
+        raise bug
+    assert found.value is bug and not is_user_error(bug)
+
+
+def test_only_errors_about_values_and_files_are_marked():
+    with pytest.raises(TypeError) as found, user_input():
+        raise TypeError("a bug")
+    assert not is_user_error(found.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--config.stepz=1"], "--config has no field 'stepz' Did you mean"),
+        (["--config.policy.depth=1"], "--config has no field 'depth'"),
+        (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
+        (["--config=absent.py"], "No such file or directory: 'absent.py'"),
+        (["--config=configs/shapes.py:loose"], "configs/shapes.py:loose: expected"),
+        (["more", "words"], "unexpected arguments: more words"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_bad_command_lines_are_refused(monkeypatch, given, message):
+    monkeypatch.chdir(ROOT)
+    config = [] if given[0].startswith("--config=") else ["--config=configs/shapes.py"]
+    arguments = ["train.py", *config, *given]
+    monkeypatch.setattr(sys, "argv", arguments)  # ml_collections looks for fields there
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=values)
+    with pytest.raises((flags.Error, OSError, ValueError), match=message):
+        parse_flags(arguments, values)
+
+
+# One process for all: most of its time goes into imports.
+RUN_ALL = """
+import runpy, sys
+from absl import flags
+for line in sys.stdin.read().splitlines():
+    name, *sys.argv[1:] = line.split()
+    try:
+        runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        print(end.code)
+    for flag in {"config", "workdir", "dry_run"} & {*flags.FLAGS}:
+        delattr(flags.FLAGS, flag)
+"""
+
+
+def test_the_programs_end_with_one_line(tmp_path):
+    shapes, pretrain = "configs/shapes.py", "configs/pretrain_shapes.py"
+    lines = [
+        f"train.py --workdir={tmp_path} --config={shapes} --config.steps=0",
+        f"eval.py --workdir={tmp_path} --config={shapes}",
+        f"stepprune_jax/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
+        f"--config.data.folder={tmp_path}",
+        f"train.py --workdir={tmp_path}",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input="\n".join(lines), cwd=ROOT, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ended.stdout.split() == ["2"] * 4
+    train, evaluate, pretrain, unset = ended.stderr.splitlines()
+    assert train == "train.py: error: config.steps is 0, expected an integer from 1"
+    assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
+    assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
+    assert unset.startswith("train.py: error: flag --config=None")
