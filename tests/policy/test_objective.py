@@ -74,7 +74,7 @@ def test_metrics_by_hand():
     own = jnp.array([True, False])
     gated = Gated(
         jnp.zeros((2, 4, 1)), alpha, jnp.array([2.0, 3.0]), trajectory, own, jnp.ones(2),
-        jnp.array(2.0),
+        trajectory.count, jnp.array(2.0),
     )  # fmt: skip
     found = policy.policy_metrics(gated)
     np.testing.assert_allclose(found["k_mean"], 2.0)

@@ -1,5 +1,7 @@
 """Selection as users meet it: counts, biases, early exit, buckets, compile counts."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -209,7 +211,8 @@ def test_soft_budget_reading(params, slots, mode):
     def budget(bias):
         t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
                           min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
-        return policy.soft_budget(mode, t, own, jnp.array(6.5)), t
+        config = dataclasses.replace(CONFIG, soft_budget=mode)
+        return policy.soft_budget(config, t, own, jnp.array(6.5)), t
 
     value, t = budget(0.0)
     hard = np.asarray(t.count, np.float32)
@@ -221,6 +224,63 @@ def test_soft_budget_reading(params, slots, mode):
         assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
     else:
         np.testing.assert_array_equal(grads, np.zeros(B))
+
+
+def test_a_probe_decides_where_its_budget_ends(params, slots):
+    config = dataclasses.replace(
+        CONFIG, batch_budget="probe", probe_weight=4.0, stop_temperature=0.5
+    )
+    limits = jnp.array([1, 3, 5, 12])
+
+    @jax.jit
+    def count(bias):
+        t = policy.select(
+            params, config, slots, stop_bias=bias, min_tokens=limits, max_tokens=limits
+        )
+        return policy.differentiable_count(config, t), t
+
+    found, t = count(0.0)
+    np.testing.assert_array_equal(t.count, limits)
+    assert t.margin.shape[1] == 12
+    margin = np.asarray(t.margin)[np.arange(3), [1, 3, 5]]
+    go_on = 1 / (1 + np.exp(margin / 0.5))
+    np.testing.assert_allclose(found, [*(4 * go_on), 0], rtol=1e-5)
+    # A stop bias of db lowers the probability to go on by p (1 - p) db / temperature; at the cap
+    # there is nothing to decide.
+    slope = jax.jacrev(lambda bias: count(bias)[0])(0.0)
+    np.testing.assert_allclose(slope, [*(-4 * go_on * (1 - go_on) / 0.5), 0], rtol=1e-4)
+
+
+def test_probes_all_have_budgets_and_all_pay():
+    config = PolicyConfig(
+        feature_width=16, text_width=0, num_heads=4, batch_budget="probe", random_budget=(0.1, 0.4)
+    )
+    limits, own = policy.draw_limits(jax.random.key(0), config, jnp.full(64, 100), 50)
+    assert own.all()
+    np.testing.assert_array_equal(limits.min_tokens, limits.max_tokens)
+    assert 10 <= limits.min_tokens.min() < 14 and 35 < limits.min_tokens.max() <= 40
+    with pytest.raises(ValueError, match=r"PolicyConfig.stop is 'softmax', expected 'aligned'"):
+        dataclasses.replace(config, stop="softmax")
+
+
+def test_the_order_comes_before_the_stop():
+    config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, order_share=0.5)
+    for progress, free in ((0.0, 0), (0.49, 0), (0.5, 32), (1.0, 32)):
+        limits, own = policy.draw_limits(jax.random.key(0), config, jnp.full(64, 100), 50, progress)
+        assert own.sum() == free, progress
+        assert (limits.max_tokens > limits.min_tokens).sum() == free
+
+
+def test_the_polarisation_anneals_by_a_cosine():
+    config = PolicyConfig(
+        feature_width=16, text_width=0, num_heads=4, polarisation_temperature=0.2,
+        polarisation_start=2.2, polarisation_share=0.5,
+    )  # fmt: skip
+    for progress, tau in ((0.0, 2.2), (0.25, 1.2), (0.5, 0.2), (0.9, 0.2)):
+        found = policy.polarisation_temperature(config, progress)
+        np.testing.assert_allclose(found, tau, rtol=1e-6)
+    constant = dataclasses.replace(config, polarisation_share=0.0)
+    assert policy.polarisation_temperature(constant, 0.1) == 0.2
 
 
 @pytest.mark.parametrize(("given", "computed"), [(jnp.bfloat16, jnp.float32), (float, None)])

@@ -1,8 +1,10 @@
+import jax
+import numpy as np
 import pytest
 import transformers
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images, vicuna_v1
-from stepprune_jax.pretrain.vocabulary import build_tokenizer
+from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 
 TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
 
@@ -53,3 +55,20 @@ def test_it_is_the_same_after_saving(tokenizer, tmp_path):
     assert again.get_vocab() == tokenizer.get_vocab()
     assert (again.bos_token_id, again.eos_token_id, again.unk_token_id) == (1, 2, 0)
     assert again.decode([5, 2], skip_special_tokens=True) == tokenizer.decode([5])
+
+
+def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():
+    old, new = build_tokenizer(["red blue"]), build_tokenizer(["blue green", "red blue"])
+    size = len(old)
+    table = np.arange(4.0 * size, dtype=np.float32).reshape(size, 4)
+    params = {"embed": {"embedding": table}, "head": {"kernel": -table.T}, "norm": "as it was"}
+    found, lacking = take_rows(jax.random.key(0), params, old, new)
+    assert lacking == ["green"] and found["norm"] == "as it was"
+    assert found["embed"]["embedding"].shape == (size + 1, 4)
+    for word, token in new.get_vocab().items():
+        if word != "green":
+            row = table[old.get_vocab()[word]]
+            np.testing.assert_array_equal(found["embed"]["embedding"][token], row)
+            np.testing.assert_array_equal(found["head"]["kernel"][:, token], -row)
+    fresh = found["embed"]["embedding"][new.get_vocab()["green"]]
+    assert np.isfinite(fresh).all() and np.abs(fresh).max() > 0

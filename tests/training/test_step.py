@@ -192,3 +192,26 @@ def test_the_one_shot_rival_has_the_same_interface(run):
     value, found = jax.eval_shape(loss, params)
     assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
     assert value.shape == found["running_count"].shape == ()
+
+
+def test_muon_turns_matrices_and_leaves_the_rest_to_adam():
+    model = LlavaConfig.from_hf(testing.tiny_hf_config())
+    setup = step.Setup(
+        model, policy.PolicyConfig(), steps=10, lr=0.1, muon_lr=0.5, weight_decay=0.0, clip=1e9
+    )
+    random = np.random.default_rng(0)
+    grads = {
+        "kernel": jnp.asarray(random.normal(size=(8, 8)), jnp.float32),
+        "bias": jnp.asarray([3.0, -0.2, 0.01]),
+    }
+    optimizer = step._optimizer(setup)
+    found, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    # The first direction of Adam is the sign; Muon's has singular values near one, five times as
+    # long as its learning rate is larger, along the gradient's own singular vectors.
+    np.testing.assert_allclose(found["bias"], [1, -1, 1], rtol=1e-4)
+    values = np.linalg.svd(found["kernel"] / 5, compute_uv=False)
+    assert values.min() > 0.6 and values.max() < 1.3
+    left, _, right = np.linalg.svd(grads["kernel"])
+    turned = left.T @ np.asarray(found["kernel"]) @ right.T
+    np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=0.05)
+    assert (np.diag(turned) > 0).all()
