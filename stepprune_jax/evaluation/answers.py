@@ -1,5 +1,6 @@
 """Greedy answers to all questions of a split, for any selection of each question's tokens."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from jaxtyping import Int
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
 from stepprune_jax.evaluation.split import Encoded
+from stepprune_jax.evaluation.timing import timed
 from stepprune_jax.generate import decoding
 from stepprune_jax.generate.placement import mesh_of, place_rows
 from stepprune_jax.generate.prefix import place
@@ -39,6 +41,7 @@ class Answering(NamedTuple):
         max_new_tokens: longest answer.
         positions: position ids of kept tokens, "original" or "compact".
         attention: "matmul", "xla" or "cudnn".
+        widths: sizes that prompts of a batch are padded to; without any, that of all questions.
     """
 
     ladder: tuple[int, ...]
@@ -46,6 +49,20 @@ class Answering(NamedTuple):
     max_new_tokens: int
     positions: str = "original"
     attention: str = "matmul"
+    widths: tuple[int, ...] = ()
+
+
+class Answered(NamedTuple):
+    """What was answered.
+
+    Attributes:
+        texts: one a question.
+        seconds: [q] of each question: its share of the time of its batch, from kept features to
+            the last token.
+    """
+
+    texts: list[str]
+    seconds: np.ndarray
 
 
 @user_input()
@@ -74,11 +91,12 @@ def answer(
     selection: Selection,
     how: Answering,
     report: Callable[[int], None] = lambda done: None,
-) -> list[str]:
+) -> Answered:
     """Answers every question from its kept tokens, in raster order, as `generate` does.
 
-    Questions are sorted by their counts, so that a batch is padded to the smallest size that holds
-    it. What a question is answered does not depend on the others.
+    Questions are sorted by their widths, if there are several, and their counts, so that a batch is
+    padded to the smallest sizes that hold it. What a question is answered does not depend on the
+    others.
 
     Args:
         model: the model.
@@ -88,38 +106,49 @@ def answer(
         report: called with the number of questions done at each batch.
 
     Returns:
-        The answers' texts, in the order of the split.
+        The answers, in the order of the split.
 
     Raises:
         ValueError: a count above the largest size.
     """
     total, size = len(split.length), how.batch_size
-    ranked = np.argsort(-selection.count, kind="stable")
+    widths = how.widths or (split.ids.shape[1],)
+    bucket = np.searchsorted(widths, split.length)
+    ranked = np.lexsort((-selection.count, -bucket))
     known: dict[tuple[int, ...], str] = {}
-    texts = [""] * total
+    texts, seconds = [""] * total, np.zeros(total)
     for first in range(0, total, size):
         rows = ranked[np.minimum(np.arange(first, first + size), total - 1)]
         count = min(size, total - first)
-        for row, ids in zip(rows[:count], _answer_batch(model, split, selection, how, rows),
-                            strict=False):  # fmt: skip
+        batch = functools.partial(
+            _answer_batch, model, split, selection, how, rows, widths[bucket[rows[0]]]
+        )
+        found, taken = timed(batch, *_COMPILED)
+        for row, ids in zip(rows[:count], found, strict=False):
             if ids not in known:
                 known[ids] = answer_text(model.tokenizer, ids)
-            texts[row] = known[ids]
+            texts[row], seconds[row] = known[ids], taken / count
         report(first + count)
-    return texts
+    return Answered(texts, seconds)
+
+
+_COMPILED = tuple(
+    program.num_compiled for program in (place, decoding.run_start, decoding.run_decode)
+)
 
 
 def _answer_batch(
-    model: VLM, split: Encoded, selection: Selection, how: Answering, rows: np.ndarray
+    model: VLM, split: Encoded, selection: Selection, how: Answering, rows: np.ndarray, width: int
 ) -> Sequence[tuple[int, ...]]:
     """Generated ids of a batch of full size."""
     mesh = mesh_of(model.params)
     pruned = keep(split, selection, rows, how.ladder)
     # One capacity for each size of the ladder: prompts are padded to one width.
-    capacity = split.ids.shape[1] + pruned.tokens.shape[1]
+    capacity = width + pruned.tokens.shape[1]
     slot = np.arange(len(rows), dtype=np.int32)[:, None]
     ids, length, pruned, slot, present = place_rows(
-        mesh, (split.ids[rows], split.length[rows], pruned, slot, np.ones(slot.shape, bool))
+        mesh,
+        (split.ids[rows, :width], split.length[rows], pruned, slot, np.ones(slot.shape, bool)),
     )
     sequence = place(
         model.params, model.config, ids, length, pruned, slot, present,

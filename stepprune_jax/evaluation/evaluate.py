@@ -10,6 +10,7 @@ import jax
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation import measure
+from stepprune_jax.evaluation.answer_files import FOLDER as ANSWERS
 from stepprune_jax.evaluation.records import FOLDER, Records, digest, save_records, write_json
 from stepprune_jax.evaluation.rows import Row, grid_shape
 from stepprune_jax.evaluation.settings import (
@@ -17,6 +18,7 @@ from stepprune_jax.evaluation.settings import (
     Settings,
     check_policies,
     load_policies,
+    own_policy,
     read_settings,
 )
 from stepprune_jax.evaluation.sources import load_model, split_folders
@@ -27,17 +29,23 @@ from stepprune_jax.user_input import user_input
 
 
 def evaluate(
-    config: Any, workdir: str | Path, *, command: str | None = None
+    config: Any,
+    workdir: str | Path,
+    *,
+    policy: str | Path | None = None,
+    command: str | None = None,
 ) -> list[dict[str, Any]]:
     """Compares the policy of a run with all tokens, with heuristics and with other policies.
 
     Stop biases are calibrated on the validation split, everything is measured on the test split.
-    Writes workdir/report: table.{json,md,csv}, table_by_family.{json,md}, statistics.json,
-    records/, report.json, and the figures and index.html of `visualize.redraw`; prints the table.
+    Writes workdir/answers/shapes, an answer file a row, from which the rows are scored, and
+    workdir/report: table.{json,md,csv}, table_by_family.{json,md}, statistics.json, records/,
+    report.json, and the figures and index.html of `visualize.redraw`; prints the table.
 
     Args:
         config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
         workdir: folder of the run, with policy.safetensors.
+        policy: another policy file, or folder of a run, for the default row.
         command: the command that this is, for the page.
 
     Returns:
@@ -53,7 +61,7 @@ def evaluate(
     workdir = Path(workdir)
     with user_input():
         settings = read_settings(config)
-        policies = load_policies(settings, workdir)
+        policies = load_policies(settings, own_policy(workdir, policy))
         report = folders.open_folder(workdir / "report")
         folders.write_manifest(report, {})  # no longer that of an earlier, finished report
         places = split_folders(config, workdir)
@@ -61,7 +69,8 @@ def evaluate(
         validation = calibration_split(places["validation"], policies, settings)
         model = load_model(config)
         check_policies(policies, model.config, settings)
-    bench = measure.make_bench(model, test, validation, settings, config.model.attention)
+    files = measure.Files(workdir / ANSWERS, places["test"])
+    bench = measure.make_bench(model, test, validation, settings, files, config.model.attention)
     rows = all_rows(bench, policies, config.seed)
     records = measure.answer_rows(bench, rows)
     facts = {

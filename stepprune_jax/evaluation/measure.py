@@ -1,13 +1,26 @@
 """From policies and questions to answered rows; everything that is shared is computed once."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import Bool
 
+from stepprune_jax.baselines import random_order
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.answers import Answering, answer, check_lengths
+from stepprune_jax.evaluation.answer_files import (
+    AnswerFile,
+    Card,
+    Line,
+    questions_digest,
+    write_whole,
+)
+from stepprune_jax.evaluation.answers import Answered, Answering, answer, check_lengths
+from stepprune_jax.evaluation.benchmarks import shapes
+from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import Records, trimmed
@@ -20,11 +33,22 @@ from stepprune_jax.evaluation.rows import (
 )
 from stepprune_jax.evaluation.settings import DEFAULT, Settings
 from stepprune_jax.evaluation.split import Encoded, Split, encode_split
-from stepprune_jax.evaluation.tables import is_correct
 
 # Guesses of what a picture costs in the tower, and a question in a rollout, in embeddings of a
 # prefill: for the time that is left only.
 _PICTURE, _ROLLOUT = 300, 100
+
+
+class Files(NamedTuple):
+    """Where answers go and how they are scored.
+
+    Attributes:
+        folder: for an answer file a row.
+        data: data folder with the right answers.
+    """
+
+    folder: Path
+    data: Path
 
 
 class Bench(NamedTuple):
@@ -33,7 +57,8 @@ class Bench(NamedTuple):
     Attributes:
         model: the frozen model.
         test: the questions, encoded.
-        answers: what is right.
+        asked: the questions.
+        files: where answers are written, and what they are scored by.
         validation: questions for stop biases; None if no row needs them.
         settings: of the evaluation.
         attention: "matmul", "xla" or "cudnn".
@@ -41,7 +66,8 @@ class Bench(NamedTuple):
 
     model: VLM
     test: Encoded
-    answers: list[str]
+    asked: list[Asked]
+    files: Files
     validation: Encoded | None
     settings: Settings
     attention: str = "matmul"
@@ -57,6 +83,7 @@ def make_bench(
     test: Split,
     validation: Split | None,
     settings: Settings,
+    files: Files,
     attention: str = "matmul",
 ) -> Bench:
     """Runs the tower on all pictures.
@@ -66,6 +93,7 @@ def make_bench(
         test: the questions.
         validation: questions for stop biases, if a row needs them.
         settings: of the evaluation.
+        files: where answers go and how they are scored.
         attention: "matmul", "xla" or "cudnn".
 
     Raises:
@@ -85,7 +113,8 @@ def make_bench(
     for found in encoded:
         check_lengths(found, model.config.num_image_tokens)
     spare = encoded[1] if validation is not None else None
-    return Bench(model, encoded[0], test.answers, spare, settings, attention)
+    asked = [Asked(q.question_id, q.text, q.text, q.image) for q in test.questions]
+    return Bench(model, encoded[0], asked, files, spare, settings, attention)
 
 
 def stops(name: str, policy: Policy, settings: Settings) -> bool:
@@ -139,7 +168,8 @@ def trained_rows(bench: Bench, policies: Mapping[str, Policy]) -> dict[str, list
 
 def baseline_rows(bench: Bench, seed: int) -> list[Row]:
     """The rows that need no training; the first keeps all tokens."""
-    return untrained_rows(bench.test, bench.model.config, bench.settings.budgets, seed)
+    drawn = random_order(jax.random.key(seed), len(bench.asked), bench.num_tokens)
+    return untrained_rows(bench.test, bench.model.config, bench.settings.budgets, np.asarray(drawn))
 
 
 def ladder(bench: Bench, rows: Sequence[Row]) -> tuple[int, ...]:
@@ -150,7 +180,7 @@ def ladder(bench: Bench, rows: Sequence[Row]) -> tuple[int, ...]:
 
 
 def answer_rows(bench: Bench, rows: Sequence[Row]) -> list[Records]:
-    """Answers all questions in every row.
+    """Answers all questions in every row; writes the answers, and has them scored from the file.
 
     Args:
         bench: what is shared.
@@ -161,8 +191,8 @@ def answer_rows(bench: Bench, rows: Sequence[Row]) -> list[Records]:
     """
     settings, width = bench.settings, bench.test.ids.shape[1]
     how = Answering(
-        ladder(bench, rows), settings.batch_size, settings.max_new_tokens, settings.positions,
-        bench.attention,
+        ladder(bench, rows), settings.batch_size, settings.longest_answer(shapes.BENCHMARK),
+        settings.positions, bench.attention,
     )  # fmt: skip
     works = [len(row.selection.count) * width + int(row.selection.count.sum()) for row in rows]
     progress = Progress(sum(works))
@@ -170,13 +200,31 @@ def answer_rows(bench: Bench, rows: Sequence[Row]) -> list[Records]:
     for row, work in zip(rows, works, strict=True):
         name = f"{row.method}, {row.mode}, {row.pruning_rate:g} % pruned"
         task = progress.task(name, work, len(row.selection.count))
-        texts = answer(bench.model, bench.test, row.selection, how, task)
+        found = answer(bench.model, bench.test, row.selection, how, task)
         count = np.asarray(row.selection.count, np.int32)
+        correct = _written(bench, row, found)
         records.append(
             Records(
                 row.method, row.mode, row.pruning_rate, count,
-                trimmed(row.selection.order, count), texts, is_correct(texts, bench.answers),
+                trimmed(row.selection.order, count), found.texts, correct,
             )
         )  # fmt: skip
     progress.close()
     return records
+
+
+def _written(bench: Bench, row: Row, found: Answered) -> Bool[np.ndarray, "q"]:
+    """Writes a row's answers and asks the scorer which of them are right."""
+    seconds = bench.test.seconds + row.seconds + found.seconds
+    lines = [
+        Line(text, int(kept), 1000 * float(taken))
+        for text, kept, taken in zip(found.texts, row.selection.count, seconds, strict=True)
+    ]
+    card = Card(
+        benchmark=shapes.BENCHMARK.name, questions=questions_digest(bench.asked),
+        asked=len(bench.asked), method=row.method, mode=row.mode, pruning_rate=row.pruning_rate,
+        num_tokens=bench.num_tokens, stop_bias=row.stop_bias, model=bench.model.folder.name,
+    )  # fmt: skip
+    file = AnswerFile.of(bench.files.folder, card)
+    write_whole(file, bench.asked, lines)
+    return np.array(shapes.judge(bench.files.data, file.path), bool)

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from stepprune_jax.baselines import grid_order, random_order
+from stepprune_jax.baselines import grid_order
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.evaluation.answers import Selection
@@ -29,6 +28,7 @@ class Row(NamedTuple):
         pruning_rate: of the budget, in percent.
         selection: what is kept.
         stop_bias: added to the stop logits; None for exact rows.
+        seconds: of a question, on average, for the order that it is kept in.
     """
 
     method: str
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     pruning_rate: float
     selection: Selection
     stop_bias: float | None = None
+    seconds: float = 0.0
 
 
 def grid_shape(config: LlavaConfig) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_token
 
 
 def untrained_rows(
-    split: Encoded, config: LlavaConfig, budgets: Sequence[int], seed: int
+    split: Encoded, config: LlavaConfig, budgets: Sequence[int], drawn: Int[np.ndarray, "q n"]
 ) -> list[Row]:
     """All tokens, random ones, a grid, and the class token's favourites.
 
@@ -59,12 +60,11 @@ def untrained_rows(
         split: the questions, encoded with the class token's attention.
         config: the model's.
         budgets: tokens to keep.
-        seed: of the random row.
+        drawn: a random order of each question's tokens.
     """
     questions, n = len(split.image_of), split.features.shape[1]
     everything = np.broadcast_to(np.arange(n, dtype=np.int32), (questions, n))
     rows = [exact_row(ALL, everything, n, n)]
-    drawn = np.asarray(random_order(jax.random.key(seed), questions, n))
     rows += [exact_row(RANDOM, drawn, budget, n) for budget in budgets]
     first = n - config.vision.num_patches  # a class token that is kept stands in front
     for budget in budgets:
@@ -76,7 +76,10 @@ def untrained_rows(
 
 def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:
     """A trained method at exact budgets."""
-    return [exact_row(method, found.order, budget, num_tokens) for budget in budgets]
+    return [
+        exact_row(method, found.order, budget, num_tokens)._replace(seconds=found.seconds)
+        for budget in budgets
+    ]
 
 
 def adaptive_rows(
@@ -97,25 +100,48 @@ def adaptive_rows(
         budgets: mean numbers of tokens wanted.
         num_tokens: N.
     """
-    least = min(policy.config.min_tokens, found.order.shape[1])
-    margin = jnp.asarray(validation.margin)
-    bound = float(jnp.max(jnp.abs(margin))) + 1
+    biases = stop_biases(policy, validation.margin, budgets)
     rows = []
-    for budget in budgets:
-        bias = float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
+    for budget, bias in zip(budgets, biases, strict=True):
         rate = pruning_rate(budget, num_tokens)
-        rows.append(Row(method, "adaptive", rate, _stopped(found, bias, least), bias))
+        chosen = stopped(found, policy, bias)
+        rows.append(Row(method, "adaptive", rate, chosen, bias, found.seconds))
     return rows
+
+
+def stop_biases(
+    policy: Policy, margin: Float[np.ndarray, "q t"], budgets: Sequence[int]
+) -> list[float]:
+    """Stop biases at which a policy keeps so many tokens on average.
+
+    Args:
+        policy: StepPrune's.
+        margin: its stop margins on some questions.
+        budgets: mean numbers of tokens wanted.
+    """
+    least = min(policy.config.min_tokens, margin.shape[1])
+    margin = jnp.asarray(margin)
+    bound = float(jnp.max(jnp.abs(margin))) + 1
+    return [
+        float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
+        for budget in budgets
+    ]
 
 
 def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) -> Row:
     """A policy that stops where it learned to, at the mean number of tokens that this gives."""
-    least = min(policy.config.min_tokens, found.order.shape[1])
-    selection = _stopped(found, 0.0, least)
+    selection = stopped(found, policy, 0.0)
     rate = pruning_rate(float(selection.count.mean()), num_tokens)
-    return Row(f"{method}, own stop", "adaptive", rate, selection, 0.0)
+    return Row(own_stop(method), "adaptive", rate, selection, 0.0, found.seconds)
 
 
-def _stopped(found: Ordering, bias: float, least: int) -> Selection:
+def own_stop(method: str) -> str:
+    """The name of the row in which a method stops where it learned to."""
+    return f"{method}, own stop"
+
+
+def stopped(found: Ordering, policy: Policy, bias: float) -> Selection:
+    """What a policy keeps that stops by itself, with a number added to its stop logits."""
+    least = min(policy.config.min_tokens, found.order.shape[1])
     count = np.asarray(count_at_bias(jnp.asarray(found.margin), bias, least))
     return Selection(found.order, count)

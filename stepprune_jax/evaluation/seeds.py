@@ -23,6 +23,7 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation import measure
+from stepprune_jax.evaluation.answer_files import FOLDER as ANSWERS
 from stepprune_jax.evaluation.configs import ROWS, RowConfig, load_config, row_configs
 from stepprune_jax.evaluation.evaluate import calibration_split
 from stepprune_jax.evaluation.processes import Job, run_jobs
@@ -249,13 +250,15 @@ def _evaluate_missing(
         check_policies({run.method: policies[run.folder]}, model.config, settings)
     needed = {run.method: policies[run.folder] for run, _ in todo}
     spare = calibration_split(places["validation"], needed, settings)
-    bench = measure.make_bench(model, test, spare, settings, base.model.attention)
+    files = measure.Files(first[0].parent / ANSWERS, places["test"])
+    bench = measure.make_bench(model, test, spare, settings, files, base.model.attention)
     whole = _baselines(bench, *first, base.seed)
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         policy = policies[run.folder]
         rows = measure.trained_rows(bench, {run.method: policy})[run.method]
-        table = make_table([whole, *measure.answer_rows(bench, rows)], run.seed)[1:]
+        own = bench._replace(files=files._replace(folder=run.folder / ANSWERS))
+        table = make_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
         _save(run.folder / RESULTS, mark, table)
 
 

@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, shapes
+from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
+from stepprune_jax.evaluation.score import DATA
+from stepprune_jax.evaluation.tables import ALL
 from stepprune_jax.generate.prefix import check_positions
 
 # The policy that the run in the working directory trained.
 DEFAULT = "StepPrune"
+SHAPES = shapes.BENCHMARK.name
 POLICY_FILE = "policy.safetensors"
 _PACKAGE = Path(__file__).parents[1]
 
@@ -18,9 +23,17 @@ class Settings(NamedTuple):
     """How to evaluate; each field is `config.eval` of that name.
 
     Attributes:
+        benchmarks: names of `benchmarks.BENCHMARKS`, separated by commas.
+        data: root of LLaVA's folder layout, for all but the shapes world.
+        questions: further question files by benchmark, relative to `data`: of another split, in
+            the form of the benchmark's own; empty for its own.
+        textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as LLaVA's figures have it.
+        methods: names of rows to answer on the public benchmarks, separated by commas; empty for
+            all.
+        samples: questions of each public benchmark whose selections are kept for pictures.
         budgets: exact numbers of tokens, and mean ones for a learned stop.
         batch_size: questions that go through a program together.
-        max_new_tokens: longest answer.
+        max_new_tokens: longest answer; None for what the benchmark's own program allows.
         positions: position ids of kept tokens, "original" or "compact".
         rows: further trained rows: name of the row to policy file. A name that is a path of the
             package ("assets/policies/...") is found wherever the package lies.
@@ -29,14 +42,43 @@ class Settings(NamedTuple):
         validation_questions: most questions that biases are calibrated on; 0 for all.
     """
 
+    benchmarks: str = SHAPES
+    data: str = DATA
+    questions: Mapping[str, str] = {}
+    textvqa_ocr: bool = True
+    methods: str = ""
+    samples: int = 12
     budgets: tuple[int, ...] = (48, 32, 16)
     batch_size: int = 32
-    max_new_tokens: int = 3
+    max_new_tokens: int | None = None
     positions: str = "original"
     rows: Mapping[str, str] = {}
     ablations: Mapping[str, str] = {}
     adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
     validation_questions: int = 1000
+
+    @property
+    def benchmark_names(self) -> list[str]:
+        """`benchmarks`, each once."""
+        return list(dict.fromkeys(_listed(self.benchmarks)))
+
+    @property
+    def public(self) -> list[str]:
+        """Those but the shapes world."""
+        return [name for name in self.benchmark_names if name != SHAPES]
+
+    def longest_answer(self, benchmark: Benchmark) -> int:
+        """The longest answer to a benchmark, in tokens."""
+        return self.max_new_tokens or benchmark.max_new_tokens
+
+    def wants(self, method: str) -> bool:
+        """Whether a row is to be answered."""
+        return not self.methods or method.lower() in _listed(self.methods.lower())
+
+
+def _listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def read_settings(config: Any) -> Settings:
@@ -60,23 +102,40 @@ def read_settings(config: Any) -> Settings:
         )
     given |= {name: tuple(given[name]) for name in ("budgets", "adaptive") if name in given}
     settings = Settings(**given)
-    for name in ("batch_size", "max_new_tokens"):
-        _require(_is_count(getattr(settings, name)), name, settings, "an integer from 1")
-    many = settings.validation_questions
-    _require(many == 0 or _is_count(many), "validation_questions", settings, "an integer from 0")
+    _require(_is_count(settings.batch_size), "batch_size", settings, "an integer from 1")
+    longest = settings.max_new_tokens
+    good = longest is None or _is_count(longest)
+    _require(good, "max_new_tokens", settings, "an integer from 1, or nothing")
+    for name in ("validation_questions", "samples"):
+        many = getattr(settings, name)
+        _require(many == 0 or _is_count(many), name, settings, "an integer from 0")
     budgets = settings.budgets
     good = bool(budgets) and all(map(_is_count, budgets)) and len(set(budgets)) == len(budgets)
     _require(good, "budgets", settings, "distinct integers from 1")
     check_positions(settings.positions)
+    known = settings.benchmark_names
+    good = bool(known) and BENCHMARKS.keys() >= {*known}
+    _require(good, "benchmarks", settings, f"some of {', '.join(BENCHMARKS)}")
+    files = settings.questions
+    good = isinstance(files, Mapping) and BENCHMARKS.keys() >= {*files}
+    _require(good, "questions", settings, f"files by name of {', '.join(BENCHMARKS)}")
+    _check_rows(settings)
+    return settings
+
+
+def _check_rows(settings: Settings) -> None:
+    """Refuses rows that have no file or no name of their own, and methods that are no rows."""
     for name in ("rows", "ablations"):
         paths = getattr(settings, name)
         good = isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())
         _require(good, name, settings, "a mapping from row names to policy files")
     names = [DEFAULT, *settings.rows, *settings.ablations]
+    rows = [ALL, RANDOM, GRID, CLS, *names]
+    strange = [m for m in _listed(settings.methods) if m.lower() not in map(str.lower, rows)]
+    _require(not strange, "methods", settings, f"some of {', '.join(rows)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
-    return settings
 
 
 def _is_count(value: Any) -> bool:
@@ -111,12 +170,33 @@ def find_policy(name: str, path: str) -> Path:
     )
 
 
-def load_policies(settings: Settings, workdir: str | Path) -> dict[str, Policy]:
-    """Reads the policy of every trained row: further rows first, then the run's own, ablations.
+def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
+    """The file of the default row.
+
+    Args:
+        workdir: the run's folder, with the policy that it trained.
+        policy: another one: a policy file, or the folder of a run that trained one.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+    """
+    place = Path(workdir if policy is None else policy).expanduser()
+    own = place / POLICY_FILE if policy is None or place.is_dir() else place
+    if not own.is_file():
+        hint = "run train.py with this --workdir first, or name a policy by --policy"
+        raise FileNotFoundError(f"{own} does not exist; {hint}")
+    return own
+
+
+def load_policies(settings: Settings, own: Path | None) -> dict[str, Policy]:
+    """Reads the policy of every trained row: further rows first, then the default, ablations.
 
     Args:
         settings: the settings.
-        workdir: the run's folder, with the policy that it trained.
+        own: the default row's file, or None to go without that row.
 
     Returns:
         Name of the row to its policy, in the order of the table.
@@ -125,13 +205,9 @@ def load_policies(settings: Settings, workdir: str | Path) -> dict[str, Policy]:
         FileNotFoundError: a file is missing; the message names row and file.
         ValueError: a file that is no policy.
     """
-    own = Path(workdir) / POLICY_FILE
-    if not own.is_file():
-        raise FileNotFoundError(
-            f"{own} does not exist; run train.py with this --workdir first, or copy a policy there"
-        )
     paths = {name: find_policy(name, path) for name, path in settings.rows.items()}
-    paths[DEFAULT] = own
+    if own is not None:
+        paths[DEFAULT] = own
     for name, path in settings.ablations.items():
         try:
             paths[name] = find_policy(name, path)

@@ -1,17 +1,20 @@
 """The questions of a split, and what the frozen model makes of them once and for all."""
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+from PIL import Image
 
 from stepprune_jax.baselines import cls_order, cls_tap
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import (
     Question,
     Scene,
@@ -20,8 +23,10 @@ from stepprune_jax.data.llava import (
     read_scenes,
 )
 from stepprune_jax.data.prompts import pad_batch
+from stepprune_jax.evaluation.benchmarks.questions import Asked
+from stepprune_jax.evaluation.timing import timed
 from stepprune_jax.generate.placement import constrain_rows, jit_for_weights, mesh_of, place_rows
-from stepprune_jax.generate.request import read_request
+from stepprune_jax.generate.request import Request, read_request
 from stepprune_jax.models import vlm
 from stepprune_jax.user_input import user_input
 
@@ -51,10 +56,12 @@ class Encoded(NamedTuple):
         length: [q] of these.
         words: [q, w] ids of the user's words, for the policy.
         num_words: [q] of these.
-        image_of: [q] row of the features.
-        features: [i, n, d] of the distinct pictures, in the model's dtype.
+        image_of: [q] row of the features; 0 for a question without a picture.
+        features: [i, n, d] of the distinct pictures, in the model's dtype; zeros for one picture
+            where there is none.
         by_attention: [i, n] patches by the class token's attention, most attended first; None
             unless asked for.
+        seconds: of a question, on average, for pictures and ids.
     """
 
     ids: Int[np.ndarray, "q l"]
@@ -64,6 +71,17 @@ class Encoded(NamedTuple):
     image_of: Int[np.ndarray, "q"]
     features: np.ndarray
     by_attention: Int[np.ndarray, "i n"] | None
+    seconds: float = 0.0
+
+    @property
+    def has_image(self) -> Bool[np.ndarray, "q"]:
+        """Which questions show a picture."""
+        return (self.ids == vlm.IMAGE_TOKEN).any(axis=1)
+
+    def take(self, rows: Int[np.ndarray, "r"]) -> "Encoded":
+        """Some of the questions, with all pictures."""
+        of_rows = ("ids", "length", "words", "num_words", "image_of")
+        return self._replace(**{name: getattr(self, name)[rows] for name in of_rows})
 
 
 def read_split(folder: str | Path, name: str) -> Split:
@@ -100,11 +118,12 @@ def thin(split: Split, most: int) -> Split:
 
 def encode_split(
     model: VLM,
-    questions: Sequence[Question],
+    questions: Sequence[Question | Asked],
     *,
     batch_size: int,
     with_attention: bool = False,
     attention: str = "matmul",
+    sizes: Sequence[int] = (),
     report: Callable[[int], None] = lambda done: None,
 ) -> Encoded:
     """Runs the tower once per distinct picture and tokenises every question.
@@ -115,6 +134,8 @@ def encode_split(
         batch_size: pictures that go through the tower together.
         with_attention: also rank patches by the class token's attention.
         attention: "matmul", "xla" or "cudnn", for the tower.
+        sizes: widths that prompts and words are padded to, so that many splits share programs;
+            without any, what the longest needs.
         report: called with the number of pictures done at each batch.
 
     Returns:
@@ -123,46 +144,79 @@ def encode_split(
     Raises:
         ValueError: a picture that cannot be read, or one of another size than the model takes.
     """
-    numbers: dict[Path, int] = {}
-    asked: list[list[int]] = []  # of each picture
+    asked: dict[Path | bytes | None, list[int]] = {}
     for row, question in enumerate(questions):
-        number = numbers.setdefault(question.image, len(numbers))
-        if number == len(asked):
-            asked.append([])
-        asked[number].append(row)
+        asked.setdefault(question.image, []).append(row)
+    without = asked.pop(None, [])
+    numbers = {image: number for number, image in enumerate(asked)}
     mesh, tap = mesh_of(model.params), cls_tap(model.config) if with_attention else None
     ids: list[Any] = [None] * len(questions)
     words: list[Any] = [None] * len(questions)
-    features, ranked = [], []
-    for first, rows in _in_batches(asked, batch_size):
-        with user_input():
-            request = read_request(
-                model.tokenizer, model.image_settings, model.config,
-                [questions[row].text for row in rows], [questions[row].image for row in rows],
-            )  # fmt: skip
-        for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
-            ids[row], words[row] = prompt, said
-        count = len(request.pixels)
-        pixels = request.pixels[np.arange(batch_size) % count]
-        found, order = encode_pictures(
-            model.params, model.config, place_rows(mesh, pixels),
-            tap=tap, attention=attention, mesh=mesh,
-        )  # fmt: skip
-        features.append(np.asarray(found)[:count])
-        ranked.append(None if tap is None else np.asarray(order)[:count])
-        report(first + count)
-    prompts, said = (pad_batch(rows, multiple=_MULTIPLE) for rows in (ids, words))
-    image_of = np.array([numbers[question.image] for question in questions], np.int32)
+    features, ranked, seconds = [], [], 0.0
+    for first in range(0, len(numbers), batch_size):
+        rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
+
+        def run(rows=rows):
+            request = _request(model, [questions[row] for row in rows])
+            count = len(request.pixels)
+            pixels = place_rows(mesh, request.pixels[np.arange(batch_size) % count])
+            found = encode_pictures(
+                model.params, model.config, pixels, tap=tap, attention=attention, mesh=mesh
+            )
+            return request, *(None if x is None else np.asarray(x)[:count] for x in found)
+
+        (request, found, order), taken = timed(run, encode_pictures.num_compiled)
+        _fill(ids, words, rows, request)
+        features.append(found)
+        ranked.append(order)
+        seconds += taken
+        report(first + len(found))
+    if without:
+        _fill(ids, words, without, _request(model, [questions[row] for row in without]))
+    if not features:
+        shape = (1, model.config.num_image_tokens, model.config.vision.hidden_size)
+        features = [np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)]
+        ranked = [np.tile(np.arange(shape[1], dtype=np.int32), (1, 1))]
+    prompts, said = (pad_batch(rows, multiple=_multiple(rows, sizes)) for rows in (ids, words))
+    image_of = np.array([numbers.get(question.image, 0) for question in questions], np.int32)
     return Encoded(
         prompts.ids, prompts.length, said.ids, said.length, image_of, np.concatenate(features),
-        None if tap is None else np.concatenate(ranked),
+        None if tap is None else np.concatenate(ranked), seconds / len(questions),
     )  # fmt: skip
 
 
-def _in_batches(asked: list[list[int]], size: int) -> Iterator[tuple[int, list[int]]]:
-    """Batches of so many pictures: the first one's number, and the questions about them."""
-    for first in range(0, len(asked), size):
-        yield first, [row for rows in asked[first : first + size] for row in rows]
+@user_input()
+def _request(model: VLM, questions: Sequence[Question | Asked]) -> Request:
+    """Ids and pixels; a picture that is shown twice comes once."""
+    opened: dict[bytes, Image.Image] = {}
+    pictures: list[Any] = [question.image for question in questions]
+    for number, picture in enumerate(pictures):
+        if isinstance(picture, bytes):
+            if picture not in opened:
+                opened[picture] = _open(picture, questions[number].text)
+            pictures[number] = opened[picture]
+    texts = [question.text for question in questions]
+    return read_request(model.tokenizer, model.image_settings, model.config, texts, pictures)
+
+
+def _open(data: bytes, text: str) -> Image.Image:
+    """A picture that came with its question."""
+    try:
+        return open_image(Image.open(io.BytesIO(data)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the picture of the question {text[:60]!r}: {error}") from error
+
+
+def _fill(ids: list[Any], words: list[Any], rows: Sequence[int], request: Request) -> None:
+    """Puts the ids of a batch in their places."""
+    for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
+        ids[row], words[row] = prompt, said
+
+
+def _multiple(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """What widths are to be a multiple of: one of the sizes, if the longest row fits it."""
+    longest = max(map(len, rows))
+    return next((size for size in sizes if size >= longest), _MULTIPLE)
 
 
 def _encode(

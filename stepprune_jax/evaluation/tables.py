@@ -15,12 +15,6 @@ from stepprune_jax.evaluation.records import Records, write_json
 ALL = "all tokens"
 
 
-def is_correct(answers: Sequence[str], expected: Sequence[str]) -> Bool[np.ndarray, "q"]:
-    """Exact match without regard to case and outer white space."""
-    pairs = zip(answers, expected, strict=True)
-    return np.array([a.strip().casefold() == b.strip().casefold() for a, b in pairs], bool)
-
-
 def percent(correct: Bool[np.ndarray, "q"]) -> float:
     """Share of true entries in percent, to two decimals."""
     return round(100 * float(np.mean(correct)), 2)

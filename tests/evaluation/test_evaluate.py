@@ -142,11 +142,16 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": 1}, r"config.eval has unknown field\(s\) colour; it has budgets"),
+        ({"colour": 1}, r"config.eval has unknown field\(s\) colour; it has benchmarks"),
         ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
         ({"budgets": (3, 3)}, "expected distinct integers"),
         ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),
         ({"max_new_tokens": 2.5}, "config.eval.max_new_tokens is 2.5"),
+        ({"benchmarks": "pope,popes"}, "config.eval.benchmarks is 'pope,popes', expected some of"),
+        ({"benchmarks": ""}, "config.eval.benchmarks is '', expected some of gqa, "),
+        ({"questions": {"popes": "x"}}, r"config.eval.questions is .*, expected files by name of"),
+        ({"methods": "grid,step"}, "config.eval.methods is 'grid,step', expected some of all"),
+        ({"samples": -1}, "config.eval.samples is -1, expected an integer from 0"),
         ({"validation_questions": -1}, "config.eval.validation_questions is -1"),
         ({"positions": "mixed"}, "positions is 'mixed'"),
         ({"rows": "x"}, "config.eval.rows is 'x', expected a mapping"),
@@ -161,7 +166,7 @@ def test_bad_settings_are_named(fields, message):
 def test_settings_have_defaults():
     assert read_settings(ConfigDict()).budgets == (48, 32, 16)
     found = read_settings(ConfigDict({"eval": {"budgets": [3, 2]}}))
-    assert found.budgets == (3, 2) and found.max_new_tokens == 3
+    assert found.budgets == (3, 2) and found.benchmark_names == ["shapes"]
 
 
 def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):

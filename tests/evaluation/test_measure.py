@@ -42,8 +42,14 @@ def test_split(folder):
 
 
 @pytest.fixture(scope="module")
-def bench(model, folder, test_split):
-    return measure.make_bench(model, test_split, read_split(folder, "validation"), SETTINGS)
+def files(folder):
+    return measure.Files(folder / "answers", folder)
+
+
+@pytest.fixture(scope="module")
+def bench(model, folder, test_split, files):
+    validation = read_split(folder, "validation")
+    return measure.make_bench(model, test_split, validation, SETTINGS, files)
 
 
 def ask(model, split, **options):
@@ -53,7 +59,9 @@ def ask(model, split, **options):
 
 
 def answers(bench, selection):
-    return answer(bench.model, bench.test, selection, Answering((2, 4, 9), 4, 3))
+    found = answer(bench.model, bench.test, selection, Answering((2, 4, 9), 4, 3))
+    assert (found.seconds > 0).all()
+    return found.texts
 
 
 def test_all_tokens_are_answered_as_by_generate(bench, test_split):
@@ -197,10 +205,10 @@ def test_a_broken_picture_is_named(bench, tmp_path):
         encode_split(bench.model, [Question("a", bad, "dog", "x")], batch_size=2)
 
 
-def test_a_mesh_gives_the_same_orders_and_answers(bench, test_split):
+def test_a_mesh_gives_the_same_orders_and_answers(bench, test_split, files):
     mesh = build_mesh("data_tensor")
     model = load_vlm(bench.model.folder, mesh, jnp.float32, progress=False)
-    there = measure.make_bench(model, test_split, None, SETTINGS)
+    there = measure.make_bench(model, test_split, None, SETTINGS, files)
     np.testing.assert_allclose(there.test.features, bench.test.features, rtol=1e-4, atol=1e-5)
     orders = [
         trained_order(b.model, stepprune(), b.test, steps=2, batch_size=4) for b in (bench, there)

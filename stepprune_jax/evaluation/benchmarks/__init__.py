@@ -1,9 +1,18 @@
-"""The public benchmarks: numpy and the standard library only, so that scoring needs no jax.
+"""The benchmarks: numpy and the standard library only, so that scoring needs no jax.
 
-One module a benchmark. `BENCHMARKS` names them all.
+One module a benchmark, the shapes world among them. `BENCHMARKS` names them all.
 """
 
-from stepprune_jax.evaluation.benchmarks import gqa, mmbench, mme, pope, scienceqa, textvqa, vqav2
+from stepprune_jax.evaluation.benchmarks import (
+    gqa,
+    mmbench,
+    mme,
+    pope,
+    scienceqa,
+    shapes,
+    textvqa,
+    vqav2,
+)
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
 
 _ALL = (
@@ -15,6 +24,7 @@ _ALL = (
     scienceqa.BENCHMARK,
     vqav2.BENCHMARK,
     textvqa.BENCHMARK,
+    shapes.BENCHMARK,
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 

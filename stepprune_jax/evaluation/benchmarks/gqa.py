@@ -178,6 +178,28 @@ def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, An
     return mean_percent([prediction == question.answer for question, prediction in scored]), parts
 
 
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    path = layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
+    questions = read_questions(path)
+    return [
+        float(predicted(row.text) == questions[row.id].answer) if row.id in questions else None
+        for row in read_answers(answers)
+    ]
+
+
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     """Writes the predictions file that the official program reads.
 
@@ -212,4 +234,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"missing": ("refuse", "leave-out")},
+    judge=judge,
 )

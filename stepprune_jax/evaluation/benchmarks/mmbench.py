@@ -187,20 +187,10 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
         FileNotFoundError: a file is missing.
         ValueError: a file is not what it should be, or the answers are to another file.
     """
-    name = edition.dev
-    submit = (
-        f"the test split is scored by the server only: write a submission with `python -m "
-        f"stepprune_jax.evaluation.convert {edition.name}` and upload it at {SERVER}"
-    )
-    path = _find(root, edition).get(name)
-    if path is None:
-        raise FileNotFoundError(f"no {name} in {root}: get it from {_SOURCE}; {submit}")
-    table = _table(path)
-    if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
-        raise ValueError(f"{path}: index {unknown}: no letter in a column answer; {submit}")
+    name, table = edition.dev, _read_dev(root, edition)
     rows = _one_round(answers)
     if all(row.id not in table for row in rows):
-        raise ValueError(f"{answers}: no answer is to a question of {name}; {submit}")
+        raise ValueError(f"{answers}: no answer is to a question of {name}; {_submit(edition)}")
     warnings: list[str] = []
     kept = latest(rows, table, warnings)
     questions = _questions(table, kept)
@@ -216,6 +206,55 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
         warnings += layout.size_warnings(f"{name}, rows", len(table), edition.size[0])
         warnings += layout.size_warnings(f"{name}, questions", len(questions), edition.size[1])
     return Score(mean_percent(q.right for q in questions), parts, warnings)
+
+
+def judge(
+    root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH
+) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+        edition: the language.
+
+    Returns:
+        1 for a right answer to this row, 0 for a wrong one, None where it is not in the dev file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    table = _read_dev(root, edition)
+    return [
+        float(option_letter(row.text, options_of(table[row.id])) == table[row.id]["answer"])
+        if row.id in table
+        else None
+        for row in _one_round(answers)
+    ]
+
+
+def _submit(edition: Edition) -> str:
+    """What to do about the test split."""
+    return (
+        f"the test split is scored by the server only: write a submission with `python -m "
+        f"stepprune_jax.evaluation.convert {edition.name}` and upload it at {SERVER}"
+    )
+
+
+def _read_dev(root: str | Path, edition: Edition) -> dict[str, Row]:
+    """The rows of the dev file with their answers, without the pictures."""
+    path = _find(root, edition).get(edition.dev)
+    if path is None:
+        raise FileNotFoundError(
+            f"no {edition.dev} in {root}: get it from {_SOURCE}; {_submit(edition)}"
+        )
+    table = _table(path)
+    if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
+        raise ValueError(
+            f"{path}: index {unknown}: no letter in a column answer; {_submit(edition)}"
+        )
+    return table
 
 
 class _Outcome(NamedTuple):
@@ -346,6 +385,7 @@ def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
         score=partial(score, edition=edition),
         convert=partial(convert, edition=edition),
         options={},
+        judge=partial(judge, edition=edition),
     )
 
 

@@ -141,6 +141,27 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
     return Score(_total(parts), {**parts, "by_position": beside, **counts}, warnings)
 
 
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    release = _read_release(layout.folder(root, "MME"))
+    return [
+        float(Line(release[row.id], on_one_line(row.text)).right) if row.id in release else None
+        for row in _matched(read_answers(answers), release)
+    ]
+
+
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     """Writes the text files that MME's own program reads.
 
@@ -309,4 +330,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"pairs": PAIRS},
+    judge=judge,
 )

@@ -122,6 +122,27 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
     )
 
 
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    questions, _ = _read_questions(layout.folder(root, "pope"))
+    return [
+        float(says_yes(row.text) == questions[row.id].label) if row.id in questions else None
+        for row in read_answers(answers)
+    ]
+
+
 def _percent(part: int, whole: int) -> float:
     """A share in percent, 0 of nothing."""
     return 100 * part / whole if whole else 0.0
@@ -229,4 +250,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={"join": JOINS},
+    judge=judge,
 )

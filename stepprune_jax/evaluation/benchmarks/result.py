@@ -41,6 +41,8 @@ class Benchmark(NamedTuple):
         convert: `convert(root, answers, out)`, which writes the official submission or text files
             and returns their path; None where the official program reads the answers themselves.
         options: keyword options of `score`, each with its values, the default first.
+        judge: `judge(root, answers)`, what each line of the answer file is worth on its own, from
+            0 to 1, or None where that is not known; the headline need not be their mean.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Benchmark(NamedTuple):
     score: Callable[..., Score]
     convert: Callable[[Path, Path, Path], Path] | None
     options: Mapping[str, tuple[str, ...]]
+    judge: Callable[[Path, Path], list[float | None]]
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:

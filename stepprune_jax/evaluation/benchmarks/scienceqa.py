@@ -99,6 +99,27 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(_percent(right, seen), parts, warnings)
 
 
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    problems = _read_problems(layout.folder(root, "scienceqa"))
+    return [
+        float(letter(row.text) == problems[row.id].answer) if row.id in problems else None
+        for row in read_answers(answers)
+    ]
+
+
 def _percent(right: set[str], names: Collection[str]) -> float:
     """How many of these questions are right, in percent; 0 of none."""
     return 100 * len(right.intersection(names)) / max(len(names), 1)
@@ -142,4 +163,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={},
+    judge=judge,
 )

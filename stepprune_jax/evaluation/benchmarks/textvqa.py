@@ -111,10 +111,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     people = read_people(path)
     rows = read_answers(answers)
     keys = [_key(row, people, path) for row in rows]
-    accuracies = [
-        soft_accuracy(normalise(row.text), [normalise(answer) for answer in people[key]])
-        for row, key in zip(rows, keys, strict=True)
-    ]
+    accuracies = [_accuracy(row.text, people[key]) for row, key in zip(rows, keys, strict=True)]
     with_ocr = sum(_OCR_LINE in row.prompt or row.prompt.startswith(_OLD_OCR) for row in rows)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_QUESTIONS)
     if not len(rows) == len(set(keys)) == len(people):
@@ -129,6 +126,30 @@ def score(root: str | Path, answers: str | Path) -> Score:
         )
     parts = {"samples": len(rows), "with_ocr": with_ocr}
     return Score(mean_percent(accuracies), parts, warnings)
+
+
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        The soft accuracy from 0 to 1.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
+    people = read_people(path)
+    return [_accuracy(row.text, people[_key(row, people, path)]) for row in read_answers(answers)]
+
+
+def _accuracy(text: str, answers: list[str]) -> float:
+    """Soft accuracy of one answer."""
+    return soft_accuracy(normalise(text), [normalise(answer) for answer in answers])
 
 
 def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
@@ -154,4 +175,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={},
+    judge=judge,
 )

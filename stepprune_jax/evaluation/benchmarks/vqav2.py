@@ -123,13 +123,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         FileNotFoundError: a file is missing.
         ValueError: a file is not what it should be, or the answers are to other questions.
     """
-    path = layout.folder(root, "vqav2") / ANNOTATIONS
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no file at {path}: only the validation split can be scored here, with the "
-            f"annotations of {_SOURCE}; {_SUBMIT}"
-        )
-    people = read_people(path)
+    people = read_people(_annotations(root))
     rows = read_answers(answers)
     known = sum(row.id in people for row in rows)
     if not known:
@@ -146,6 +140,38 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     as_written, written_parts = _accuracies(kept, people, str)
     parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(kept)}
     return Score(overall, parts, warnings)
+
+
+def judge(root: str | Path, answers: str | Path) -> list[float | None]:
+    """Says what each line of an answer file is worth.
+
+    Args:
+        root: as for `score`.
+        answers: answer file.
+
+    Returns:
+        The accuracy from 0 to 1, None where the question is not an annotated one.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be.
+    """
+    people = read_people(_annotations(root))
+    return [
+        accuracy(normalise(row.text), people[row.id].answers) if row.id in people else None
+        for row in read_answers(answers)
+    ]
+
+
+def _annotations(root: str | Path) -> Path:
+    """The validation split's annotations, the only ones that are public."""
+    path = layout.folder(root, "vqav2") / ANNOTATIONS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file at {path}: only the validation split can be scored here, with the "
+            f"annotations of {_SOURCE}; {_SUBMIT}"
+        )
+    return path
 
 
 def _accuracies(
@@ -225,4 +251,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"missing": ("refuse", "leave-out")},
+    judge=judge,
 )

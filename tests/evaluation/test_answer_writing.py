@@ -1,0 +1,163 @@
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.evaluation.answer_files import (
+    AnswerFile,
+    Card,
+    Line,
+    append,
+    as_object,
+    claim,
+    outstanding,
+    questions_digest,
+    read_files,
+    write_whole,
+)
+from stepprune_jax.evaluation.benchmarks.answers import read_answers
+from stepprune_jax.evaluation.benchmarks.questions import Asked
+
+# The third has the id of the first, as TextVQA's may; the last is the second once more.
+ASKED = [
+    Asked("a", "Is it?", "Is it?", None),
+    Asked(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
+    Asked("a", "Was it?", "Was it?", None),
+    Asked("b", "\ud800", "\ud800", None),
+    Asked(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
+]
+
+
+def card(**fields):
+    about = {
+        "benchmark": "pope", "questions": questions_digest(ASKED[:3]), "asked": 5,
+        "method": "StepPrune", "mode": "adaptive", "pruning_rate": 66.7, "num_tokens": 9,
+        "stop_bias": 0.25, "model": "tiny", "made": {"policy": "p", "positions": "original"},
+    }  # fmt: skip
+    return Card(**(about | fields))
+
+
+@pytest.fixture
+def file(tmp_path):
+    found = AnswerFile.of(tmp_path, card())
+    claim(found)
+    return found
+
+
+def lines(file, *numbers):
+    return [as_object(file, n, ASKED[n], Line(f"said {n}", n, 1.5)) for n in numbers]
+
+
+def said(file):
+    return [json.loads(line)["text"] for line in file.path.read_text().splitlines()]
+
+
+def test_lines_have_the_fields_of_llava_in_its_order(file):
+    (plain,) = lines(file, 0)
+    assert list(plain) == [
+        "question_id", "prompt", "text", "answer_id", "model_id", "metadata", "kept", "ms",
+    ]  # fmt: skip
+    value = as_object(file, 1, ASKED[1], Line("A", 2, 0.12345, (5, 3)))
+    assert list(value) == [
+        "question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id",
+        "metadata", "kept", "ms", "order",
+    ]  # fmt: skip
+    assert value["question_id"] == 7 and value["prompt"] == "Which?" and value["order"] == [5, 3]
+    assert value["kept"] == 2 and value["ms"] == 0.123 and value["model_id"] == "tiny"
+    assert file.path.name == "stepprune-adaptive-66.7.jsonl" and file.path.parent.name == "pope"
+
+
+def test_names_tell_rows_apart():
+    rows = [
+        {"method": "all tokens", "mode": "exact", "pruning_rate": 0.0},
+        {"method": "StepPrune, own stop", "pruning_rate": None},
+        {"mode": "exact"},
+        {"method": "[CLS] top-K"},
+    ]
+    assert [card(**row).slug for row in rows] == [
+        "all-tokens", "stepprune-own-stop", "stepprune-exact-66.7", "cls-top-k-adaptive-66.7",
+    ]  # fmt: skip
+
+
+def test_what_is_missing_is_what_was_not_answered(file):
+    assert outstanding(file, ASKED) == [0, 1, 2, 3, 4]
+    append(file.path, lines(file, 2, 1))
+    assert outstanding(file, ASKED) == [0, 3, 4]
+    assert said(file) == ["said 1", "said 2"]
+    append(file.path, lines(file, 0, 3, 1))  # the first answer to a question that is listed twice
+    assert outstanding(file, ASKED) == []
+    assert said(file) == ["said 0", "said 1", "said 2", "said 3", "said 1"]
+    assert [row.text for row in read_answers(file.path)] == said(file)
+
+
+def test_an_answer_too_many_is_dropped(file):
+    append(file.path, lines(file, 0, 0, 2))
+    assert outstanding(file, ASKED) == [1, 3, 4]
+    assert said(file) == ["said 0", "said 2"]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30
+)
+@given(st.permutations(range(5)), st.integers(0, 5), st.integers(0, 400), st.integers(0, 2))
+def test_any_interruption_of_any_process_is_gone_on_with(file, order, share, cut, part):
+    for path in file.parts():
+        path.unlink()
+    append(file.part(0), lines(file, *order[:share]))
+    append(file.part(2), lines(file, *order[share:]))
+    stopped = file.part(part)
+    if stopped.is_file():
+        stopped.write_bytes(stopped.read_bytes()[:cut])
+    missing = outstanding(file, ASKED)
+    assert file.parts() in ([file.path], [])
+    append(file.part(1), lines(file, *missing))
+    assert outstanding(file, ASKED) == []
+    found = [json.loads(line) for line in file.path.read_text().splitlines()]
+    assert [(v["question_id"], v["prompt"]) for v in found] == [
+        (q.question_id, q.prompt) for q in ASKED
+    ]
+
+
+def test_a_whole_last_line_without_an_end_is_kept(file):
+    append(file.path, lines(file, 0, 1))
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole[:-1])
+    assert outstanding(file, ASKED) == [2, 3, 4]
+    assert file.path.read_bytes() == whole
+
+
+def test_a_broken_line_in_the_middle_is_named(file):
+    append(file.path, lines(file, 0))
+    with file.path.open("a") as out:
+        out.write('{"question_id": 7}\n')
+    with pytest.raises(ValueError, match=r"66.7.jsonl: line 2: expected an object with"):
+        outstanding(file, ASKED)
+
+
+def test_answers_to_other_questions_are_refused(file):
+    append(file.path, lines(file, 0))
+    with pytest.raises(ValueError, match="question 'a' with the prompt 'Is it"):
+        outstanding(file, ASKED[1:])
+
+
+def test_other_settings_do_not_add_to_a_file(file):
+    append(file.path, lines(file, 0))
+    claim(file)
+    other = card(stop_bias=0.5, made={"policy": "q", "positions": "original"})
+    with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
+        claim(AnswerFile.of(file.path.parents[1], other))
+    file.card_path.unlink()
+    with pytest.raises(ValueError, match=r"no stepprune-adaptive-66.7.json beside it"):
+        claim(file)
+
+
+def test_cards_are_read_again(file, tmp_path):
+    write_whole(file, ASKED, [Line("x", 0, 1.0)] * 5)
+    write_whole(file, ASKED, [Line("y", 0, 1.0)] * 5)
+    empty = AnswerFile.of(tmp_path, card(method="grid"))
+    claim(empty)
+    assert read_files(tmp_path / "pope") == [file] and said(file) == ["y"] * 5
+    (tmp_path / "pope" / "poem.json").write_text('{"line": 1}')
+    with pytest.raises(ValueError, match=r"poem.json is not the card of an answer file"):
+        read_files(tmp_path / "pope")
