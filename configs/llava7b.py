@@ -60,6 +60,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0  # silent; configs/shapes.py
     c.optimizer.b1 = 0.9  # silent; configs/shapes.py
     c.optimizer.b2 = 0.999  # silent; configs/shapes.py
+    c.optimizer.muon_lr = 0.0  # Sec. 4.1: AdamW
 
     set_policy(c.policy, literal)
     c.autoselect.width = 1024
@@ -90,8 +91,10 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
     policy.stop_bias = -1.0  # silent
     policy.estimator = "parallel"  # changed
     policy.score_space = "log"  # changed
-    policy.polarisation_temperature = 0.3  # silent
+    policy.temperature = 0.5  # silent
+    policy.polarisation_temperature = 0.2  # silent
+    policy.polarisation_share = 0.5  # changed
     policy.soft_budget = "straight_through"  # changed
-    policy.batch_budget = "mix"  # changed
-    policy.random_budget = (0.02, 0.5)  # changed, for the rows that have one
+    policy.batch_budget = "probe"  # changed
+    policy.random_budget = (0.02, 0.5)  # changed
     policy.price_range = 2.0  # changed

@@ -58,7 +58,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
-    c.optimizer.muon_lr = 0.0  # of Muon, for matrices; 0: AdamW for all weights
+    c.optimizer.muon_lr = 0.02  # of Muon, for matrices; 0: AdamW for all weights
 
     c.accelerator = ConfigDict()  # read by --dry_run alone
     c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
@@ -114,7 +114,11 @@ def policy_fields(reading: str) -> ConfigDict:
     if reading == "literal":
         shape = PolicyConfig.literal(**size)
     else:
-        shape = PolicyConfig(**size, random_budget=(0.02, 0.5), price_range=2.0, length_weight=0.3)
+        shape = PolicyConfig(
+            **size, batch_budget="probe", random_budget=(0.02, 0.5), price_range=2.0,
+            length_weight=0.3, temperature=0.5, polarisation_temperature=0.2,
+            polarisation_share=0.5,
+        )  # fmt: skip
     fields = dataclasses.asdict(shape)
     for name in ("feature_width", "text_width"):
         del fields[name]
@@ -126,7 +130,7 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight", "price_range", "order_share", "probe_weight",
+    "length_weight", "price_range", "probe_weight",
     "polarisation_start", "polarisation_share",
 )  # fmt: skip
 

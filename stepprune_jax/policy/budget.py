@@ -17,21 +17,19 @@ def draw_limits(
     config: PolicyConfig,
     num_tokens: Int[Array, "b"],
     steps: int,
-    progress: ArrayLike = 1.0,
 ) -> tuple[Limits, Bool[Array, "b"]]:
     """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
 
     `"own"` leaves the count to the policy. `"random"` gives every row an exact budget, log-uniform
     over `config.random_budget` times N: it teaches the order at every budget. `"mix"` does so for
-    every other row, so that order and stop are learned together, once a share
-    `config.order_share` of training is over; before, all rows have one.
+    every other row, so that order and stop are learned together; `"probe"` for all, and
+    all count as stopping by themselves.
 
     Args:
       key: PRNG key; consumed.
       config: Policy configuration.
       num_tokens: N of each row, without its padding.
       steps: T_max.
-      progress: Share of training done, in [0, 1].
     """
     batch = num_tokens.shape[0]
     low, high = (math.log(share) for share in config.random_budget)
@@ -41,7 +39,7 @@ def draw_limits(
         "own": jnp.ones(batch, bool),
         "random": jnp.zeros(batch, bool),
         "probe": jnp.ones(batch, bool),
-        "mix": (jnp.arange(batch) % 2 == 0) & (jnp.asarray(progress) >= config.order_share),
+        "mix": jnp.arange(batch) % 2 == 0,
     }[config.batch_budget]
     free = own & (config.batch_budget != "probe")
     least = jnp.where(free, min(config.min_tokens, steps), drawn)
@@ -82,20 +80,23 @@ def update_running_count(
 
 
 def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b"]:
-    """What stands for the count in gradients: E[K], or for a probe the decision behind the budget.
+    """What stands for the count in gradients: E[K], or for a probe the decisions before its budget.
 
-    That decision is the probability to go on, sigmoid(-margin / stop_temperature), times
-    `config.probe_weight`. Its gradient is (dL/dk + price), the cost of one more token, so it learns
-    to go on where the language-model loss falls by more than the price. No row need stop there by
-    itself: all counts are visited, also by a policy that would never reach them.
+    These are the probabilities to go on, sigmoid(-margin / stop_temperature), averaged over the
+    second half of the budget, times `config.probe_weight`. Their gradient is (dL/dk + price), the
+    cost of one more token at the budget: a policy learns to go on where the language-model loss
+    falls by more than the price, then or up to twice as far on. (Where the gain of tokens grows at
+    first, as in a vote, the next token alone is never worth it.) No row need stop there by itself:
+    all counts are visited, also by a policy that would never reach them.
     """
     if config.batch_budget != "probe":
         return expected_count(trajectory.stop_prob)
-    steps = trajectory.margin.shape[1]
-    last = jnp.minimum(trajectory.count, steps - 1)
-    margin = jnp.take_along_axis(trajectory.margin, last[:, None], axis=1)[:, 0]
-    go_on = jax.nn.sigmoid(-margin / config.stop_temperature)
-    return config.probe_weight * jnp.where(trajectory.count < steps, go_on, 0)
+    step = jnp.arange(trajectory.margin.shape[1])
+    count = trajectory.count[:, None]
+    asked = (step >= config.min_tokens) & (2 * step >= count) & (step <= count)
+    go_on = jax.nn.sigmoid(-trajectory.margin / config.stop_temperature)
+    total, asked_times = jnp.sum(jnp.where(asked, go_on, 0), axis=1), jnp.sum(asked, axis=1)
+    return config.probe_weight * total / jnp.maximum(asked_times, 1)
 
 
 def soft_budget(

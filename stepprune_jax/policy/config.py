@@ -67,12 +67,10 @@ class PolicyConfig:
       soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
         `"straight_through"` K_b with the gradient of its expectation.
       batch_budget: Rows trained at their own count, at a random budget, or half and half (`"mix"`).
-        With `"probe"` every row has a random budget, and the stop learns where the budget ends:
-        whether one more token would have been worth its price.
+        With `"probe"` every row has a random budget, and the stop learns before its end: whether
+        it was worth the price to go on (`differentiable_count`).
       probe_weight: Factor on the gradient of those decisions.
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
-      order_share: Share of training over which every row of a `"mix"` has a random budget: the
-        order is learned before the stop. `gate` is told how far training is.
       gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
       length_weight: lambda of Eq. (15).
       price_range: Rows that stop by themselves are trained at a price of their own, lambda e^u with
@@ -111,7 +109,6 @@ class PolicyConfig:
     batch_budget: str = "mix"
     random_budget: tuple[Number, Number] = (0.08, 0.36)
     probe_weight: Number = 10.0
-    order_share: Number = 0.0
     gate: str = "vp"
     length_weight: Number = 0.3
     price_range: Number = 0.0
@@ -132,8 +129,8 @@ class PolicyConfig:
         self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
         for name in ("length_weight", "price_range"):
             self._require(name, getattr(self, name) >= 0, "a number >= 0")
-        for name in ("order_share", "polarisation_share"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "a share from 0 to 1")
+        share = 0 <= self.polarisation_share <= 1
+        self._require("polarisation_share", share, "a share from 0 to 1")
         low, high = self.random_budget
         self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:

@@ -127,7 +127,8 @@ def gate(
       running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
       stop_bias: Added to the stop logits.
       max_steps: T_max; default `config.steps(n)`.
-      progress: Share of training done, in [0, 1]; read where `config.order_share` is above 0.
+      progress: Share of training done, in [0, 1]; sets the temperature of SoftTopK where
+        `config.polarisation_share` is above 0.
 
     Returns:
       The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
@@ -138,7 +139,7 @@ def gate(
     slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     steps = config.steps(n) if max_steps is None else max_steps
-    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps, progress)
+    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(
