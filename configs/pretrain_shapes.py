@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = ""  # empty: the shapes world, written to workdir/data
     c.data.train_scenes = 24000
     c.data.seed = 1000  # not that of any other split
-    c.data.emphasis = 2.5  # factor on the families that are learned last
+    c.data.emphasis = 1.0  # factor on the families that are learned last
 
     c.model = ConfigDict()
     c.model.image_size = 96
