@@ -15,11 +15,13 @@ from stepprune_jax.evaluation.evaluate import evaluate
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote.")
+_POLICY = flags.DEFINE_string("policy", None, "Policy file, in place of the workdir's own.")
 
 
 def main() -> None:
     """Reads the flags and evaluates."""
-    evaluate(_CONFIG.value, _WORKDIR.value, command=shlex.join(["python", *sys.argv]))
+    command = shlex.join(["python", *sys.argv])
+    evaluate(_CONFIG.value, _WORKDIR.value, policy=_POLICY.value, command=command)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from ml_collections import config_flags
 from stepprune_jax import distributed, program
 from stepprune_jax.training import train
 from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
+from stepprune_jax.training.profile import read_window
 from stepprune_jax.user_input import user_input
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -18,6 +19,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for metrics and checkpoi
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check configuration and data, say memory, operations and hours, and leave."
 )
+_PROFILE = flags.DEFINE_string("profile", None, "FIRST:LAST, updates to profile, from 1.")
 
 
 def main() -> None:
@@ -27,9 +29,12 @@ def main() -> None:
             use_virtual_devices(_CONFIG.value)
         dry_run(_CONFIG.value, _WORKDIR.value)
         return
+    window = None
     with user_input():
         distributed.start()
-    train(_CONFIG.value, _WORKDIR.value)
+        if _PROFILE.value is not None:
+            window = read_window(_PROFILE.value, _CONFIG.value.steps)
+    train(_CONFIG.value, _WORKDIR.value, window)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.log_every = 10
     c.checkpoint_every = 100
     c.keep_checkpoints = 2
+    c.max_skipped = 10  # updates in a row without finite loss and gradient before the run stops
     c.tensorboard = False
+    c.wandb = ""  # a project of Weights & Biases
 
     c.model = ConfigDict()
     c.model.folder = ""  # or a hub id; empty: the small LLaVA of the shapes world
@@ -64,6 +66,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
     c.accelerator.count = 1  # devices to plan for, where jax sees no accelerators
     c.accelerator.utilisation = 0.4  # share of the peak that is assumed
+
+    c.validation = validation_fields()
 
     c.eval = ConfigDict()
     c.eval.budgets = (48, 32, 16)
@@ -105,6 +109,18 @@ def data_fields() -> ConfigDict:
     c.cache_gb = 2.0
     c.threads = 2  # that make batches
     c.workers = 0  # processes that make batches, instead of threads
+    return c
+
+
+def validation_fields() -> ConfigDict:
+    """Questions that are asked while a policy is trained."""
+    c = ConfigDict()
+    c.every = 0  # updates between them; 0: none
+    c.folder = ""  # with validation.jsonl, validation_answers.jsonl, images/; empty: the data's
+    c.questions = 64
+    c.budget = 0  # tokens to keep; 0: where the policy stops
+    c.max_new_tokens = 3
+    c.overlays = 4  # questions of which a picture is drawn
     return c
 
 

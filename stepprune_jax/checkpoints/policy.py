@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,15 +46,22 @@ class Policy(NamedTuple):
     @property
     def method(self) -> str:
         """One of `METHODS`: "stepprune" or "autoselect"."""
-        return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
+        return config_metadata(self.config)["method"]
 
 
-def save_policy(policy: Policy, path: str | Path) -> Path:
+def config_metadata(config: PolicyConfig | AutoSelectConfig) -> dict[str, str]:
+    """A policy's method and configuration, as the metadata of its file have them."""
+    method = next(name for name, kind in METHODS.items() if isinstance(config, kind))
+    return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
+
+
+def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None = None) -> Path:
     """Writes a policy as one safetensors file, which appears only when it is complete.
 
     Args:
         policy: the policy; its weights may be sharded.
         path: the file; folders on the way are created.
+        about: how it was trained, as JSON has it; for people, not read by `load_policy`.
 
     Returns:
         The path.
@@ -75,12 +83,13 @@ def save_policy(policy: Policy, path: str | Path) -> Path:
     arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in wanted}
     metadata = {
         "kind": FORMAT,
-        "method": policy.method,
         "version": str(VERSION),
         "package_version": _package_version(),
-        "config": json.dumps(dataclasses.asdict(policy.config)),
         "stop_bias": json.dumps(float(policy.stop_bias)),
+        **config_metadata(policy.config),
     }
+    if about is not None:
+        metadata["about"] = json.dumps(about)
     path.parent.mkdir(parents=True, exist_ok=True)
     specs = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     safetensors.write_file(path, specs, arrays.values(), metadata)
@@ -119,12 +128,7 @@ def load_policy(path: str | Path) -> Policy:
             f"{path} has format version {metadata.get('version')}, this package reads {VERSION}; "
             f"it was written by version {metadata.get('package_version')} of the package"
         )
-    method = metadata.get("method", "stepprune")
-    if method not in METHODS:
-        raise ValueError(
-            f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
-        )
-    config = _read_config(path, metadata.get("config", ""), METHODS[method])
+    config = read_config(path, metadata)
     try:
         stop_bias = float(json.loads(metadata.get("stop_bias", "0")))
     except (TypeError, ValueError) as error:
@@ -200,10 +204,27 @@ def _problems(wanted: dict[str, Any], found: dict[str, tuple[tuple, Any]]) -> st
     return "\n".join(lines)
 
 
-def _read_config(path: Path, text: str, kind: type) -> Any:
-    """Parses the configuration, naming the file with whatever is wrong."""
+def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoSelectConfig:
+    """The configuration of a policy.
+
+    Args:
+        path: where the metadata stand, for messages.
+        metadata: as of `config_metadata`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: an unknown method or field, or a bad value; the message names the file.
+    """
+    method = metadata.get("method", "stepprune")
+    if method not in METHODS:
+        raise ValueError(
+            f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
+        )
+    kind = METHODS[method]
     try:
-        fields = json.loads(text)
+        fields = json.loads(metadata.get("config", ""))
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: its {kind.__name__} is not JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -139,6 +139,19 @@ class Corpus:
         """The picture of a row."""
         return self._root / self._names[self._image[number]]
 
+    def describe(self, number: int) -> dict[str, Any]:
+        """A row as its file has it: number and id of its sample, number of its question, picture.
+
+        The question is None if the row is the whole conversation.
+        """
+        sample, pair = int(self._sample[number]), int(self._pair[number])
+        return {
+            "sample": sample,
+            "id": self._entries[sample].get("id"),
+            "question": None if pair < 0 else pair,
+            "image": self._names[self._image[number]],
+        }
+
     def where(self, number: int) -> str:
         """File and sample of a row, for messages."""
         return f"{self.file}: sample {self._sample[number]}"

@@ -97,7 +97,7 @@ def trained_order(
     mesh = mesh_of(model.params)
     params, stats = beside(model.params, (policy.params, policy.stats))
     orders, margins, seconds = [], [], 0.0
-    for rows, count in _batches(len(split.image_of), batch_size):
+    for rows, count in batches(len(split.image_of), batch_size):
         features, ids, length = place_rows(
             mesh, (split.features[split.image_of[rows]], split.words[rows], split.num_words[rows])
         )
@@ -123,8 +123,13 @@ def trained_order(
     )  # fmt: skip
 
 
-def _batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Row numbers of each batch, the last one filled up, and how many are real."""
+def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Row numbers of each batch, the last one filled up, and how many are real.
+
+    Args:
+        total: rows.
+        size: of every batch.
+    """
     for first in range(0, total, size):
         rows = np.arange(first, first + size)
         yield np.minimum(rows, total - 1), min(size, total - first)

@@ -11,6 +11,7 @@ from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
 from stepprune_jax.evaluation.score import DATA
 from stepprune_jax.evaluation.tables import ALL
 from stepprune_jax.generate.prefix import check_positions
+from stepprune_jax.user_input import nearest
 
 # The policy that the run in the working directory trained.
 DEFAULT = "StepPrune"
@@ -98,7 +99,7 @@ def read_settings(config: Any) -> Settings:
     if unknown:
         raise ValueError(
             f"config.eval has unknown field(s) {', '.join(unknown)}; it has "
-            f"{', '.join(Settings._fields)}"
+            f"{', '.join(Settings._fields)}.{nearest(unknown[0], Settings._fields)}"
         )
     given |= {name: tuple(given[name]) for name in ("budgets", "adaptive") if name in given}
     settings = Settings(**given)

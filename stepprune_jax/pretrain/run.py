@@ -80,9 +80,7 @@ def _run_stage(
         if done == stage.steps:
             return state
         print(f"{stage.name}: step {done} of {stage.steps}", flush=True)
-        with contextlib.closing(
-            MetricsLog(folder, done, stage.steps, stage.batch_size, False)
-        ) as log:
+        with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
             for step in range(done, stage.steps):
                 rows = batch_indices(config.seed, step, stage.batch_size, total)
                 state, scalars = stage.update(step, state, rows)

@@ -1,7 +1,7 @@
 """Conversations as batches: the batch of a step is a pure function of seed and step."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
 
-from stepprune_jax.data.corpus import Corpus, Lengths
+from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.order import Order
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.step import Batch
@@ -84,6 +84,10 @@ class Batches:
         """Rows of batch `step`, over all hosts."""
         return self._order.indices(step)
 
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """What the rows of batch `step` are, over all hosts; see `Corpus.describe`."""
+        return [self._corpus.describe(row) for row in self.indices(step).tolist()]
+
     def first_images(self, count: int) -> list[Path]:
         """Up to `count` distinct pictures that can be read, in the order that training has them."""
         found: dict[Path, bool] = {}
@@ -110,13 +114,8 @@ class Batches:
         widths = self.bucket(indices)
         numbers, pixels = self._readable(indices)
         rows = self._corpus.rows(numbers)
-        ids, length = _padded([row.ids for row in rows], widths.ids)
         text, text_length = _padded([row.text for row in rows], widths.text)
-        place, count = _padded([row.place for row in rows], widths.targets)
-        target, _ = _padded([row.target for row in rows], widths.targets)
-        supervised = np.arange(widths.targets) < count[:, None]
-        targets = Targets(ids, length, place, target, supervised)
-        return Batch(pixels, text, text_length, targets)
+        return Batch(pixels, text, text_length, stack_targets(rows, widths.ids, widths.targets))
 
     @user_input()  # pictures are read while training goes on
     def _readable(
@@ -215,6 +214,20 @@ class _Steps:
 
     def __getitem__(self, number: int) -> Batch:
         return self._batches[self._first + int(number)]
+
+
+def stack_targets(rows: Sequence[Row], ids: int, targets: int) -> Targets:
+    """Conversations as one batch.
+
+    Args:
+        rows: the conversations.
+        ids: width that ids are padded to.
+        targets: width that supervised tokens are padded to.
+    """
+    tokens, length = _padded([row.ids for row in rows], ids)
+    place, count = _padded([row.place for row in rows], targets)
+    target, _ = _padded([row.target for row in rows], targets)
+    return Targets(tokens, length, place, target, np.arange(targets) < count[:, None])
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:

@@ -1,5 +1,6 @@
 """A run's folder: what it is a run of, and states to go on from."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,6 +59,58 @@ class Restored(NamedTuple):
     step: int
     saved: Any
     about: dict[str, Any]
+
+
+def read_latest(workdir: Path) -> Restored:
+    """The latest checkpoint that is not damaged, read without knowing what it is of.
+
+    Changes nothing, so that it may be called while the run goes on.
+
+    Args:
+        workdir: folder of the run.
+
+    Returns:
+        The checkpoint, its arrays on the first device, in dictionaries by field.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: all are damaged.
+    """
+    folder = workdir / FOLDER
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{workdir} has no {FOLDER}/: expected the --workdir of train.py")
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    problems = []
+    with contextlib.closing(
+        ocp.CheckpointManager(folder, options=options, item_handlers=_handlers())
+    ) as manager:
+        for step in sorted(manager.all_steps(), reverse=True):
+            problem = _damage(folder / str(step))
+            if problem:
+                problems.append(f"checkpoint {step} of {folder} is damaged ({problem})")
+                continue
+            parts = ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(_here(manager.item_metadata(step)["arrays"])),
+                beside=ocp.args.JsonRestore(),
+            )
+            found = manager.restore(step, args=parts)
+            for text in problems:
+                print(f"warning: {text}; taking {step}", file=sys.stderr, flush=True)
+            return Restored(step, found.arrays, found.beside["about"])
+    if problems:
+        raise ValueError("; ".join(problems))
+    raise FileNotFoundError(f"{folder} holds no checkpoint yet")
+
+
+def _here(tree: Any) -> Any:
+    """The shapes of a tree's leaves, to be restored to the first device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+
+
+def _handlers() -> dict[str, Any]:
+    """How the parts of a checkpoint are written and read."""
+    return {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
 
 
 def model_identity(source: Source) -> str:
@@ -151,12 +204,7 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
         )
         self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=options,
-            item_handlers={
-                "arrays": ocp.StandardCheckpointHandler(),
-                "beside": ocp.JsonCheckpointHandler(),
-            },
+            self._folder, options=options, item_handlers=_handlers()
         )
 
     @property

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.generate.placement import constrain_rows
 from stepprune_jax.models import vlm
+from stepprune_jax.policy import Pruned
 
 
 class Targets(NamedTuple):
@@ -134,12 +135,31 @@ _row_losses.defvjp(_losses_and_slopes, _slopes_times)
 
 def _read(reading: Reading, params, tokens, targets: Targets) -> Float[Array, " b"]:
     """Runs projector and language model over whole rows; summed cross-entropy of each."""
-    (b, n, _), config = tokens.shape, reading.model
-    visual = vlm.project(params, config, tokens)[:, None]
-    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, 1, n))
+    b, n, _ = tokens.shape
+    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
+    return row_losses(params, reading, Pruned(index, tokens, index >= 0, index[:, 0] + n), targets)
+
+
+def row_losses(
+    params: dict[str, Any], reading: Reading, kept: Pruned, targets: Targets
+) -> Float[Array, " b"]:
+    """Cross-entropy of conversations of which the model sees some visual tokens alone.
+
+    Args:
+        params: the frozen model's weights.
+        reading: how it is run; all rows at once.
+        kept: visual tokens of each row, in the tower's space; read at their original positions.
+        targets: conversations and what is supervised. `place` is counted as if as many visual
+            tokens were there as `kept` has room for.
+
+    Returns:
+        In nats, float32, summed over each row's supervised tokens.
+    """
+    config, k = reading.model, kept.tokens.shape[1]
+    visual = vlm.project(params, config, kept.tokens)[:, None]
     sequence = vlm.assemble(
-        params, config, targets.ids, targets.length, visual, jnp.ones((b, 1, n), bool), index,
-        "original", capacity=targets.ids.shape[1] - 1 + n,
+        params, config, targets.ids, targets.length, visual, kept.valid[:, None],
+        kept.index[:, None], "original", capacity=targets.ids.shape[1] - 1 + k,
     )  # fmt: skip
     embeddings = constrain_rows(reading.mesh, sequence.embeddings)
     valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
@@ -149,7 +169,8 @@ def _read(reading: Reading, params, tokens, targets: Targets) -> Float[Array, " 
     ).hidden  # fmt: skip
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
-    hidden = jnp.take_along_axis(hidden, targets.place[..., None], axis=1)
+    place = jnp.maximum(targets.place - (k - kept.count)[:, None], 0)
+    hidden = jnp.take_along_axis(hidden, place[..., None], axis=1)
     log_prob = jax.nn.log_softmax(vlm.logits(params, config, hidden), axis=-1)
     found = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(targets.supervised, found, 0), axis=1)

@@ -1,34 +1,41 @@
-"""Scalars of a run: metrics.jsonl, standard output and, if asked for, TensorBoard."""
+"""Scalars of a run: files of JSON lines, standard output and, if asked for, boards."""
 
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from stepprune_jax.training.boards import Board
+
+METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+
 
 class MetricsLog:
     """Writes a line per logged step; a resumed run continues where its checkpoint was."""
 
-    def __init__(self, workdir: Path, step: int, steps: int, batch_size: int, tensorboard: bool):
-        """Drops lines beyond `step`, which will be written again, and opens the file.
+    def __init__(
+        self, workdir: Path, step: int, steps: int, batch_size: int, boards: Sequence[Board] = ()
+    ):
+        """Drops lines beyond `step`, which will be written again, and opens the files.
 
         Args:
             workdir: folder of the run.
             step: updates done.
             steps: of the whole run.
             batch_size: rows of a batch.
-            tensorboard: whether to write events under workdir/tensorboard as well.
+            boards: where scalars go besides; closed with the log.
         """
-        path = workdir / "metrics.jsonl"
-        keep_until(path, step)
-        self._file = path.open("a")
-        self._steps, self._batch_size = steps, batch_size
+        self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
+        for path in self._paths.values():
+            keep_until(path, step)
+        self._steps, self._batch_size, self._boards = steps, batch_size, boards
         self._begin, self._first = time.perf_counter(), step
-        self._board = summary_writer(workdir / "tensorboard") if tensorboard else None
 
     def start_clock(self, step: int):
         """Measures speed from here on, where programs are compiled."""
@@ -45,40 +52,35 @@ class MetricsLog:
         seconds, done = time.perf_counter() - self._begin, step - self._first
         rate = done * self._batch_size / seconds if done else 0.0
         row["images_per_s"] = round(rate, 2)
-        if "skipped" in row:
-            row["skipped"] = int(row["skipped"])
+        row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
+        left = seconds / done * (self._steps - step) if done else None
+        print(_line(self._append(METRICS, row), self._steps, left), flush=True)
+
+    def write_validation(self, row: dict[str, float | int]):
+        """Writes what a look at other questions found; its time does not count as training.
+
+        Args:
+            row: "step", "seconds" and scalars by name.
+        """
+        self._begin += row["seconds"]
+        told = _line(self._append(VALIDATION, row, "validation/"), self._steps, None)
+        print(f"{told}  ({row['questions']} questions)", flush=True)
+
+    def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> dict[str, Any]:
+        """Adds a line to a file and shows it on the boards; the row as it was written."""
         # JSON has no NaN; None says that the number was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        left = seconds / done * (self._steps - step) if done else None
-        print(_line(row, self._steps, left), flush=True)
-        if self._board is not None:
-            for name, value in row.items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, step)
+        with self._paths[name].open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {prefix + k: v for k, v in row.items() if k != "step" and v is not None}
+        for board in self._boards:
+            board.add(shown, row["step"])
+        return row
 
     def close(self):
-        """Closes the files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-class NoLog:
-    """A `MetricsLog` that writes nothing, for all processes but the main one."""
-
-    def __init__(self, *_):
-        pass
-
-    def start_clock(self, step: int):
-        """Does nothing."""
-
-    def write(self, step: int, scalars: dict[str, Any]):
-        """Does nothing."""
-
-    def close(self):
-        """Does nothing."""
+        """Closes the boards."""
+        for board in self._boards:
+            board.close()
 
 
 # What people read of a row, as far as it is there: a name, and the scalars with their digits.
@@ -92,6 +94,7 @@ _SHOWN = (
     ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
     ("IoU {}", {"iou": 2}),
     ("grad {}", {"grad_norm": 2}),
+    ("accuracy {} %", {"accuracy": 1}),
     ("{} images/s", {"images_per_s": 0}),
 )
 
@@ -114,38 +117,21 @@ def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
     return "  ".join(parts)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Lines of a log that are whole; none if there is no file."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        # A run that was killed may have cut its last line short.
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
 def keep_until(path: Path, step: int):
     """Drops lines of later steps, and a last one that was cut short; replaces the file at once."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
+    if not path.exists():
+        return
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept))
     os.replace(partial, path)
-
-
-def summary_writer(folder: Path) -> Any:
-    """A TensorBoard writer.
-
-    Args:
-        folder: where events go.
-
-    Returns:
-        A `tensorboardX.SummaryWriter`.
-
-    Raises:
-        ValueError: tensorboardX is not installed.
-    """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "config.tensorboard is set, but tensorboardX is not installed: pip install "
-            "tensorboardX, or set it to False; metrics.jsonl has the same numbers"
-        ) from error
-    return SummaryWriter(str(folder))

@@ -1,6 +1,5 @@
 """The training loop, from a configuration to a trained selector's file."""
 
-import collections
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +10,14 @@ from jax.sharding import Mesh
 from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
 from stepprune_jax.data.source import training_source
+from stepprune_jax.evaluation.split import Split
 from stepprune_jax.generate.placement import beside, local_rows, place_rows
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training import settings, step
+from stepprune_jax.training import memory, nonfinite, settings, step
 from stepprune_jax.training.batches import Batches, Stream
+from stepprune_jax.training.boards import check_boards
 from stepprune_jax.training.checkpoints import (
     POLICY_FILE,
     Checkpoints,
@@ -27,11 +28,9 @@ from stepprune_jax.training.checkpoints import (
 )
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.interrupt import Interrupt
-from stepprune_jax.training.metrics import MetricsLog, NoLog, summary_writer
+from stepprune_jax.training.validation import Validation, read_questions
+from stepprune_jax.training.watch import Watch
 from stepprune_jax.user_input import user_input
-
-# Updates that may wait on the device while the host goes on; each holds its batch.
-_IN_FLIGHT = 2
 
 
 class _Run(NamedTuple):
@@ -41,35 +40,40 @@ class _Run(NamedTuple):
     setup: step.Setup
     mesh: Mesh | None
     batches: Batches
+    validation: Validation | None
 
 
-def train(config: Any, workdir: str | Path) -> None:
+def train(config: Any, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
     """Trains a selector on a frozen model, or goes on where an interrupted run stopped.
 
     Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
-    `policy.safetensors`. The continuation of a run gives the numbers that the whole run would have
-    given, bit for bit. On Ctrl-C or SIGTERM it saves and returns. Of several processes
-    (`stepprune_jax.distributed`) all have to call it, with a folder that all of them see.
+    `policy.safetensors`; if asked for, `validation.jsonl`, `overlays/` and `profile/`. The
+    continuation of a run gives the numbers that the whole run would have given, bit for bit. On
+    Ctrl-C or SIGTERM it saves and returns. Of several processes (`stepprune_jax.distributed`) all
+    have to call it, with a folder that all of them see.
 
     Args:
         config: see `configs/shapes.py`.
         workdir: folder of the run; one run each.
+        window: first and last update to profile, counted from 1.
 
     Raises:
         FileNotFoundError: model, data or a picture is missing.
-        ValueError: a bad configuration, bad data, or the folder of another run.
+        ValueError: a bad configuration, bad data, or the folder of another run; too little memory;
+            or too many updates in a row without a finite loss and gradient.
     """
     workdir = Path(workdir).expanduser().resolve()
     with user_input():
         settings.check_config(config)
         mesh = settings.make_mesh(config)
-        if config.tensorboard:
-            summary_writer(workdir / "tensorboard").close()
+        check_boards(config)
         source = inspect_folder(*settings.model_folders(config))
         setup = settings.make_setup(config, source.config, mesh)
         data = distributed.main_first(lambda: training_source(config, workdir))
+        questions = read_questions(config, setup, workdir)
         identities = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, config, *identities))
+    about |= {"selector": config_metadata(setup.selector)}
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, config.keep_checkpoints)
         try:
@@ -82,13 +86,28 @@ def train(config: Any, workdir: str | Path) -> None:
                 rows = local_rows(mesh, config.batch_size)
                 batches = open_batches(config, data, identities[1], source, rows, distributed.say)
                 distributed.require_same(batches.identity, "the samples that can be trained on")
-                run = _prepare(config, batches, setup, mesh)
-            _loop(config, workdir, run, checkpoints, interrupt, about)
+            if _stopped(interrupt):
+                return
+            with memory.advice(config):
+                with user_input():
+                    run = _prepare(config, workdir, batches, setup, mesh, questions)
+                _loop(config, workdir, run, checkpoints, interrupt, about, window)
         finally:
             checkpoints.close()
 
 
-def _prepare(config: Any, batches: Batches, setup: step.Setup, mesh: Mesh | None) -> _Run:
+def _stopped(interrupt: Interrupt) -> bool:
+    """Whether to leave before the first update, when there is nothing to save."""
+    stopped = distributed.any_process(interrupt.requested)
+    if stopped:
+        distributed.say("Stopped before the first update")
+    return stopped
+
+
+def _prepare(
+    config: Any, workdir: Path, batches: Batches, setup: step.Setup, mesh: Mesh | None,
+    questions: Split | None,
+) -> _Run:  # fmt: skip
     """Loads the model, once the data are known to be good."""
     name, vision = settings.model_folders(config)
     model = load_vlm(
@@ -100,7 +119,10 @@ def _prepare(config: Any, batches: Batches, setup: step.Setup, mesh: Mesh | None
         f"of {config.batch_size} on {jax.device_count() if mesh else 1} "
         f"{jax.default_backend()} device(s)"
     )
-    return _Run(model, setup, mesh, batches)
+    validation = None
+    if questions is not None:
+        validation = Validation(config, model, questions, workdir)
+    return _Run(model, setup, mesh, batches, validation)
 
 
 def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved, Stream]:
@@ -136,31 +158,32 @@ def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
 
 def _loop(
     config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt,
-    about: dict[str, Any],
+    about: dict[str, Any], window: tuple[int, int] | None,
 ):  # fmt: skip
     """Updates until the end or an interruption."""
+    if _stopped(interrupt):
+        return
     done, (state, stats, key_data), stream = _begin(run, config, checkpoints)
-    kind = MetricsLog if distributed.is_main() else NoLog
-    log = kind(workdir, done, config.steps, config.batch_size, config.tensorboard)
-    key, first = jax.random.wrap_key_data(key_data), done
-    waiting: collections.deque = collections.deque()
+    watch = Watch(config, workdir, done, run.validation, window)
+    key = jax.random.wrap_key_data(key_data)
+    guard = nonfinite.Guard(workdir / nonfinite.FILE, run.batches, config.max_skipped)
+
+    def policy() -> Policy:
+        return Policy(state.params, run.setup.selector, stats)
+
     try:
         for batch in stream:
             batch = place_rows(run.mesh, batch, config.batch_size)
+            watch.before(done + 1)
             state, scalars = step.update(
                 run.model.params, state, stats, batch, key, np.int32(done),
                 setup=run.setup, mesh=run.mesh,
             )  # fmt: skip
             done += 1
-            waiting.append(scalars["loss"])
-            if len(waiting) > _IN_FLIGHT:
-                jax.block_until_ready(waiting.popleft())
-            if done == first + 1:
-                jax.block_until_ready(scalars)
-                log.start_clock(done)
             last = done == config.steps or distributed.any_process(interrupt.requested)
-            if done % config.log_every == 0 or done == config.steps:
-                log.write(done, scalars)
+            last |= guard.add(done, scalars["skipped_in_row"], last)
+            # Before the state is saved: a run goes on behind what it has written of itself.
+            watch.after(done, scalars, policy)
             if done % config.checkpoint_every == 0 or last:
                 checkpoints.save(
                     done, Saved(state, stats, key_data), about | {"batches": stream.state}
@@ -169,17 +192,14 @@ def _loop(
                 break
     finally:
         stream.close()
-        log.close()
+        watch.close()
+    if guard.problem:
+        with user_input():
+            raise ValueError(guard.problem)
     if done < config.steps:
         distributed.say(
             f"Stopped after step {done} of {config.steps}; the same command goes on from there"
         )
     elif distributed.is_main():
-        _save(workdir, run, state, stats)
-
-
-def _save(workdir: Path, run: _Run, state: step.State, stats: FeatureStats):
-    """Writes the trained selector as one file."""
-    policy = Policy(state.params, run.setup.selector, stats)
-    path = save_policy(policy, workdir / POLICY_FILE)
-    print(f"Done: {path}", flush=True)
+        path = save_policy(policy(), workdir / POLICY_FILE)
+        print(f"Done: {path}", flush=True)

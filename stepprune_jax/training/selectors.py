@@ -12,6 +12,7 @@ from stepprune_jax.baselines import autoselect
 from stepprune_jax.baselines.autoselect import AutoSelectConfig
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.user_input import nearest
 
 Selector = PolicyConfig | AutoSelectConfig
 
@@ -74,7 +75,8 @@ def build(config: Any, model: LlavaConfig) -> Selector:
     if unknown:
         raise ValueError(
             f"config.{group} has unknown field(s) {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(known))} (the widths of features and text are the model's)"
+            f"{', '.join(sorted(known))} (the widths of features and text are the model's)."
+            f"{nearest(unknown[0], known)}"
         )
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **fields)

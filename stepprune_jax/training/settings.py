@@ -18,6 +18,7 @@ from stepprune_jax.models.layers import check_attention
 from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors
 from stepprune_jax.training.step import Setup
+from stepprune_jax.user_input import nearest
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 # The model of the shapes world, used when no folder is given.
@@ -26,17 +27,39 @@ SHAPES_MODEL = ASSETS / "shapes_llava"
 # Fields that may change between a run and its continuation: they do not change what is learned.
 # The model and the data are compared by their contents, not by where they lie.
 FREE = (
-    "log_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "eval", "mesh",
-    "accelerator", "model.folder", "model.vision_folder", "data.folder", "data.train_file",
-    "data.image_folder", "data.linked_folders", "data.index_folder", "data.threads",
-    "data.workers", "data.cache_gb",
+    "log_every", "checkpoint_every", "keep_checkpoints", "max_skipped", "tensorboard", "wandb",
+    "validation", "eval", "mesh", "accelerator", "model.folder", "model.vision_folder",
+    "data.folder", "data.train_file", "data.image_folder", "data.linked_folders",
+    "data.index_folder", "data.threads", "data.workers", "data.cache_gb",
     "data.validation_scenes", "data.test_scenes", "data.test_seed",
 )  # fmt: skip
 
+# Every field but those of the methods' groups and of `eval`, which are checked where they are read.
+_FIELDS = {
+    "": (
+        "method", "seed", "steps", "batch_size", "text_gate_anneal", "mesh", "log_every",
+        "checkpoint_every", "keep_checkpoints", "max_skipped", "tensorboard", "wandb", "model",
+        "data", "optimizer", "accelerator", "validation", "eval",
+    ),
+    "model": ("folder", "vision_folder", "dtype", "attention", "remat", "rows_at_once"),
+    "data": (
+        "name", "folder", "train_file", "image_folder", "linked_folders", "index_folder",
+        "missing", "unusable", "train_scenes", "validation_scenes", "test_scenes", "seed",
+        "test_seed", "split_turns", "stats_images", "length_multiple", "length_group",
+        "context_limit", "policy_text_limit", "cache_gb", "threads", "workers", "side", "grid",
+        "emphasis",
+    ),
+    "optimizer": (
+        "lr", "final_lr", "warmup", "weight_decay", "clip", "b1", "b2", "muon_lr",
+    ),
+    "accelerator": ("name", "count", "utilisation"),
+    "validation": ("every", "folder", "questions", "budget", "max_new_tokens", "overlays"),
+}  # fmt: skip
+
 _COUNTS = (
-    "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints",
+    "steps", "batch_size", "log_every", "checkpoint_every", "keep_checkpoints", "max_skipped",
     "data.length_multiple", "data.length_group", "data.context_limit", "data.policy_text_limit",
-    "data.threads", "data.stats_images",
+    "data.threads", "data.stats_images", "validation.questions", "validation.max_new_tokens",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "optimizer.lr",
@@ -65,6 +88,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: a field is missing or has a bad value; the message names it.
     """
+    _check_names(config)
     values = flat(config)
     for name in _COUNTS:
         value = _get(values, name)
@@ -83,7 +107,10 @@ def check_config(config: Any) -> None:
     for name in ("data.missing", "data.unusable"):
         value = _get(values, name)
         _require(value in REMEDIES, name, value, f"one of {', '.join(REMEDIES)}")
-    for name in ("seed", "data.seed", "data.workers"):
+    for name in (
+        "seed", "data.seed", "data.workers", "validation.every", "validation.budget",
+        "validation.overlays",
+    ):  # fmt: skip
         value = _get(values, name)
         _require(isinstance(value, int) and value >= 0, name, value, "an integer from 0")
     if _get(values, "method") not in selectors.METHODS:
@@ -95,6 +122,17 @@ def check_config(config: Any) -> None:
     dtypes = ("float32", "bfloat16")
     dtype = _get(values, "model.dtype")
     _require(dtype in dtypes, "model.dtype", dtype, f"one of {', '.join(dtypes)}")
+
+
+def _check_names(config: Any) -> None:
+    """Refuses fields that nothing reads: typing errors in a configuration file."""
+    for group, known in _FIELDS.items():
+        fields = config if not group else config.get(group, {})
+        known = (*known, *(part for _, part in selectors.METHODS.values())) if not group else known
+        for name in fields:
+            if name not in known:
+                path = f"{group}.{name}" if group else name
+                raise ValueError(f"config.{path} is no field.{nearest(name, known)}")
 
 
 def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh | None:

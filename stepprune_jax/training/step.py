@@ -88,12 +88,14 @@ class State(NamedTuple):
         optimizer: moments of AdamW.
         running_count: running mean of K.
         skipped: updates left out because loss or gradient was not finite.
+        skipped_in_row: of these, how many came one after another up to now.
     """
 
     params: Any
     optimizer: Any
     running_count: Float[Array, ""]
     skipped: Int[Array, ""]
+    skipped_in_row: Int[Array, ""]
 
 
 def _optimizer(setup: Setup) -> optax.GradientTransformation:
@@ -127,7 +129,8 @@ def init_state(key: Array, setup: Setup) -> State:
     """The state before the first update; `key` is consumed."""
     params = selectors.init(key, setup.selector)
     moments = _optimizer(setup).init(params)
-    return State(params, moments, jnp.zeros(()), jnp.zeros((), jnp.int32))
+    none = jnp.zeros((), jnp.int32)
+    return State(params, moments, jnp.zeros(()), none, none)
 
 
 def encode_rows(
@@ -204,11 +207,14 @@ def _update(
     good = jnp.isfinite(value) & jnp.isfinite(norm)
     new = (trained, moments, found["running_count"])
     kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, tuple(state[:3]))
-    skipped = state.skipped + (~good).astype(jnp.int32)
+    skipped = {
+        "skipped": state.skipped + (~good).astype(jnp.int32),
+        "skipped_in_row": jnp.where(good, 0, state.skipped_in_row + 1),
+    }
     scalars = {"loss": value, "lm_loss": found["lm_loss"], **found["metrics"], "grad_norm": norm}
     scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
     # Whole on each device, as it came: else the next update would be another program.
-    return constrain_whole(mesh, (State(*kept, skipped), scalars | {"skipped": skipped}))
+    return constrain_whole(mesh, (State(*kept, **skipped), scalars | skipped))
 
 
 def _gather_stats(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.sharding import build_mesh
-from stepprune_jax.training.checkpoints import Checkpoints, model_identity
+from stepprune_jax.training.checkpoints import Checkpoints, Saved, model_identity, read_latest
 
 
 def tree(seed):
@@ -171,6 +171,20 @@ def test_a_state_comes_back_on_other_devices(copy):
     found = restore(copy, like)
     assert_state(found, 20)
     assert all(len(leaf.devices()) == 4 for leaf in jax.tree.leaves(found.saved))
+
+
+def test_a_state_is_read_without_knowing_it_and_without_its_devices(tmp_path):
+    mesh = build_mesh({"data": 4}, jax.devices()[:4])
+    saved = Saved(tree(1), tree(2), tree(3)["key"])
+    spread = jax.device_put(saved, NamedSharding(mesh, P()))
+    with contextlib.closing(Checkpoints(tmp_path, 2)) as checkpoints:
+        checkpoints.save(7, spread, {"a": 1})
+    step, arrays, about = read_latest(tmp_path)
+    assert step == 7 and about == {"a": 1}
+    jax.tree.map(np.testing.assert_array_equal, arrays, saved._asdict())
+    assert {device for leaf in jax.tree.leaves(arrays) for device in leaf.devices()} == {
+        jax.devices()[0]
+    }
 
 
 def test_models_of_one_architecture_are_told_apart(tmp_path):

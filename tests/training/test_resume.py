@@ -106,6 +106,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert metrics(tmp_path) == metrics(whole)
 
 
+def test_a_run_goes_on_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
+    at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    train(make_config(*world), tmp_path)
+    train(make_config(*world, mesh="data=4,fsdp=2"), tmp_path)
+    assert "Resuming after step 4" in capsys.readouterr().out
+    one, other = metrics(whole), metrics(tmp_path)
+    assert other[:4] == one[:4] and len(other) == len(one) == 6
+    for name in one[0]:
+        found, expected = ([row[name] for row in rows[4:]] for rows in (other, one))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 def test_a_finished_run_says_so(world, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
     train(make_config(*world, **{"log_every": 3, "data.test_seed": 5}), whole)

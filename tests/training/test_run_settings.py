@@ -43,6 +43,7 @@ ABLATIONS = {
         ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
         ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
+        ({"max_skipped": 0}, "config.max_skipped is 0, expected an integer from 1"),
         ({"model.attention": "flash"}, "attention is 'flash'"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
         ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
@@ -166,11 +167,23 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
         load_config("shapes", "loose")
 
 
-def test_unknown_fields_of_a_method_are_named():
+def test_unknown_fields_are_named_with_the_nearest_one():
     config = load_config("shapes")
-    config.policy.depth = 2
-    with pytest.raises(ValueError, match=r"config.policy has unknown field"):
+    config.policy.decoder_layer = 2
+    with pytest.raises(
+        ValueError, match=r"config.policy has unknown field.*mean decoder_layers\?$"
+    ):
         selectors.build(config, MODEL)
+    for name, message in (
+        ("optimizer.warmpu", r"config.optimizer.warmpu is no field. Did you mean warmup\?$"),
+        ("batchsize", r"config.batchsize is no field. Did you mean batch_size\?$"),
+        ("data.zzz", r"config.data.zzz is no field.$"),
+    ):
+        config = load_config("shapes")
+        group, _, field = name.rpartition(".")
+        (config[group] if group else config)[field] = 1
+        with pytest.raises(ValueError, match=message):
+            check_config(config)
 
 
 def test_one_device_needs_no_mesh():

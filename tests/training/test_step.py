@@ -127,11 +127,17 @@ def test_a_bad_batch_is_skipped_and_counted(run):
     state, stats, key = fresh(run)
     before = jax.tree.map(np.array, state)
     broken = batch._replace(pixels=jnp.full_like(batch.pixels, np.nan))
-    state, scalars = step.update(
-        model.params, state, stats, broken, key, np.int32(3), setup=setup, mesh=None
-    )
-    assert not np.isfinite(scalars["loss"]) and int(scalars["skipped"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, before[:3], jax.tree.map(np.array, state[:3]))
+    counts = []
+    for number, given in enumerate((broken, broken, batch, broken)):
+        state, scalars = step.update(
+            model.params, state, stats, given, key, np.int32(number), setup=setup, mesh=None
+        )
+        assert np.isfinite(scalars["loss"]) == (given is batch)
+        counts.append((int(scalars["skipped"]), int(scalars["skipped_in_row"])))
+        if number == 1:
+            after = jax.tree.map(np.array, state)
+    jax.tree.map(np.testing.assert_array_equal, before[:3], after[:3])
+    assert counts == [(1, 1), (2, 2), (2, 0), (3, 1)]
 
 
 def test_what_the_policy_sees_does_not_depend_on_the_answer(run):

@@ -1,0 +1,143 @@
+"""Takes the policy out of a run, as one file with a model card, without the frozen model.
+
+    python -m stepprune_jax.export runs/shapes --out release/
+
+writes release/policy.safetensors, which `stepprune_jax.generate` and `eval.py` take with --policy,
+and release/README.md, which says what it was trained on. The run may be unfinished, or going on.
+"""
+
+import json
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stepprune_jax.checkpoints.policy import Policy, read_config, save_policy
+from stepprune_jax.command_line import Parser
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.training.checkpoints import POLICY_FILE, read_latest
+from stepprune_jax.training.metrics import read_rows
+
+CARD = "README.md"
+_TEMPLATE = Path(__file__).parent / "assets" / "model_card.md"
+# Files of a run whose last line is shown, and what it is.
+_FIGURES = {"metrics.jsonl": "training", "validation.jsonl": "validation"}
+
+
+def export(workdir: str | Path, out: str | Path, stop_bias: float = 0.0) -> Path:
+    """Writes the policy of a run's latest checkpoint, and its model card.
+
+    Args:
+        workdir: folder of the run.
+        out: folder to write to; created if needed.
+        stop_bias: number added to the policy's stop logits from now on.
+
+    Returns:
+        The policy's file.
+
+    Raises:
+        FileNotFoundError: the run has no checkpoint.
+        FileExistsError: `out` has a policy or a README.md already.
+        ValueError: the checkpoint is damaged, or not one of a policy.
+    """
+    workdir, out = Path(workdir).expanduser(), Path(out).expanduser()
+    for name in (POLICY_FILE, CARD):
+        if (out / name).exists():
+            raise FileExistsError(f"{out / name} exists: remove it, or give another --out")
+    step, arrays, about = read_latest(workdir.resolve())
+    if "selector" not in about:
+        raise ValueError(f"{workdir} holds checkpoints of no policy: they do not say of which kind")
+    config = read_config(workdir, about["selector"])
+    policy = Policy(
+        arrays["state"]["params"], config, FeatureStats(**arrays["stats"]), float(stop_bias)
+    )
+    trained = {"step": step, **{name: about[name] for name in ("config", "model", "data")}}
+    card = model_card(policy, trained, figures(workdir, step))
+    path = save_policy(policy, out / POLICY_FILE, trained)
+    (out / CARD).write_text(card, encoding="utf-8")
+    return path
+
+
+def figures(workdir: Path, step: int) -> dict[str, Any]:
+    """The last lines, up to a step, of what a run wrote about itself.
+
+    Args:
+        workdir: folder of the run.
+        step: updates done.
+
+    Returns:
+        "training" and "validation" to a line, as far as there are such.
+    """
+    found = {}
+    for name, kind in _FIGURES.items():
+        rows = [row for row in read_rows(workdir / name) if row["step"] <= step]
+        if rows:
+            found[kind] = rows[-1]
+    return found
+
+
+def model_card(policy: Policy, trained: dict[str, Any], last: dict[str, Any]) -> str:
+    """Fills the model card.
+
+    Args:
+        policy: what is published.
+        trained: "step", "config" (fields by dotted name) and the hashes "model" and "data".
+        last: from `figures`.
+
+    Returns:
+        Markdown, with YAML in front as model hubs read it.
+    """
+    config, step = trained["config"], trained["step"]
+    name = config["model.folder"] or "the small LLaVA of the shapes world"
+    on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/"))
+    data = config.get("data.train_file") or config["data.folder"] or "the shapes world"
+    lines = [
+        f"- {kind}, after update {row['step']}: "
+        + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if _is_figure(key, value))
+        for kind, row in last.items()
+    ]
+    return string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        base_model=f"base_model: {name}\n" if on_hub else "",
+        title=f"A token selector for {name}",
+        method=policy.method,
+        model=name,
+        model_hash=trained["model"],
+        data=data,
+        data_hash=trained["data"],
+        step=step,
+        steps=config["steps"],
+        batch_size=config["batch_size"],
+        feature_width=policy.config.feature_width,
+        text_width=policy.config.text_width,
+        count=f"{sum(leaf.size for leaf in jax.tree.leaves(policy.params)):,}",
+        stop_bias=f"{policy.stop_bias:g}",
+        figures="\n".join(lines) or "None were logged.",
+        config=json.dumps(config, indent=1),
+    )
+
+
+def _is_figure(key: str, value: Any) -> bool:
+    return key != "step" and isinstance(value, int | float)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and exports; one line on mistakes, exit code 2."""
+    parser = Parser(prog="stepprune_jax.export", description=__doc__.splitlines()[0])
+    parser.add_argument("workdir", help="folder of a run of train.py")
+    parser.add_argument("--out", required=True, help="folder to write to")
+    parser.add_argument(
+        "--stop_bias", type=float, default=0.0, help="the policy's own from now on; higher: fewer"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        path = export(arguments.workdir, arguments.out, arguments.stop_bias)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{path}\n{path.parent / CARD}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

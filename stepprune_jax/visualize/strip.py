@@ -1,0 +1,74 @@
+"""A row of pictures with what was kept of each, drawn in a moment while a policy is trained."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from PIL import Image, ImageDraw
+
+from stepprune_jax.evaluation.benchmarks.shapes import is_right
+from stepprune_jax.visualize.overlays import tick_colour, wrap_pixels
+from stepprune_jax.visualize.patches import draw_panel, font
+from stepprune_jax.visualize.style import INK
+
+_SIDE, _GAP, _LINE, _TYPE = 336, 16, 22, 16  # pixels
+_QUESTION_LINES = 2
+
+
+class Example(NamedTuple):
+    """One panel.
+
+    Attributes:
+      image: The picture.
+      order: Kept patches, the first choice first.
+      question: What was asked.
+      answer: What the model said.
+      right: What it should have said.
+    """
+
+    image: Path
+    order: Int[np.ndarray, "k"]
+    question: str
+    answer: str
+    right: str
+
+
+def draw_strip(path: str | Path, examples: Sequence[Example], grid: tuple[int, int]) -> Path:
+    """Draws pictures side by side, each with K, the question and the answer below.
+
+    Args:
+      path: The PNG to write; folders on the way are created.
+      examples: At least one.
+      grid: Rows and columns of patches.
+
+    Returns:
+      The path.
+
+    Raises:
+      FileNotFoundError: A picture is missing.
+      ValueError: A picture cannot be read.
+    """
+    height = _SIDE + _GAP + (2 + _QUESTION_LINES) * _LINE
+    strip = Image.new("RGB", (len(examples) * (_SIDE + _GAP) - _GAP, height), "white")
+    draw = ImageDraw.Draw(strip)
+    for number, example in enumerate(examples):
+        left = number * (_SIDE + _GAP)
+        strip.paste(draw_panel(example.image, example.order, grid, _SIDE), (left, 0))
+        good = is_right(example.answer, example.right)
+        said = shorten(example.answer, 24, placeholder="…")
+        if not good:
+            said += f"  (right: {shorten(example.right, 16, placeholder='…')})"
+        lines = [(f"K = {len(example.order)}", INK, True)]
+        asked = wrap_pixels(example.question, _SIDE, _TYPE, most=_QUESTION_LINES)
+        lines += [(text, INK, False) for text in asked]
+        lines.append((("✓ " if good else "✗ ") + said, tick_colour(good), True))
+        for row, (text, colour, bold) in enumerate(lines):
+            at = (left, _SIDE + _GAP // 2 + row * _LINE)
+            draw.text(at, text, fill=colour, font=font(_TYPE, bold))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    strip.save(path)
+    return path

@@ -1,0 +1,112 @@
+"""A run's policy leaves it as one file with a model card, and is what the programs take."""
+
+import contextlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import make_config, write_data
+
+from stepprune_jax import export, load_policy, testing
+from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.evaluation.settings import DEFAULT, Settings, load_policies, own_policy
+from stepprune_jax.generate.command import main as generate
+from stepprune_jax.training import train
+from stepprune_jax.training.checkpoints import Checkpoints
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    train(make_config(*world, steps=4), workdir)
+    return workdir
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
+    export.main([str(run), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
+    path = tmp_path / "release" / "policy.safetensors"
+    assert capsys.readouterr().out.split() == [str(path), str(path.with_name("README.md"))]
+    found, own = load_policy(path), load_policy(run / "policy.safetensors")
+    equal((found.params, found.stats), (own.params, own.stats))
+    assert found.config == own.config and found.stop_bias == -0.5
+    about = json.loads(safetensors.read_contents(path)[1]["about"])
+    described = json.loads((run / "run.json").read_text())
+    assert about == {"step": 4, **described}
+    # One of the programs that take it, and what the other one does with --policy.
+    image = str(world[1] / "images" / "0.png")
+    arguments = ["--model", str(world[0]), "--image", image, "--prompt", "two ?", "--max_tokens=2"]
+    assert generate([*arguments, "--policy", str(path), "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["kept"] <= 9
+    assert load_policies(Settings(), own_policy(tmp_path, path))[DEFAULT].stop_bias == -0.5
+
+
+def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
+    export.export(run, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    described = json.loads((run / "run.json").read_text())
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for said in (
+        f"| frozen model | `{world[0]}`", described["model"], described["data"], str(world[1]),
+        "| updates | 4 of 4, each of 8 conversations |", "32 and 48 wide",
+        "- training, after update 4: ", f" loss {last['loss']:.4g}, ", '"policy.width": 8',
+    ):  # fmt: skip
+        assert said in card
+    assert card.startswith("---\n") and "base_model" not in card and "$" not in card
+    policy = load_policy(tmp_path / "policy.safetensors")
+    trained = {"step": 1, **described} | {
+        "config": described["config"] | {"model.folder": "llava-hf/llava-1.5-7b-hf"}
+    }
+    assert "\nbase_model: llava-hf/llava-1.5-7b-hf\n" in export.model_card(policy, trained, {})
+
+
+def test_an_unfinished_run_gives_its_latest_whole_checkpoint(run, tmp_path, capsys):
+    workdir = shutil.copytree(run, tmp_path / "run")
+    (workdir / "policy.safetensors").unlink()
+    torn = workdir / "checkpoints" / "5.orbax-checkpoint-tmp"
+    shutil.copytree(workdir / "checkpoints" / "2", torn)
+    before = sorted(workdir.rglob("*"))
+    policy = load_policy(export.export(workdir, tmp_path / "a"))
+    equal(policy.params, load_policy(run / "policy.safetensors").params)
+    assert sorted(workdir.rglob("*")) == before  # what is being written is left alone
+    (workdir / "checkpoints" / "4" / "beside" / "metadata").write_text("{")
+    path = export.export(workdir, tmp_path / "b")
+    assert json.loads(safetensors.read_contents(path)[1]["about"])["step"] == 2
+    assert "checkpoint 4 of" in capsys.readouterr().err
+    assert "after update 2:" in (tmp_path / "b" / "README.md").read_text()
+
+
+def error_of(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        export.main([str(argument) for argument in arguments])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("stepprune_jax.export: error: ") and said.count("\n") == 1
+    return said
+
+
+def test_what_cannot_be_exported_is_told_in_one_line(run, tmp_path, capsys):
+    assert "has no checkpoints/" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
+    (tmp_path / "checkpoints").mkdir()
+    assert "no checkpoint yet" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
+    with contextlib.closing(Checkpoints(tmp_path, 1)) as checkpoints:
+        checkpoints.save(3, {"x": np.ones(3)})
+    assert "checkpoints of no policy" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
+    (tmp_path / "checkpoints" / "3" / "arrays" / "_METADATA").write_text("{}")
+    assert "is damaged" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "README.md").write_text("mine")
+    assert "README.md exists" in error_of(capsys, run, "--out", tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "--out" in error_of(capsys, run)

@@ -1,0 +1,97 @@
+"""Runs that cannot go on: they say why, keep what they have, and name what to look at."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_run import make_config, metrics, write_data
+
+from stepprune_jax import testing
+from stepprune_jax.training import run, train
+from stepprune_jax.training.memory import advice
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+
+
+def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_path):
+    # The first rate is 0, the second one already leaves the range of the numbers.
+    config = make_config(*world, **{"optimizer.lr": 1e30, "max_skipped": 3, "steps": 12})
+    with pytest.raises(ValueError, match="not finite in 3 updates in a row, up to step 5"):
+        train(config, tmp_path)
+    assert [row["skipped_in_row"] for row in metrics(tmp_path)][:5] == [0, 0, 1, 2, 3]
+    found = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert [batch["step"] for batch in found] == [3, 4, 5]
+    samples = found[0]["samples"]
+    assert len(samples) == 8
+    entries = json.loads((world[1] / "train.json").read_text())
+    for sample in samples:
+        entry = entries[sample["sample"]]
+        assert (sample["id"], sample["image"]) == (entry["id"], entry["image"])
+        assert sample["question"] in (0, 1)
+    # Every row of an epoch once: 12 questions, of which the first two batches had 16.
+    seen = {(s["sample"], s["question"]) for batch in found for s in batch["samples"]}
+    assert seen == {(i, j) for i in range(6) for j in range(2)}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()]  # nothing is lost
+
+
+def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, monkeypatch, capsys):
+    load = run.load_vlm
+
+    def loading(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(run, "load_vlm", loading)
+    train(make_config(*world), tmp_path)
+    assert "Stopped before the first update" in capsys.readouterr().out
+    assert not metrics_file(tmp_path).exists()
+
+
+def metrics_file(workdir):
+    return workdir / "metrics.jsonl"
+
+
+def exhaust(*_, **__):
+    return jax.jit(lambda: jnp.zeros((1 << 46,)))()
+
+
+def test_too_little_memory_is_told_in_one_line(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.step, "update", exhaust)
+    with pytest.raises(ValueError) as error:
+        train(make_config(*world), tmp_path)
+    said = str(error.value)
+    assert said.startswith("the devices' memory is not enough: lower config.model.rows_at_once (")
+    assert "runs 4 rows at a time" in said and "RESOURCE_EXHAUSTED" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "there", "absent"),
+    [
+        ({"model.rows_at_once": 0}, "all 8 rows", "ways"),
+        ({"model.rows_at_once": 1}, "model.remat=True", "rows_at_once"),
+        ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (cuts the weights over 8", "remat"),
+        ({"mesh": "fsdp", "batch_size": 16}, "lower config.batch_size (16", "config.mesh"),
+        (
+            {"mesh": "fsdp", "model.remat": True, "model.dtype": "bfloat16"},
+            "use more devices",
+            "config",
+        ),
+    ],
+)
+def test_what_would_help_depends_on_what_is_left_to_do(world, changes, there, absent):
+    with pytest.raises(ValueError) as error, advice(make_config(*world, **changes)):
+        exhaust()
+    found = str(error.value).partition(". jax says")[0]
+    assert there in found and absent not in found
+
+
+def test_other_errors_of_the_devices_are_left_alone(world):
+    with pytest.raises(jax.errors.JaxRuntimeError), advice(make_config(*world)):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

@@ -1,0 +1,251 @@
+"""What is seen of a run: questions in between, boards, a profile; none of it changes a number."""
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_run import make_config, metrics, write_data
+
+from stepprune_jax import generate, load_policy, load_vlm, testing
+from stepprune_jax.evaluation.answers import Selection
+from stepprune_jax.models import vlm
+from stepprune_jax.training import train
+from stepprune_jax.training.checkpoints import Checkpoints
+from stepprune_jax.training.language_loss import Reading, lm_loss
+from stepprune_jax.training.profile import read_window
+from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.validation import Validation, read_questions
+
+QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "two ?")
+ANSWERS = ("red", "no", "two", "yes dog", "no")
+
+
+def write_questions(folder):
+    """Five questions about three of the pictures."""
+    asked = [
+        {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
+        for i, text in enumerate(QUESTIONS)
+    ]
+    right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(ANSWERS)]
+    for name, lines in (("validation", asked), ("validation_answers", right)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    write_questions(write_data(folder / "data"))
+    return testing.tiny_llava(folder / "model"), folder / "data"
+
+
+@pytest.fixture(scope="module")
+def watched(world, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("watched")
+    changes = {"validation.every": 4, "validation.overlays": 2}
+    train(make_config(*world, **changes), workdir, window=(2, 3))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def validation(world, tmp_path_factory):
+    config = make_config(*world, **{"validation.every": 1})
+    model = load_vlm(world[0], dtype=jnp.float32, progress=False)
+    setup, workdir = make_setup(config, model.config), tmp_path_factory.mktemp("validation")
+    return model, Validation(config, model, read_questions(config, setup, workdir), workdir)
+
+
+def looks(workdir):
+    lines = (workdir / "validation.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_questions_are_asked_every_so_often_and_at_the_end(watched):
+    found = looks(watched)
+    assert [row["step"] for row in found] == [4, 6]
+    for row in found:
+        assert row["questions"] == 5 and 0 < row["loss"] < 20
+        assert row["accuracy"] in (0, 20, 40, 60, 80, 100)
+        assert 1 <= row["k_min"] <= row["k_mean"] <= row["k_max"] <= 9
+        with Image.open(watched / "overlays" / f"step_{row['step']:08d}.png") as strip:
+            assert strip.width == 2 * 336 + 16
+
+
+def test_a_profile_has_the_updates_that_were_asked_for(watched, capsys):
+    traces = list((watched / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 1 and traces[0].stat().st_size > 1000
+
+
+def test_watching_changes_no_number_and_goes_on_after_an_interruption(world, watched, tmp_path):
+    train(make_config(*world), tmp_path / "plain")
+    assert metrics(tmp_path / "plain") == metrics(watched)
+    # As if it had been killed after step 5, with a checkpoint of step 4.
+    config = make_config(*world, **{"validation.every": 4, "validation.overlays": 0})
+    save = Checkpoints.save
+
+    def die(self, step, *arguments):
+        if step == 6:
+            raise MemoryError
+        save(self, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", die)
+        with pytest.raises(MemoryError):
+            train(config, tmp_path / "run")
+    assert [row["step"] for row in looks(tmp_path / "run")] == [4, 6]
+    train(config, tmp_path / "run")
+    assert looks(tmp_path / "run") == looks(watched)
+    assert not (tmp_path / "run" / "overlays").exists()
+
+
+def test_counts_and_answers_are_those_of_generate(world, watched, validation):
+    model, look = validation
+    policy = load_policy(watched / "policy.safetensors")
+    images = [[world[1] / "images" / f"{i % 3}.png"] for i in range(5)]
+    answers = generate(model, QUESTIONS, images, policy=policy, max_tokens=3, warm_up=False)
+    row, count = look(6, policy), look.select(policy).count
+    assert count.tolist() == [answer.kept for answer in answers]
+    right = [found.text == answer for found, answer in zip(answers, ANSWERS, strict=True)]
+    assert row["accuracy"] == 20 * sum(right) and row["k_mean"] == np.mean(count)
+    assert {k: v for k, v in row.items() if k != "seconds"} == looks(watched)[-1]
+
+
+def test_with_all_tokens_the_loss_is_that_of_training(validation):
+    model, look = validation
+    everything = np.broadcast_to(np.arange(9, dtype=np.int32), (5, 9))
+    found = look.losses(Selection(everything, np.full(5, 9, np.int32)))
+    split = look._encoded
+    tokens = jnp.asarray(split.features[split.image_of])
+    targets = jax.tree.map(jnp.asarray, look._targets)
+    expected = jax.jit(lambda p, t: lm_loss(p, Reading(model.config), t, targets))(
+        model.params, tokens
+    )
+    np.testing.assert_allclose(found.sum() / targets.supervised.sum(), expected, rtol=1e-5)
+
+
+def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
+    model, look = validation
+    order = np.array([[4, 0, 8], [1, 2, 3], [7, 0, 0], [5, 6, 0], [8, 7, 6]], np.int32)
+    count = np.array([3, 2, 1, 2, 3], np.int32)
+    found = look.losses(Selection(order, count))
+    split, targets = look._encoded, look._targets
+    logits_of = jax.jit(lambda p, s: vlm.prefill(p, model.config, s, 0, all_logits=True).logits)
+    for row in range(5):
+        kept = np.sort(order[row, : count[row]])
+        tokens = jnp.asarray(split.features[split.image_of[row]][kept])[None]
+        ids = targets.ids[row : row + 1, : targets.length[row]]
+        padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
+        sequence = vlm.assemble(
+            model.params, model.config, jnp.asarray(padded), jnp.array([ids.shape[1]]),
+            vlm.project(model.params, model.config, tokens)[:, None],
+            jnp.ones((1, 1, len(kept)), bool), jnp.asarray(kept, jnp.int32)[None, None],
+            capacity=padded.shape[1] - 1 + 3,
+        )  # fmt: skip
+        log_prob = jax.nn.log_softmax(logits_of(model.params, sequence)[0])
+        answer = targets.target[row][targets.supervised[row]]
+        end = ids.shape[1] - 1 + len(kept)  # conversations end with their answer
+        places = range(end - len(answer) - 1, end - 1)
+        expected = -sum(float(log_prob[p, t]) for p, t in zip(places, answer, strict=True))
+        np.testing.assert_allclose(found[row], expected, rtol=1e-5)
+
+
+def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(validation, world, watched):
+    _, look = validation
+    policy = load_policy(watched / "policy.safetensors")
+    look._config.budget = 2
+    try:
+        assert look.select(policy).count.tolist() == [2] * 5
+    finally:
+        look._config.budget = 0
+
+
+def test_questions_that_are_not_there_are_told_before_anything_is_loaded(world, tmp_path):
+    data = write_data(tmp_path / "data")
+    config = make_config(world[0], data, **{"validation.every": 2})
+    with pytest.raises(FileNotFoundError, match=r"validation.jsonl"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Recorder:
+    """Stands for TensorBoard's writer and for a run of Weights & Biases."""
+
+    def __init__(self, *arguments, **options):
+        self.made, self.calls, self.closed = (arguments, options), [], False
+
+    def add_scalar(self, name, value, step):
+        self.calls.append((name, value, step))
+
+    def log(self, scalars, step):
+        self.calls += [(name, value, step) for name, value in scalars.items()]
+
+    def close(self):
+        self.closed = True
+
+    finish = close
+
+
+def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
+    made = {"tensorboardX": [], "wandb": []}
+
+    def maker(name):
+        def make(*arguments, **options):
+            made[name].append(Recorder(*arguments, **options))
+            return made[name][-1]
+
+        return make
+
+    board = types.SimpleNamespace(SummaryWriter=maker("tensorboardX"))
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=maker("wandb")))
+    changes = {"tensorboard": True, "wandb": "pruning", "steps": 4, "optimizer.warmup": 1}
+    config = make_config(*world, **changes, **{"validation.every": 4, "validation.overlays": 0})
+    train(config, tmp_path)
+    rows, (look,) = metrics(tmp_path), looks(tmp_path)
+    for name in made:
+        (recorder,) = made[name]
+        assert recorder.closed
+        shown = {(name, step): value for name, value, step in recorder.calls}
+        assert all(shown["loss", row["step"]] == row["loss"] for row in rows)
+        assert shown["validation/accuracy", 4] == look["accuracy"]
+        assert ("step", 1) not in shown
+    assert made["tensorboardX"][0].made == ((str(tmp_path / "tensorboard"),), {"purge_step": 1})
+    options = made["wandb"][0].made[1]
+    assert (options["project"], options["resume"]) == ("pruning", "allow")
+    assert options["config"]["policy.width"] == 8
+    # The continuation is the same run there, and drops the events after its beginning.
+    for file in ("policy.safetensors", "checkpoints/4/beside/metadata"):
+        (tmp_path / file).unlink()
+    train(config, tmp_path)
+    assert made["tensorboardX"][1].made[1] == {"purge_step": 3}
+    assert made["wandb"][1].made[1]["id"] == options["id"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wandb": "pruning"}, "config.wandb names a project, but wandb is not installed"),
+        ({"validation.every": -1}, "config.validation.every is -1, expected an integer from 0"),
+        ({"validation.questions": 0}, "config.validation.questions is 0"),
+        (
+            {"validation.every": 1, "validation.budget": 6},
+            "config.validation.budget is 6, expected at most 4",
+        ),
+    ],
+)
+def test_what_cannot_be_watched_is_named(world, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(make_config(*world, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_windows_are_read_strictly():
+    assert read_window("10:12", 12) == (10, 12) and read_window("3:3", 9) == (3, 3)
+    for text in ("10", "a:b", "0:2", "5:4", "3:13", "-1:3", ""):
+        with pytest.raises(ValueError, match=f"--profile is {text!r}, expected"):
+            read_window(text, 12)
