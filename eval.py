@@ -14,7 +14,7 @@ from stepprune_jax import program
 from stepprune_jax.evaluation.evaluate import evaluate
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote; default: runs/CONFIG.")
 _POLICY = flags.DEFINE_string("policy", None, "Policy file, in place of the workdir's own.")
 
 

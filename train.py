@@ -15,7 +15,9 @@ from stepprune_jax.training.profile import read_window
 from stepprune_jax.user_input import user_input
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for metrics and checkpoints.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder for metrics and checkpoints; default: runs/CONFIG."
+)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check configuration and data, say memory, operations and hours, and leave."
 )

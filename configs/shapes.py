@@ -60,7 +60,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
-    c.optimizer.muon_lr = 0.02  # of Muon, for matrices; 0: AdamW for all weights
+    # Of Muon, for matrices; 0: AdamW for all weights, as in the paper.
+    c.optimizer.muon_lr = 0.0 if arg == "literal" else 0.02
 
     c.accelerator = ConfigDict()  # read by --dry_run alone
     c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -11,7 +12,9 @@ from stepprune_jax.user_input import is_user_error
 
 
 def run(name: str, main: Callable[[], None]) -> None:
-    """Parses the flags `--config` and `--workdir`, which must be given, and calls `main`.
+    """Parses the flags `--config`, which must be given, and `--workdir`, and calls `main`.
+
+    Without `--workdir` the run's folder is `default_workdir`.
 
     A mistake in the flags, or an error that `main` marks as `user_input`, is told in one line on
     stderr, and the exit code is 2. Any other error is a bug and keeps its traceback.
@@ -23,18 +26,21 @@ def run(name: str, main: Callable[[], None]) -> None:
 
     def parse(arguments: list[str]) -> list[str]:
         try:
-            return parse_flags(arguments)
+            rest = parse_flags(arguments)
         except (flags.Error, OSError, ValueError) as error:
             # A configuration file that fails is quoted with its traceback, the message at the end.
             lines = str(error).strip().splitlines()
             _exit(name, lines[-1].strip().removeprefix("ValueError: "))
+        if flags.FLAGS["workdir"].value is None:
+            flags.FLAGS["workdir"].value = default_workdir(flags.FLAGS["config"].config_filename)
+        return rest
 
     def call(_: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
         with one_line_errors(name):
             main()
 
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     app.run(call, flags_parser=parse)
 
 
@@ -64,6 +70,12 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
         raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
     values["config"].value.items()  # a file that could not be read says so only when it is used
     return rest
+
+
+def default_workdir(config: str) -> str:
+    """The folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal"."""
+    file, _, argument = config.partition(":")
+    return str(Path("runs") / "-".join(filter(None, (Path(file).stem, argument))))
 
 
 @contextlib.contextmanager

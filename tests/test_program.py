@@ -8,7 +8,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax.program import one_line_errors, parse_flags
+from stepprune_jax.program import default_workdir, one_line_errors, parse_flags
 from stepprune_jax.user_input import is_user_error, user_input
 
 ROOT = Path(__file__).parents[1]
@@ -91,3 +91,8 @@ def test_the_programs_end_with_one_line(tmp_path):
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
     assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
     assert unset.startswith("train.py: error: flag --config=None")
+
+
+def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():
+    assert default_workdir("configs/llava7b.py") == "runs/llava7b"
+    assert default_workdir("/x/configs/llava7b.py:literal") == "runs/llava7b-literal"
