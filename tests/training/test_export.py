@@ -26,7 +26,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    train(make_config(*world, steps=4), workdir)
+    train(make_config(*world), workdir)
     return workdir
 
 
@@ -43,7 +43,7 @@ def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
     assert found.config == own.config and found.stop_bias == -0.5
     about = json.loads(safetensors.read_contents(path)[1]["about"])
     described = json.loads((run / "run.json").read_text())
-    assert about == {"step": 4, **described}
+    assert about == {"step": 6, **described}
     # One of the programs that take it, and what the other one does with --policy.
     image = str(world[1] / "images" / "0.png")
     arguments = ["--model", str(world[0]), "--image", image, "--prompt", "two ?", "--max_tokens=2"]
@@ -59,8 +59,8 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for said in (
         f"| frozen model | `{world[0]}`", described["model"], described["data"], str(world[1]),
-        "| updates | 4 of 4, each of 8 conversations |", "32 and 48 wide",
-        "- training, after update 4: ", f" loss {last['loss']:.4g}, ", '"policy.width": 8',
+        "| updates | 6 of 6, each of 8 conversations |", "32 and 48 wide",
+        "- training, after update 6: ", f" loss {last['loss']:.4g}, ", '"policy.width": 8',
     ):  # fmt: skip
         assert said in card
     assert card.startswith("---\n") and "base_model" not in card and "$" not in card
@@ -74,17 +74,17 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
 def test_an_unfinished_run_gives_its_latest_whole_checkpoint(run, tmp_path, capsys):
     workdir = shutil.copytree(run, tmp_path / "run")
     (workdir / "policy.safetensors").unlink()
-    torn = workdir / "checkpoints" / "5.orbax-checkpoint-tmp"
-    shutil.copytree(workdir / "checkpoints" / "2", torn)
+    torn = workdir / "checkpoints" / "7.orbax-checkpoint-tmp"
+    shutil.copytree(workdir / "checkpoints" / "4", torn)
     before = sorted(workdir.rglob("*"))
     policy = load_policy(export.export(workdir, tmp_path / "a"))
     equal(policy.params, load_policy(run / "policy.safetensors").params)
     assert sorted(workdir.rglob("*")) == before  # what is being written is left alone
-    (workdir / "checkpoints" / "4" / "beside" / "metadata").write_text("{")
+    (workdir / "checkpoints" / "6" / "beside" / "metadata").write_text("{")
     path = export.export(workdir, tmp_path / "b")
-    assert json.loads(safetensors.read_contents(path)[1]["about"])["step"] == 2
-    assert "checkpoint 4 of" in capsys.readouterr().err
-    assert "after update 2:" in (tmp_path / "b" / "README.md").read_text()
+    assert json.loads(safetensors.read_contents(path)[1]["about"])["step"] == 4
+    assert "checkpoint 6 of" in capsys.readouterr().err
+    assert "after update 4:" in (tmp_path / "b" / "README.md").read_text()
 
 
 def error_of(capsys, *arguments):

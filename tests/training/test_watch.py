@@ -203,8 +203,8 @@ def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
     board = types.SimpleNamespace(SummaryWriter=maker("tensorboardX"))
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=maker("wandb")))
-    changes = {"tensorboard": True, "wandb": "pruning", "steps": 4, "optimizer.warmup": 1}
-    config = make_config(*world, **changes, **{"validation.every": 4, "validation.overlays": 0})
+    changes = {"tensorboard": True, "wandb": "pruning", "validation.every": 6}
+    config = make_config(*world, **changes, **{"validation.overlays": 0})
     train(config, tmp_path)
     rows, (look,) = metrics(tmp_path), looks(tmp_path)
     for name in made:
@@ -212,17 +212,17 @@ def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
         assert recorder.closed
         shown = {(name, step): value for name, value, step in recorder.calls}
         assert all(shown["loss", row["step"]] == row["loss"] for row in rows)
-        assert shown["validation/accuracy", 4] == look["accuracy"]
+        assert shown["validation/accuracy", 6] == look["accuracy"]
         assert ("step", 1) not in shown
     assert made["tensorboardX"][0].made == ((str(tmp_path / "tensorboard"),), {"purge_step": 1})
     options = made["wandb"][0].made[1]
     assert (options["project"], options["resume"]) == ("pruning", "allow")
     assert options["config"]["policy.width"] == 8
     # The continuation is the same run there, and drops the events after its beginning.
-    for file in ("policy.safetensors", "checkpoints/4/beside/metadata"):
+    for file in ("policy.safetensors", "checkpoints/6/beside/metadata"):
         (tmp_path / file).unlink()
     train(config, tmp_path)
-    assert made["tensorboardX"][1].made[1] == {"purge_step": 3}
+    assert made["tensorboardX"][1].made[1] == {"purge_step": 5}
     assert made["wandb"][1].made[1]["id"] == options["id"]
 
 
