@@ -97,6 +97,7 @@ def test_an_update_changes_the_policy_only(run):
     moments = jax.tree.leaves(state.optimizer)
     assert {leaf.shape for leaf in moments} <= {
         (),
+        (3,),  # the polynomial of Muon's iteration
         *(x.shape for x in jax.tree.leaves(state.params)),
     }
     assert float(scalars["lr"]) == pytest.approx(setup.lr / 2)
