@@ -1,7 +1,9 @@
-"""Evaluates a trained policy: `python eval.py --config configs/shapes.py --workdir runs/shapes`.
+"""Evaluates policies: `python eval.py --config configs/shapes.py --workdir runs/shapes`.
 
-Any field of the configuration can be set by a flag; `--config.data.test_seed=7` asks questions of
-a fresh test world.
+`--config.eval.benchmarks=pope,mme` names other benchmarks than the configuration does. There are
+three stages, all by default: `--stages=generate`, `convert`, `score`; a `generate` that was stopped
+goes on with the questions that have no answer. Any field of the configuration can be set by a flag;
+`--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 
 import shlex
@@ -10,18 +12,24 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import program
-from stepprune_jax.evaluation.evaluate import evaluate
+from stepprune_jax import distributed, program
+from stepprune_jax.evaluation.run import STAGES, run
+from stepprune_jax.user_input import user_input
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder that train.py wrote; default: runs/CONFIG.")
 _POLICY = flags.DEFINE_string("policy", None, "Policy file, in place of the workdir's own.")
+_STAGES = flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
 
 
 def main() -> None:
     """Reads the flags and evaluates."""
-    command = shlex.join(["python", *sys.argv])
-    evaluate(_CONFIG.value, _WORKDIR.value, policy=_POLICY.value, command=command)
+    with user_input():
+        distributed.start()
+    run(
+        _CONFIG.value, _WORKDIR.value, stages=_STAGES.value, policy=_POLICY.value,
+        command=shlex.join(["python", *sys.argv]),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

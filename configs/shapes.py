@@ -11,6 +11,7 @@ import dataclasses
 
 from ml_collections import ConfigDict, config_dict
 
+from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.policy import PolicyConfig
 
 READINGS = ("", "default", "literal")
@@ -71,6 +72,12 @@ def get_config(arg: str = "") -> ConfigDict:
     c.validation = validation_fields()
 
     c.eval = ConfigDict()
+    c.eval.benchmarks = "shapes"  # or public ones, as "pope,mme"
+    c.eval.data = "playground/data/eval"  # root of LLaVA's folders, for public benchmarks
+    c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
+    c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
+    c.eval.methods = ""  # rows on public benchmarks, as "all tokens,StepPrune"; all without any
+    c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
     c.eval.budgets = (48, 32, 16)
     c.eval.batch_size = 32
     c.eval.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package

@@ -25,14 +25,18 @@ from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import Records, trimmed
 from stepprune_jax.evaluation.rows import (
+    CLS,
+    GRID,
+    RANDOM,
     Row,
     adaptive_rows,
     exact_rows,
     own_stop_row,
-    untrained_rows,
+    untrained_row,
 )
 from stepprune_jax.evaluation.settings import DEFAULT, Settings
 from stepprune_jax.evaluation.split import Encoded, Split, encode_split
+from stepprune_jax.evaluation.tables import ALL
 
 # Guesses of what a picture costs in the tower, and a question in a rollout, in embeddings of a
 # prefill: for the time that is left only.
@@ -169,7 +173,12 @@ def trained_rows(bench: Bench, policies: Mapping[str, Policy]) -> dict[str, list
 def baseline_rows(bench: Bench, seed: int) -> list[Row]:
     """The rows that need no training; the first keeps all tokens."""
     drawn = random_order(jax.random.key(seed), len(bench.asked), bench.num_tokens)
-    return untrained_rows(bench.test, bench.model.config, bench.settings.budgets, np.asarray(drawn))
+    budgets = bench.settings.budgets
+    wanted = [(ALL, 0)] + [(name, b) for name in (RANDOM, GRID, CLS) for b in budgets]
+    return [
+        untrained_row(name, bench.test, bench.model.config, budget, np.asarray(drawn))
+        for name, budget in wanted
+    ]
 
 
 def ladder(bench: Bench, rows: Sequence[Row]) -> tuple[int, ...]:
@@ -227,4 +236,4 @@ def _written(bench: Bench, row: Row, found: Answered) -> Bool[np.ndarray, "q"]:
     )  # fmt: skip
     file = AnswerFile.of(bench.files.folder, card)
     write_whole(file, bench.asked, lines)
-    return np.array(shapes.judge(bench.files.data, file.path), bool)
+    return np.array(shapes.BENCHMARK.judge(bench.files.data, file.path), bool)

@@ -51,27 +51,32 @@ def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_token
     return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
 
 
-def untrained_rows(
-    split: Encoded, config: LlavaConfig, budgets: Sequence[int], drawn: Int[np.ndarray, "q n"]
-) -> list[Row]:
-    """All tokens, random ones, a grid, and the class token's favourites.
+def untrained_row(
+    method: str,
+    split: Encoded,
+    config: LlavaConfig,
+    budget: int,
+    drawn: Int[np.ndarray, "q n"],
+) -> Row:
+    """All tokens, random ones, a grid, or the class token's favourites.
 
     Args:
-        split: the questions, encoded with the class token's attention.
+        method: `ALL`, `RANDOM`, `GRID` or `CLS`.
+        split: the questions; for `CLS` encoded with the class token's attention.
         config: the model's.
-        budgets: tokens to keep.
-        drawn: a random order of each question's tokens.
+        budget: tokens to keep; not read for all tokens.
+        drawn: a random order of each question's tokens; read for random ones alone.
     """
     questions, n = len(split.image_of), split.features.shape[1]
-    everything = np.broadcast_to(np.arange(n, dtype=np.int32), (questions, n))
-    rows = [exact_row(ALL, everything, n, n)]
-    rows += [exact_row(RANDOM, drawn, budget, n) for budget in budgets]
-    first = n - config.vision.num_patches  # a class token that is kept stands in front
-    for budget in budgets:
+    if method == ALL:
+        return exact_row(ALL, np.broadcast_to(np.arange(n, dtype=np.int32), (questions, n)), n, n)
+    if method == RANDOM:
+        return exact_row(RANDOM, drawn, budget, n)
+    if method == GRID:
+        first = n - config.vision.num_patches  # a class token that is kept stands in front
         grid = first + grid_order(*grid_shape(config), budget, questions)
-        rows.append(exact_row(GRID, grid, budget, n))
-    attended = split.by_attention[split.image_of]
-    return rows + [exact_row(CLS, attended, budget, n) for budget in budgets]
+        return exact_row(GRID, grid, budget, n)
+    return exact_row(CLS, split.by_attention[split.image_of], budget, n)
 
 
 def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:

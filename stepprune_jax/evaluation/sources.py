@@ -3,16 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
-from stepprune_jax.training.settings import make_mesh, model_dtype, model_folders
+from stepprune_jax.sharding import build_mesh
+from stepprune_jax.training.settings import model_dtype, model_folders
 
 
 def load_model(config: Any) -> VLM:
-    """The frozen model of a run, as training loads it."""
+    """The frozen model of a run; each process of several has all of it, on its own devices."""
     folder, vision = model_folders(config)
-    return load_vlm(folder, make_mesh(config), model_dtype(config), vision_folder=vision)
+    mesh = None if config.mesh == "single" else build_mesh(config.mesh, jax.local_devices())
+    return load_vlm(folder, mesh, model_dtype(config), vision_folder=vision)
 
 
 def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:

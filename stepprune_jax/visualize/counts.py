@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from matplotlib.axes import Axes
 
 from stepprune_jax.evaluation.statistics import spearman
@@ -43,8 +44,51 @@ def draw_histogram(path: str | Path, study: Study) -> Path:
       The path.
     """
     record, full = default_record(study), all_tokens(study)
-    edges = count_buckets(record.count)
-    number, _ = np.histogram(record.count, edges)
+    curves = [
+        Curve(f"accuracy, {full.method}", style.COLOURS[ALL], "D", full.correct),
+        Curve(f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o",
+              record.correct),
+    ]  # fmt: skip
+    return draw_counts(path, record.count, study.num_tokens, curves)
+
+
+class Curve(NamedTuple):
+    """Accuracy of one method against K of another.
+
+    Attributes:
+      label: In the legend.
+      colour: Of the line.
+      marker: Of the points.
+      worth: What each answer is worth, from 0 to 1.
+    """
+
+    label: str
+    colour: str
+    marker: str
+    worth: Shaped[np.ndarray, "q"]
+
+
+def draw_counts(
+    path: str | Path,
+    count: Int[np.ndarray, "q"],
+    num_tokens: int,
+    curves: Sequence[Curve],
+    title: str = "",
+) -> Path:
+    """Draws how often each K occurs, and what the answers to those questions are worth.
+
+    Args:
+      path: The PNG to write.
+      count: K of each question.
+      num_tokens: N.
+      curves: Drawn, with a standard error, in buckets of at least 20 questions.
+      title: Above the axes.
+
+    Returns:
+      The path.
+    """
+    edges = count_buckets(count)
+    number, _ = np.histogram(count, edges)
     middle = (edges[:-1] + edges[1:] - 1) / 2
     with style.canvas(7, 3.8) as figure:
         axes = figure.add_subplot()
@@ -53,27 +97,24 @@ def draw_histogram(path: str | Path, study: Study) -> Path:
         axes.set_ylim(0, 2.1 * number.max())  # the lower half; the curves have the upper
         axes.set_yticks([t for t in axes.get_yticks() if t <= 1.05 * number.max()])
         axes.set_ylabel("questions", y=0.25)
-        axes.set_xlabel(f"K, tokens kept of {study.num_tokens}")
+        axes.set_xlabel(f"K, tokens kept of {num_tokens}")
+        axes.set_title(title)
         axes.annotate(
-            f"mean {record.count.mean():.1f}", (record.count.mean(), 0), ha="center",
-            xytext=(record.count.mean(), 1.1 * number.max()), color=style.SOFT,
+            f"mean {count.mean():.1f}", (count.mean(), 0), ha="center",
+            xytext=(count.mean(), 1.1 * number.max()), color=style.SOFT,
             arrowprops={"arrowstyle": "-", "color": style.SOFT, "linestyle": (0, (4, 3))},
         )  # fmt: skip
         right = axes.twinx()
         right.spines["right"].set_visible(True)
         enough = np.flatnonzero(number >= min(FEWEST, number.max()))
-        bucket = np.digitize(record.count, edges) - 1
-        for who, colour, marker in (
-            (full, style.COLOURS[ALL], "D"),
-            (record, style.COLOURS[DEFAULT], "o"),
-        ):
+        bucket = np.digitize(count, edges) - 1
+        for curve in curves:
             share = np.full(len(number), np.nan)  # a gap where questions are too few
-            share[enough] = [100 * who.correct[bucket == i].mean() for i in enough]
+            share[enough] = [100 * curve.worth[bucket == i].mean() for i in enough]
             error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
-            name = who.method if who is full else f"{who.method}, {who.mode}"
             right.errorbar(
-                middle, share, yerr=error, marker=marker, color=colour,
-                linewidth=1.6, elinewidth=0.8, label=f"accuracy, {name}",
+                middle, share, yerr=error, marker=curve.marker, color=curve.colour,
+                linewidth=1.6, elinewidth=0.8, label=curve.label,
             )  # fmt: skip
         low = min(80.0, 10 * (right.get_ylim()[0] // 10))
         right.set_ylim(low - 1.15 * (100 - low), 100 + 0.06 * (100 - low))

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten, wrap
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 from matplotlib.figure import Figure
+from PIL import Image
 
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.visualize import style
@@ -15,6 +17,28 @@ from stepprune_jax.visualize.study import Study, default_record
 
 ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
 _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
+
+
+class Example(NamedTuple):
+    """A picture with its kept patches, and what was asked and answered.
+
+    Attributes:
+      image: The picture.
+      patches: Kept patches in the order of choice.
+      title: Above the picture, on the left.
+      category: Above the picture, on the right.
+      text: The question.
+      answer: What was answered.
+      right: Whether that is right; `None` where it is not known.
+    """
+
+    image: str | Path | Image.Image
+    patches: Sequence[int] | Int[np.ndarray, "k"]
+    title: str
+    category: str
+    text: str
+    answer: str
+    right: bool | None
 
 
 def choose(
@@ -89,8 +113,12 @@ def draw_overlays(path: str | Path, study: Study, columns: int = 4) -> Path:
     """
     record = default_record(study)
     groups = choose_spread(study, record.count, [share for _, share in ROWS], columns)
-    named = [(name, g) for (name, _), g in zip(ROWS, groups, strict=True) if g]
-    return _draw_rows(path, study, record, named, _LEFT)
+    named = [
+        (name, [_example(study, record, i) for i in members])
+        for (name, _), members in zip(ROWS, groups, strict=True)
+        if members
+    ]
+    return draw_rows(path, study.grid, named)
 
 
 def draw_hero(path: str | Path, study: Study) -> Path:
@@ -109,17 +137,42 @@ def draw_hero(path: str | Path, study: Study) -> Path:
     """
     record = default_record(study)
     groups = choose_spread(study, record.count, (0.05, 0.35, 0.65, 0.95))
-    return _draw_rows(path, study, record, [("", [i for g in groups for i in g])], _GAP // 2)
+    members = [_example(study, record, i) for group in groups for i in group]
+    return draw_rows(path, study.grid, [("", members)])
 
 
-def _draw_rows(
-    path: str | Path,
-    study: Study,
-    record: Records,
-    rows: Sequence[tuple[str, list[int]]],
-    margin: int,
+def _example(study: Study, record: Records, i: int) -> Example:
+    """What is shown of question i."""
+    question, right = study.questions[i], bool(record.correct[i])
+    answer = shorten(record.answer[i], 24, placeholder="…")
+    if not right:
+        answer += f"  (right: {shorten(study.answers[i], 16, placeholder='…')})"
+    patches = study.patches(record, i)
+    return Example(
+        question.image, patches, f"K = {record.count[i]}", question.category, question.text,
+        answer, right,
+    )  # fmt: skip
+
+
+def draw_rows(
+    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Example]]]
 ) -> Path:
-    """Lays panels out pixel by pixel, so that none is resampled."""
+    """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
+
+    Args:
+      path: The PNG to write.
+      grid: Rows and columns of patches.
+      rows: What stands beside each row, and its examples; without any such text there is no room
+        for it.
+
+    Returns:
+      The path.
+
+    Raises:
+      FileNotFoundError: A picture is missing.
+      ValueError: A picture cannot be read.
+    """
+    margin = _LEFT if any(name for name, _ in rows) else _GAP // 2
     columns = max(len(members) for _, members in rows)
     width = margin + columns * (_SIDE + _GAP) - _GAP // 2
     row_height = _HEAD + _SIDE + _FOOT
@@ -132,36 +185,33 @@ def _draw_rows(
                     0.4 * margin / width, 1 - (top + _SIDE / 2) / height, name,
                     rotation=90, ha="center", va="center", color=style.SOFT, fontsize=9,
                 )  # fmt: skip
-            for c, i in enumerate(members):
-                _draw_example(figure, study, record, i, margin + c * (_SIDE + _GAP), top)
+            for c, example in enumerate(members):
+                _draw_example(figure, grid, example, margin + c * (_SIDE + _GAP), top)
         return style.save(figure, path)
 
 
 def _draw_example(
-    figure: Figure, study: Study, record: Records, i: int, left: int, top: int
+    figure: Figure, grid: tuple[int, int], example: Example, left: int, top: int
 ) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
-    order = study.patches(record, i)
-    panel = draw_panel(study.questions[i].image, order, study.grid, _SIDE)
+    panel = draw_panel(example.image, example.patches, grid, _SIDE)
     # figimage counts from below, in pixels of the figure.
     figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")
 
     def write(x: int, y: int, text: str, **look) -> None:
         figure.text((left + x) / width, 1 - y / height, text, **look)
 
-    right = record.correct[i]
-    write(0, top - 12, f"K = {record.count[i]}", weight="bold", fontsize=9, va="baseline")
-    write(_SIDE, top - 12, study.questions[i].category, ha="right", va="baseline",
+    write(0, top - 12, example.title, weight="bold", fontsize=9, va="baseline")
+    write(_SIDE, top - 12, example.category, ha="right", va="baseline",
           fontsize=7.5, color=style.SOFT)  # fmt: skip
-    lines = wrap_pixels(study.questions[i].text, _SIDE, 21, most=2)
+    lines = wrap_pixels(example.text, _SIDE, 21, most=2)
     for n, line in enumerate(lines):
         write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
-    answer = shorten(record.answer[i], 24, placeholder="…")
-    if not right:
-        answer += f"  (right: {shorten(study.answers[i], 16, placeholder='…')})"
-    write(0, top + _SIDE + 32 + 26 * len(lines), ("✓ " if right else "✗ ") + answer,
-          va="baseline", fontsize=8, weight="bold", color=tick_colour(bool(right)))  # fmt: skip
+    mark = "" if example.right is None else "✓ " if example.right else "✗ "
+    colour = style.INK if example.right is None else tick_colour(example.right)
+    write(0, top + _SIDE + 32 + 26 * len(lines), mark + example.answer,
+          va="baseline", fontsize=8, weight="bold", color=colour)  # fmt: skip
 
 
 def tick_colour(right: bool) -> str:

@@ -23,7 +23,7 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", name)), size)
 
 
-def read_square(path: str | Path, side: int) -> UInt8[np.ndarray, "side side 3"]:
+def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, "side side 3"]:
     """Reads a picture as the vision tower sees it: padded to a square, and resized.
 
     A small picture whose side divides `side` keeps its pixels, as squares.
@@ -78,7 +78,7 @@ def kept_patches(
 
 
 def draw_panel(
-    path: str | Path,
+    path: str | Path | Image.Image,
     order: Sequence[int] | Int[np.ndarray, "k"],
     grid: tuple[int, int],
     side: int,

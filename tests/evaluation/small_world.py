@@ -86,7 +86,7 @@ def tiny_model(folder):
     return load_vlm(testing.tiny_llava(folder), dtype=jnp.float32, progress=False)
 
 
-def small_config(model: Path, data: Path, **fields) -> ConfigDict:
+def small_config(model: Path, data: Path, /, **fields) -> ConfigDict:
     """What the evaluation reads of a run's configuration."""
     config = ConfigDict()
     config.seed, config.mesh, config.batch_size = 3, "single", 4

@@ -7,13 +7,13 @@ unbalanced questions: none of the four is reported.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.evaluation.benchmarks import layout
-from stepprune_jax.evaluation.benchmarks.answers import latest, read_answers
+from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent
 from stepprune_jax.evaluation.benchmarks.submission import write_submission
 
@@ -178,26 +178,16 @@ def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, An
     return mean_percent([prediction == question.answer for question, prediction in scored]), parts
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
     path = layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
     questions = read_questions(path)
-    return [
-        float(predicted(row.text) == questions[row.id].answer) if row.id in questions else None
-        for row in read_answers(answers)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        known = questions.get(row.id)
+        return None if known is None else float(predicted(row.text) == known.answer)
+
+    return worth
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
@@ -234,5 +224,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"missing": ("refuse", "leave-out")},
-    judge=judge,
+    worth=_worth,
 )

@@ -9,7 +9,7 @@ import csv
 import re
 import warnings as notes
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -208,30 +208,16 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
     return Score(mean_percent(q.right for q in questions), parts, warnings)
 
 
-def judge(
-    root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH
-) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-        edition: the language.
-
-    Returns:
-        1 for a right answer to this row, 0 for a wrong one, None where it is not in the dev file.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
+    """Whether an answer to one row is right; see `Benchmark.worth`."""
     table = _read_dev(root, edition)
-    return [
-        float(option_letter(row.text, options_of(table[row.id])) == table[row.id]["answer"])
-        if row.id in table
-        else None
-        for row in _one_round(answers)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        known = table.get(row.id)
+        right = known and option_letter(row.text, options_of(known)) == known["answer"]
+        return None if known is None else float(right)
+
+    return worth
 
 
 def _submit(edition: Edition) -> str:
@@ -385,7 +371,7 @@ def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
         score=partial(score, edition=edition),
         convert=partial(convert, edition=edition),
         options={},
-        judge=partial(judge, edition=edition),
+        worth=partial(_worth, edition=edition),
     )
 
 

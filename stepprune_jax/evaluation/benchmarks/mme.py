@@ -4,7 +4,7 @@ The official program takes two consecutive lines of a task for an image. Here th
 image are found by the image; the figures of consecutive lines stand beside them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,25 +141,15 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
     return Score(_total(parts), {**parts, "by_position": beside, **counts}, warnings)
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
     release = _read_release(layout.folder(root, "MME"))
-    return [
-        float(Line(release[row.id], on_one_line(row.text)).right) if row.id in release else None
-        for row in _matched(read_answers(answers), release)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        lines = _lines(_matched([row], release), release)
+        return float(lines[0].right) if lines else None
+
+    return worth
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
@@ -330,5 +320,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"pairs": PAIRS},
-    judge=judge,
+    worth=_worth,
 )

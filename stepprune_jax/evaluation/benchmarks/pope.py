@@ -4,7 +4,7 @@ The official program joins answers and labels by their position in the files. He
 by the question; the figures of the official join stand beside them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,25 +122,15 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
     )
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
     questions, _ = _read_questions(layout.folder(root, "pope"))
-    return [
-        float(says_yes(row.text) == questions[row.id].label) if row.id in questions else None
-        for row in read_answers(answers)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        known = questions.get(row.id)
+        return None if known is None else float(says_yes(row.text) == known.label)
+
+    return worth
 
 
 def _percent(part: int, whole: int) -> float:
@@ -250,5 +240,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={"join": JOINS},
-    judge=judge,
+    worth=_worth,
 )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.evaluation.benchmarks.answers import Answer, read_answers
+
 WORD_OR_PHRASE = "\nAnswer the question using a single word or phrase."
 OPTION_LETTER = "\nAnswer with the option's letter from the given choices directly."
 
@@ -41,8 +43,9 @@ class Benchmark(NamedTuple):
         convert: `convert(root, answers, out)`, which writes the official submission or text files
             and returns their path; None where the official program reads the answers themselves.
         options: keyword options of `score`, each with its values, the default first.
-        judge: `judge(root, answers)`, what each line of the answer file is worth on its own, from
-            0 to 1, or None where that is not known; the headline need not be their mean.
+        worth: `worth(root)`, a function that says what an answer is worth on its own, from 0 to
+            1, or None where its question is not one of those with a known answer. The headline
+            need not be the mean.
     """
 
     name: str
@@ -55,7 +58,24 @@ class Benchmark(NamedTuple):
     score: Callable[..., Score]
     convert: Callable[[Path, Path, Path], Path] | None
     options: Mapping[str, tuple[str, ...]]
-    judge: Callable[[Path, Path], list[float | None]]
+    worth: Callable[[Path], Callable[[Answer], float | None]]
+
+    def judge(self, root: str | Path, answers: str | Path) -> list[float | None]:
+        """Says what each line of an answer file is worth on its own.
+
+        Args:
+            root: as for `score`.
+            answers: answer file.
+
+        Returns:
+            `worth` of each line.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is not what it should be.
+        """
+        worth = self.worth(Path(root))
+        return [worth(row) for row in read_answers(answers)]
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:

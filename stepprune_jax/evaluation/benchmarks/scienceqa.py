@@ -4,13 +4,13 @@ The figure in papers is the accuracy on questions with an image ("SQA", "Science
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.data.json_files import as_object, read_json_object
 from stepprune_jax.evaluation.benchmarks import layout
-from stepprune_jax.evaluation.benchmarks.answers import latest, read_answers
+from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.evaluation.benchmarks.result import OPTION_LETTER, Benchmark, Score
 
 LETTERS = "ABCDE"
@@ -99,25 +99,15 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(_percent(right, seen), parts, warnings)
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        1 for a right answer, 0 for a wrong one, None where the question is not one of the list.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
     problems = _read_problems(layout.folder(root, "scienceqa"))
-    return [
-        float(letter(row.text) == problems[row.id].answer) if row.id in problems else None
-        for row in read_answers(answers)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        known = problems.get(row.id)
+        return None if known is None else float(letter(row.text) == known.answer)
+
+    return worth
 
 
 def _percent(right: set[str], names: Collection[str]) -> float:
@@ -163,5 +153,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={},
-    judge=judge,
+    worth=_worth,
 )

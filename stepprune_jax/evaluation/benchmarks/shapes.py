@@ -1,10 +1,11 @@
 """The shapes world, and any data folder in the same form: exact match, one word an answer."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from stepprune_jax.data.json_files import identity, read_json_lines, words
 from stepprune_jax.evaluation.benchmarks import layout
-from stepprune_jax.evaluation.benchmarks.answers import latest, read_answers
+from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent
 
 QUESTIONS = "test.jsonl"
@@ -17,25 +18,14 @@ def is_right(text: str, truth: str) -> bool:
     return text.strip().casefold() == truth.strip().casefold()
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Judges every line of an answer file.
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
+    truths = _read_truths(root)
 
-    Args:
-        root: data folder; `test_answers.jsonl` is read.
-        answers: answer file.
+    def worth(row: Answer) -> float | None:
+        return float(is_right(row.text, truths[row.id])) if row.id in truths else None
 
-    Returns:
-        1 for a right answer, 0 for a wrong one, None where the question is not one of the folder.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
-    truths = _read_truths(Path(root))
-    return [
-        float(is_right(row.text, truths[row.id])) if row.id in truths else None
-        for row in read_answers(answers)
-    ]
+    return worth
 
 
 def score(root: str | Path, answers: str | Path) -> Score:
@@ -91,5 +81,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={},
-    judge=judge,
+    worth=_worth,
 )

@@ -6,6 +6,7 @@ back from the prompt that the answer file records. Singh et al., "Towards VQA Mo
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from stepprune_jax.data.json_files import read_json_object
@@ -128,23 +129,11 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(mean_percent(accuracies), parts, warnings)
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        The soft accuracy from 0 to 1.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Soft accuracy of an answer; see `Benchmark.worth`."""
     path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
     people = read_people(path)
-    return [_accuracy(row.text, people[_key(row, people, path)]) for row in read_answers(answers)]
+    return lambda row: _accuracy(row.text, people[_key(row, people, path)])
 
 
 def _accuracy(text: str, answers: list[str]) -> float:
@@ -175,5 +164,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=None,
     options={},
-    judge=judge,
+    worth=_worth,
 )

@@ -142,25 +142,15 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     return Score(overall, parts, warnings)
 
 
-def judge(root: str | Path, answers: str | Path) -> list[float | None]:
-    """Says what each line of an answer file is worth.
-
-    Args:
-        root: as for `score`.
-        answers: answer file.
-
-    Returns:
-        The accuracy from 0 to 1, None where the question is not an annotated one.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be.
-    """
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Accuracy of an answer; see `Benchmark.worth`."""
     people = read_people(_annotations(root))
-    return [
-        accuracy(normalise(row.text), people[row.id].answers) if row.id in people else None
-        for row in read_answers(answers)
-    ]
+
+    def worth(row: Answer) -> float | None:
+        known = people.get(row.id)
+        return None if known is None else accuracy(normalise(row.text), known.answers)
+
+    return worth
 
 
 def _annotations(root: str | Path) -> Path:
@@ -251,5 +241,5 @@ BENCHMARK = Benchmark(
     score=score,
     convert=convert,
     options={"missing": ("refuse", "leave-out")},
-    judge=judge,
+    worth=_worth,
 )

@@ -150,7 +150,7 @@ def written(tmp_path_factory):
     return root
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(), min_size=4, max_size=4))
 def test_any_text_is_an_answer(written, texts):
     root = written

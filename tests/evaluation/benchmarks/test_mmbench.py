@@ -283,7 +283,7 @@ def written(tmp_path_factory):
     return root
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(), min_size=5, max_size=5))
 def test_any_texts_are_scored_and_submitted(written, texts):
     said = [(index, text) for (index, _), text in zip(RIGHT, texts, strict=True)]

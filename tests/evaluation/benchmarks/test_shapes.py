@@ -32,7 +32,7 @@ def test_case_and_outer_space_do_not_count(folder):
         "category": {"colour": 100.0, "count": 100.0, "default": 0.0},
         "questions": 4, "answered": 4,
     }  # fmt: skip
-    assert shapes.judge(folder, file) == [0, 1, 1, 1]
+    assert shapes.BENCHMARK.judge(folder, file) == [0, 1, 1, 1]
 
 
 def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
@@ -43,7 +43,7 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
         "1 questions answered again", "1 answers to unknown questions ignored, as '9'",
         "2 of 4 questions have no answer, as '3'",
     ]  # fmt: skip
-    assert shapes.judge(folder, file) == [1, 0, 1, None]
+    assert shapes.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
 
 def test_the_command_scores_a_folder(folder, capsys):

@@ -175,7 +175,7 @@ def written(tmp_path_factory):
     return root
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(), min_size=3, max_size=3))
 def test_any_text_is_an_answer(written, texts):
     answers = write(written, zip((1000, 1001, 1002), texts, strict=True))

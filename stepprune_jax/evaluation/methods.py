@@ -1,0 +1,132 @@
+"""The rows of a table of the public benchmarks: what is kept of a picture, and by whom."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.config import LlavaConfig
+from stepprune_jax.evaluation.orders import Ordering
+from stepprune_jax.evaluation.rows import (
+    CLS,
+    GRID,
+    RANDOM,
+    Row,
+    exact_row,
+    own_stop,
+    stopped,
+    untrained_row,
+)
+from stepprune_jax.evaluation.settings import DEFAULT, Settings
+from stepprune_jax.evaluation.split import Encoded
+from stepprune_jax.evaluation.tables import ALL, pruning_rate
+
+
+class Method(NamedTuple):
+    """One row of the table, before any question is answered.
+
+    Attributes:
+        name: of the row.
+        mode: "exact" (every picture keeps the budget) or "adaptive" (the policy stops).
+        budget: tokens to keep, on average if adaptive; None for all, and for a policy's own stop.
+        policy: name of the policy that chooses; None for a row without training.
+        stop_bias: added to the stop logits of an adaptive row.
+    """
+
+    name: str
+    mode: str
+    budget: int | None
+    policy: str | None = None
+    stop_bias: float | None = None
+
+    def pruning_rate(self, num_tokens: int) -> float | None:
+        """In percent; None for a policy's own stop, which is not known before."""
+        if self.name == ALL:
+            return 0.0
+        return None if self.budget is None else pruning_rate(self.budget, num_tokens)
+
+
+def plan(
+    settings: Settings,
+    policies: Mapping[str, Policy],
+    biases: Mapping[str, Mapping[int, float]],
+) -> list[Method]:
+    """The rows in the order of the table.
+
+    Args:
+        settings: with budgets and methods.
+        policies: by row name.
+        biases: for each policy that stops by itself, a stop bias for each budget.
+    """
+    rows = [Method(ALL, "exact", None)]
+    rows += [
+        Method(name, "exact", budget) for name in (RANDOM, GRID, CLS) for budget in settings.budgets
+    ]
+    for name in policies:
+        rows += [Method(name, "exact", budget, name) for budget in settings.budgets]
+        if name in biases:
+            rows += [
+                Method(name, "adaptive", budget, name, biases[name][budget])
+                for budget in settings.budgets
+            ]
+            if name == DEFAULT:
+                rows.append(Method(own_stop(name), "adaptive", None, name, 0.0))
+    return [row for row in rows if settings.wants(row.policy or row.name)]
+
+
+def make_row(
+    method: Method,
+    split: Encoded,
+    config: LlavaConfig,
+    policies: Mapping[str, Policy],
+    orders: Mapping[str, Ordering],
+    drawn: np.ndarray,
+) -> Row:
+    """What a method keeps of each question's picture.
+
+    Args:
+        method: which one.
+        split: the questions.
+        config: the model's.
+        policies: by row name.
+        orders: of each policy, on these questions.
+        drawn: [q, n] a random order of each question's tokens.
+    """
+    if method.policy is None:
+        return untrained_row(method.name, split, config, method.budget or 0, drawn)
+    found, n = orders[method.policy], split.features.shape[1]
+    if method.mode == "exact":
+        row = exact_row(method.name, found.order, method.budget, n)
+    else:
+        kept = stopped(found, policies[method.policy], method.stop_bias)
+        rate = method.pruning_rate(n)
+        row = Row(method.name, "adaptive", 0.0 if rate is None else rate, kept, method.stop_bias)
+    return row._replace(seconds=found.seconds)
+
+
+def random_orders(seed: int, numbers: Sequence[int], num_tokens: int) -> np.ndarray:
+    """A random order of the tokens for each question, whichever others are asked with it.
+
+    Args:
+        seed: of the row.
+        numbers: places of the questions in their list.
+        num_tokens: N.
+
+    Returns:
+        [q, n] int32 permutations.
+    """
+    rows = [np.random.default_rng((seed, number)).permutation(num_tokens) for number in numbers]
+    return np.array(rows, np.int32)
+
+
+def policy_digest(policy: Policy) -> str:
+    """A fingerprint of all that a policy's choices depend on, but for the stop bias."""
+    found = hashlib.sha256(repr(policy.config).encode())
+    leaves: list[Any] = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
+    for path, leaf in leaves:
+        found.update(jax.tree_util.keystr(path).encode())
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,153 @@
+"""The three stages of an evaluation, each alone or one after the other; `eval.py` is the program.
+
+*generate*: model and question files give answer files; *convert*: answer files become what
+official programs and servers take; *score*: answer files and annotations give the report. The
+shapes world is one of the benchmarks.
+"""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepprune_jax import distributed
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation.answer_files import FOLDER, AnswerFile, questions_digest, read_files
+from stepprune_jax.evaluation.benchmarks import BENCHMARKS
+from stepprune_jax.evaluation.evaluate import evaluate
+from stepprune_jax.evaluation.generate_stage import generate_answers, questions_of
+from stepprune_jax.evaluation.results import score_answers
+from stepprune_jax.evaluation.rows import grid_shape
+from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
+from stepprune_jax.evaluation.sources import split_folders
+from stepprune_jax.evaluation.table import NAME, make_table, markdown, write_table
+from stepprune_jax.training.settings import model_folders
+from stepprune_jax.user_input import user_input
+
+STAGES = ("generate", "convert", "score")
+SUBMISSIONS = "submissions"
+# What a benchmark's official program or server takes; MME's is a folder.
+_ENDINGS = {"mme": "", "mmbench": ".xlsx", "mmbench_cn": ".xlsx"}
+
+
+def run(
+    config: Any,
+    workdir: str | Path,
+    *,
+    stages: Sequence[str] = STAGES,
+    policy: str | Path | None = None,
+    command: str | None = None,
+) -> None:
+    """Evaluates a run on the benchmarks that its configuration names.
+
+    Args:
+        config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
+        workdir: folder of the run. Answers are in workdir/answers/BENCHMARK, what official programs
+            take in workdir/submissions/BENCHMARK, tables and figures in workdir/report.
+        stages: of `STAGES`.
+        policy: a policy file, or folder of a run, for the default row.
+        command: the command that this is, for the report.
+
+    Raises:
+        FileNotFoundError: a policy, the model, data or answers are missing.
+        ValueError: bad settings or files, as the stages say.
+    """
+    workdir = Path(workdir)
+    with user_input():
+        settings = read_settings(config)
+        unknown = [stage for stage in stages if stage not in STAGES]
+        if unknown or not stages:
+            raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
+    shapes = SHAPES in settings.benchmark_names
+    if "generate" in stages:
+        if shapes and distributed.is_main():
+            evaluate(config, workdir, policy=policy, command=command)
+        if settings.public:
+            generate_answers(config, workdir, policy=policy)
+    if not distributed.is_main():
+        return
+    if "convert" in stages:
+        convert_answers(workdir, settings)
+    if "score" in stages:
+        with user_input():
+            roots = {name: Path(settings.data) for name in settings.public}
+            if shapes:
+                roots[SHAPES] = split_folders(config, workdir)["test"]
+            report = folders.open_folder(workdir / "report")
+            scores = score_answers(workdir, roots, report)
+            table = make_table({workdir.name: scores})
+        write_table(report, table)
+        if settings.public:
+            print(markdown(table), end="")
+            draw(config, workdir, settings, report, command)
+
+
+def convert_answers(workdir: Path, settings: Settings) -> None:
+    """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
+
+    An answer file that cannot be converted is told, and leaves the others alone.
+
+    Args:
+        workdir: of the run.
+        settings: of the evaluation.
+    """
+    for name in settings.public:
+        convert = BENCHMARKS[name].convert
+        for file in read_files(workdir / FOLDER / name) if convert is not None else []:
+            out = workdir / SUBMISSIONS / name / (file.path.stem + _ENDINGS.get(name, ".json"))
+            try:
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    convert(Path(settings.data), file.path, out)
+            except (OSError, ValueError) as error:
+                print(f"not converted: {error}")
+                continue
+            for warning in told:
+                print(f"warning: {name}, {file.path.stem}: {warning.message}")
+            print(f"wrote {out}")
+
+
+def draw(config: Any, workdir: Path, settings: Settings, report: Path, command: str | None) -> Path:
+    """Draws figures of each public benchmark, and puts them behind the table.
+
+    Args:
+        config: the run's `ConfigDict`.
+        workdir: of the run.
+        settings: of the evaluation.
+        report: folder with benchmarks.md.
+        command: the command that this is.
+
+    Returns:
+        The page, report/benchmarks.md.
+    """
+    # Imported here: drawing needs what nothing else does.
+    from stepprune_jax.visualize.benchmarks import (
+        default_file,
+        draw_benchmark_counts,
+        draw_benchmark_overlays,
+    )
+
+    grid, root = grid_shape(inspect_folder(*model_folders(config)).config), Path(settings.data)
+    pictures = []
+    for name in settings.public:
+        files = [f for f in read_files(workdir / FOLDER / name) if _is_complete(f)]
+        benchmark, mine = BENCHMARKS[name], default_file(files)
+        if mine is None:
+            continue
+        pictures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
+        questions = questions_of(name, settings)
+        if questions_digest(questions) == mine.card.questions:
+            path = report / f"overlays_{name}.png"
+            pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions, grid))
+    page = report / f"{NAME}.md"
+    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in pictures if path is not None)
+    made = f"\nWritten by `{command}`.\n" if command else ""
+    page.write_text(page.read_text(encoding="utf-8") + shown + made, encoding="utf-8")
+    print(f"report: {page}")
+    return page
+
+
+def _is_complete(file: AnswerFile) -> bool:
+    """Whether every question has an answer."""
+    return file.path.read_bytes().count(b"\n") >= file.card.asked

@@ -1,0 +1,266 @@
+"""Tables of the benchmarks in the form of the paper's, from one run or several.
+
+    python -m stepprune_jax.evaluation.table runs/llava7b runs/baselines
+
+"Avg." is 100 x the mean over the benchmarks of score / score with all tokens, of unrounded scores;
+the row of all tokens is the runs' own.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.command_line import Parser
+from stepprune_jax.evaluation.benchmarks import BENCHMARKS
+from stepprune_jax.evaluation.paper_tables import average_retention
+from stepprune_jax.evaluation.records import write_json
+from stepprune_jax.evaluation.results import read_scores
+from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
+from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.tables import ALL
+
+NAME = "benchmarks"
+Score = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """A method at one budget.
+
+    Attributes:
+        method: its name; of several runs that differ, with that of the run.
+        mode: "exact" or "adaptive".
+        budget: nominal tokens: all for all tokens, None for a policy's own stop.
+        scores: what `results.score_file` made of each benchmark.
+    """
+
+    method: str
+    mode: str
+    budget: int | None
+    scores: dict[str, Score]
+
+
+class Table(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        benchmarks: names, in the order of the columns.
+        num_tokens: N.
+        rows: all tokens first, then budget by budget from many to few, a policy's own stop last.
+    """
+
+    benchmarks: list[str]
+    num_tokens: int
+    rows: list[Row]
+
+    @property
+    def whole(self) -> Row | None:
+        """The row of all tokens."""
+        return self.rows[0] if self.rows[0].method == ALL else None
+
+    def average(self, row: Row) -> float | None:
+        """Average retention of a row; None unless it has every score that all tokens have."""
+        bound = _headlines(self.whole) if self.whole else {}
+        mine = _headlines(row)
+        if not bound or not bound.keys() <= mine.keys() or not all(bound.values()):
+            return None
+        return average_retention([mine[name] for name in bound], list(bound.values()))
+
+
+def _headlines(row: Row) -> dict[str, float]:
+    """The scores of a row, where there are any."""
+    found = {name: score["headline"] for name, score in row.scores.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def make_table(runs: Mapping[str, Sequence[Score]]) -> Table:
+    """Merges the scores of runs.
+
+    Rows of the same name that differ are told apart by their runs' names.
+
+    Args:
+        runs: name of the run to its scores.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: the runs asked other questions, have another number of visual tokens, or other
+            scores with all tokens.
+    """
+    every = [(run, score) for run, scores in runs.items() for score in scores]
+    _check_same(every, "num_tokens", lambda score: "visual tokens")
+    for name in {score["benchmark"] for _, score in every}:
+        mine = [(run, score) for run, score in every if score["benchmark"] == name]
+        _check_same(mine, "questions", lambda score, name=name: f"questions of {name}")
+        whole = [(run, score) for run, score in mine if score["method"] == ALL]
+        _check_same(whole, "headline", lambda score, name=name: f"score of {ALL} on {name}")
+    clashes = _clashes(every)
+    rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
+    for run, score in every:
+        method = f"{score['method']} ({run})" if score["method"] in clashes else score["method"]
+        key = method, score["mode"], _budget(score)
+        rows.setdefault(key, {})[score["benchmark"]] = score
+    asked = {score["benchmark"] for _, score in every}
+    order = sorted(rows, key=_place)
+    return Table(
+        [name for name in BENCHMARKS if name in asked], every[0][1]["num_tokens"],
+        [Row(*key, rows[key]) for key in order],
+    )  # fmt: skip
+
+
+def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
+    """Sorts rows: all tokens, then each budget: untrained rows, other policies, the default."""
+    method, mode, budget = key
+    untrained = (RANDOM, GRID, CLS)
+    kind = untrained.index(method) if method in untrained else len(untrained)
+    return method != ALL, -(budget or 0), kind, method.startswith(DEFAULT), method, mode != "exact"
+
+
+def _budget(score: Score) -> int | None:
+    """Nominal tokens of a row; None for a policy's own stop."""
+    if score["own_stop"]:
+        return None
+    return round(score["num_tokens"] * (1 - score["pruning_rate"] / 100))
+
+
+def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> None:
+    """Refuses runs that do not belong in one table."""
+    for run, score in scores[1:]:
+        first_run, first = scores[0]
+        if score[field] != first[field]:
+            raise ValueError(
+                f"{first_run} and {run} have different {what(score)} ({first[field]} and "
+                f"{score[field]}): they do not belong in one table"
+            )
+
+
+def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
+    """Methods of which two runs have different results."""
+    seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    clashes = set()
+    for _, score in every:
+        key = score["benchmark"], score["method"], score["mode"], _budget(score)
+        result = score["headline"], score["mean_k"]
+        if seen.setdefault(key, result) != result:
+            clashes.add(score["method"])
+    return clashes
+
+
+def markdown(table: Table) -> str:
+    """The table in the form of the paper's, then K and time, and what a reader must know.
+
+    Args:
+        table: the table.
+    """
+    titles = [BENCHMARKS[name].title for name in table.benchmarks]
+    shown: list[tuple[str, Any, list[str]]] = [
+        ("Scores", _score_cell, ["Avg."]),
+        ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
+        ("Milliseconds a question", _ms_cell, []),
+    ]
+    parts = []
+    for title, cell, further in shown:
+        header = ["tokens", "method", "mode", *titles, *further]
+        lines = [header, ["---"] * 3 + ["---:"] * (len(header) - 3)]
+        for row in table.rows:
+            cells = [
+                cell(row.scores[name]) if name in row.scores else "-" for name in table.benchmarks
+            ]
+            average = table.average(row)
+            more = ["-" if average is None else f"{average:.1f}"] if further else []
+            lines.append([_tokens(table, row), row.method, row.mode, *cells, *more])
+        body = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+        parts.append(f"## {title}\n\n{body}")
+    return "\n".join([*parts, *_notes(table)])
+
+
+def _tokens(table: Table, row: Row) -> str:
+    """The block of a row."""
+    if row.budget is None:
+        return "own stop"
+    return f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
+
+
+def _score_cell(score: Score) -> str:
+    if score["headline"] is None:
+        return "-"
+    return f"{score['headline']:.{0 if score['benchmark'] == 'mme' else 1}f}"
+
+
+def _k_cell(score: Score) -> str:
+    return f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
+
+
+def _ms_cell(score: Score) -> str:
+    return f"{score['ms']:.1f}"
+
+
+def _notes(table: Table) -> list[str]:
+    """What is odd, each said once with the rows that it is true of."""
+    found: dict[str, list[str]] = {}
+    for row in table.rows:
+        for name, score in row.scores.items():
+            said = [*score["warnings"], *([score["problem"]] if score["problem"] else [])]
+            for text in said:
+                line = f"{BENCHMARKS[name].title}: {text}"
+                found.setdefault(line, []).append(f"{row.method} {row.mode}")
+    if not table.whole:
+        found[f"no row of {ALL}, so no average retention"] = []
+    lines = []
+    for text, rows in found.items():
+        where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)
+        lines.append(f"- {text}{where}\n")
+    return ["## Notes\n\n" + "".join(lines)] if lines else []
+
+
+def as_objects(table: Table) -> list[dict[str, Any]]:
+    """One object a row: method, mode, tokens, average (unrounded), and four figures a benchmark."""
+    rows = []
+    for row in table.rows:
+        value: dict[str, Any] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
+        value["average"] = table.average(row)
+        for name in table.benchmarks:
+            score = row.scores.get(name, {})
+            value[name] = score.get("headline")
+            value |= {f"{name}_{field}": score.get(field) for field in ("mean_k", "sd_k", "ms")}
+        rows.append(value)
+    return rows
+
+
+def write_table(folder: Path, table: Table) -> None:
+    """Writes benchmarks.{md,json,csv}.
+
+    Args:
+        folder: where; it exists.
+        table: the table.
+    """
+    rows, out = as_objects(table), io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    (folder / f"{NAME}.md").write_text(markdown(table), encoding="utf-8")
+    (folder / f"{NAME}.csv").write_text(out.getvalue(), encoding="utf-8")
+    write_json(folder / f"{NAME}.json", rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and merges; one line on mistakes, exit code 2."""
+    parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that eval.py wrote")
+    parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
+    arguments = parser.parse_args(argv)
+    try:
+        names = [str(Path(run)) for run in arguments.runs]
+        table = make_table({name: read_scores(name) for name in names})
+        if arguments.out is not None:
+            write_table(Path(arguments.out), table)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(markdown(table), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Figures of the public benchmarks, from answer files alone: K, and what was looked at."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten
+
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.evaluation.answer_files import AnswerFile
+from stepprune_jax.evaluation.benchmarks import Benchmark
+from stepprune_jax.evaluation.benchmarks.answers import Answer, read_answers
+from stepprune_jax.evaluation.benchmarks.questions import Asked
+from stepprune_jax.evaluation.rows import own_stop
+from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.visualize import style
+from stepprune_jax.visualize.counts import Curve, draw_counts
+from stepprune_jax.visualize.overlays import Example, draw_rows
+
+_COLUMNS = 4
+
+
+def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
+    """The default policy at the middle budget; adaptive, unless it does not stop by itself."""
+    for mode in ("adaptive", "exact"):
+        found = [f for f in files if (f.card.method, f.card.mode) == (DEFAULT, mode)]
+        found.sort(key=lambda file: file.card.pruning_rate)
+        if found:
+            return found[len(found) // 2]
+    return next((f for f in files if f.card.method == own_stop(DEFAULT)), None)
+
+
+def draw_benchmark_counts(
+    path: Path, benchmark: Benchmark, root: Path, files: Sequence[AnswerFile]
+) -> Path | None:
+    """Draws how many tokens the default policy keeps, and what its answers are worth.
+
+    Only questions with a picture count. Where answers cannot be judged here, as those to test-dev
+    of VQAv2, the curves are left out.
+
+    Args:
+        path: the PNG to write.
+        benchmark: which one.
+        root: folder with its annotations.
+        files: its complete answer files.
+
+    Returns:
+        The path; None without an answer file of the default policy.
+    """
+    mine = default_file(files)
+    if mine is None:
+        return None
+    rows = read_answers(mine.path)
+    count = np.array([row.fields["kept"] for row in rows])
+    shown = count > 0
+    if not shown.any():
+        return None
+    curves = []
+    whole = next((file for file in files if file.card.method == ALL), None)
+    for file, colour, marker in ((whole, style.COLOURS[ALL], "D"),
+                                 (mine, style.COLOURS[DEFAULT], "o")):  # fmt: skip
+        worth = None if file is None else judged(benchmark, root, file)
+        if worth is not None:
+            card = file.card
+            name = card.method if file is whole else f"{card.method}, {card.mode}"
+            curves.append(Curve(f"accuracy, {name}", colour, marker, worth[shown]))
+    tokens = mine.card.num_tokens
+    return draw_counts(path, count[shown], tokens, curves, benchmark.title)
+
+
+def judged(benchmark: Benchmark, root: Path, file: AnswerFile) -> np.ndarray | None:
+    """What each answer is worth, from 0 to 1; None where one of them cannot be judged here."""
+    try:
+        worth = benchmark.judge(root, file.path)
+    except (OSError, ValueError):
+        return None
+    return None if None in worth else np.array(worth)
+
+
+def draw_benchmark_overlays(
+    path: Path,
+    benchmark: Benchmark,
+    root: Path,
+    file: AnswerFile,
+    questions: Sequence[Asked],
+    grid: tuple[int, int],
+) -> Path | None:
+    """Draws the samples of an answer file: pictures with their kept patches.
+
+    Args:
+        path: the PNG to write.
+        benchmark: which one.
+        root: folder with its annotations.
+        file: complete; lines with an `order` are the samples, chosen before anything was answered.
+        questions: all of the benchmark.
+        grid: rows and columns of patches.
+
+    Returns:
+        The path; None if the file has no samples.
+    """
+    rows = read_answers(file.path)
+    worth = judged(benchmark, root, file)
+    first = file.card.num_tokens - grid[0] * grid[1]  # 1 where the class token is kept
+    examples = [
+        _example(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
+        for n, (row, question) in enumerate(zip(rows, questions, strict=True))
+        if "order" in row.fields
+    ]
+    if not examples:
+        return None
+    groups = [examples[n : n + _COLUMNS] for n in range(0, len(examples), _COLUMNS)]
+    return draw_rows(path, grid, [("", group) for group in groups])
+
+
+def _example(
+    benchmark: Benchmark, row: Answer, question: Asked, first: int, right: bool | None
+) -> Example:
+    """A sample as it is drawn."""
+    image = question.image
+    if isinstance(image, bytes):
+        image = Image.open(io.BytesIO(image))
+    patches = [token - first for token in row.fields["order"] if token >= first]
+    return Example(
+        image, patches, f"K = {row.fields['kept']}", benchmark.title,
+        question.prompt.removeprefix("<image>\n"), shorten(row.text, 40, placeholder="…"), right,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""A small folder of every public benchmark in LLaVA's layout, with pictures of the shapes world."""
+
+import base64
+import itertools
+import json
+import shutil
+
+from stepprune_jax.data.shapes import write_world
+from stepprune_jax.evaluation.benchmarks.mme import COGNITION, PERCEPTION
+
+SHORT = "\nAnswer the question using a single word or phrase."
+NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")
+SIZES = {
+    "gqa": 3, "mmbench": 5, "mmbench_cn": 2, "mme": 28, "pope": 6, "scienceqa": 4, "vqav2": 3,
+    "textvqa": 4,
+}  # fmt: skip
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_json(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_benchmarks(root):
+    """Writes all of them; returns the root."""
+    world = write_world(root.parent / "world", seed=5, train=0, validation=0, test=4)
+    pictures = itertools.cycle(sorted((world / "images").glob("*.png")))
+
+    def put(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            shutil.copy(next(pictures), path)
+        return path
+
+    for write in (write_gqa, write_vqav2, write_textvqa, write_pope, write_mme, write_scienceqa):
+        write(root, put)
+    write_mmbench(root, pictures)
+    return root
+
+
+def people(*said):
+    return [{"answer": text} for text in (said * 10)[:10]]
+
+
+def write_gqa(root, put):
+    rows, official = [], {}
+    for number, text in enumerate(("Is it red?", "What shape is it?", "Is it a circle?")):
+        name = put(root / "gqa/data/images" / f"n{number % 2}.jpg").name
+        asked = {"question_id": f"20{number}", "image": name, "text": text + SHORT}
+        rows.append(asked | {"category": "default"})
+        official[f"20{number}"] = {
+            "question": text, "imageId": name[:-4], "answer": "yes", "isBalanced": True,
+            "types": {"structural": "verify", "semantic": "attr"}, "semantic": [],
+            "groups": {"global": None, "local": "x"},
+        }  # fmt: skip
+    write_lines(root / "gqa/llava_gqa_testdev_balanced.jsonl", rows)
+    write_json(root / "gqa/data/testdev_balanced_questions.json", official)
+
+
+def write_vqav2(root, put):
+    lines = [
+        {"question_id": 900 + n, "image": f"COCO_test2015_{n:012d}.jpg",
+         "text": f"Is it {n}?{SHORT}", "category": "default"}
+        for n in range(5)
+    ]  # fmt: skip
+    for line in lines[1:4]:
+        put(root / "vqav2/test2015" / line["image"])
+    write_lines(root / "vqav2/llava_vqav2_mscoco_test2015.jsonl", lines)
+    write_lines(root / "vqav2/llava_vqav2_mscoco_test-dev2015.jsonl", lines[1:4])
+    asked = [
+        {"image_id": 7 + n, "question": "What colour is it?", "question_id": 70 + n}
+        for n in range(2)
+    ]
+    for entry in asked:
+        put(root / "vqav2/val2014" / f"COCO_val2014_{entry['image_id']:012d}.jpg")
+    write_json(
+        root / "vqav2/v2_OpenEnded_mscoco_val2014_questions.json",
+        {"data_subtype": "val2014", "questions": asked},
+    )
+    about = {"question_type": "what color", "answer_type": "other"}
+    known = [
+        {"question_id": entry["question_id"], "answers": people("red", "blue"), **about}
+        for entry in asked
+    ]
+    write_json(root / "vqav2/v2_mscoco_val2014_annotations.json", {"annotations": known})
+
+
+def write_textvqa(root, put):
+    """Two questions about each of two pictures, whose ids are the pictures'."""
+    rows, data = [], []
+    for image, text in itertools.product(("00ab", "00cd"), ("What is written?", "What number?")):
+        put(root / "textvqa/train_images" / f"{image}.jpg")
+        text_ocr = f"{text}\nReference OCR token: A, 7{SHORT}"
+        rows.append({"question_id": image, "image": f"{image}.jpg", "text": text_ocr,
+                     "category": "default"})  # fmt: skip
+        data.append({"image_id": image, "question": text, "answers": ["seven", "7"] * 5})
+    write_lines(root / "textvqa/llava_textvqa_val_v051_ocr.jsonl", rows)
+    write_json(root / "textvqa/TextVQA_0.5.1_val.json", {"data": data})
+
+
+def write_pope(root, put):
+    rows = []
+    for start, split in ((0, "adversarial"), (10**7, "random"), (2 * 10**7, "popular")):
+        labels = []
+        for number, (thing, label) in enumerate((("circle", "yes"), ("kite", "no")), start=1):
+            image = put(root / "pope/val2014" / f"COCO_val2014_{number:012d}.jpg").name
+            text = f"Is there a {thing} in the image?"
+            rows.append({"question_id": start + number, "image": image, "text": text + SHORT,
+                         "category": split})  # fmt: skip
+            labels.append({"question_id": number, "image": image, "text": text, "label": label})
+        write_lines(root / f"pope/coco/coco_pope_{split}.json", labels)
+    write_lines(root / "pope/llava_pope_test.jsonl", rows)
+
+
+def write_mme(root, put):
+    release, rows = root / "MME/MME_Benchmark_release_version", []
+    for task in (*PERCEPTION, *COGNITION):
+        inner = f"{task}/images" if task in NESTED else task
+        put(release / inner / "1.png")
+        texts = release / task / ("questions_answers_YN" if task in NESTED else "")
+        texts.mkdir(parents=True, exist_ok=True)
+        asked = {f"Is this {task}?": "Yes", "Is this a kite?": "No"}
+        lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in asked.items()]
+        (texts / "1.txt").write_text("\n".join(lines))
+        rows += [
+            {"question_id": f"{inner}/1.png", "image": f"{inner}/1.png", "text": text + SHORT,
+             "category": task}
+            for text in asked
+        ]  # fmt: skip
+    write_lines(root / "MME/llava_mme.jsonl", rows)
+
+
+def write_scienceqa(root, put):
+    """Four questions, the second and the last without a picture."""
+    problems, rows = {}, []
+    for number, shown in enumerate((True, False, True, False)):
+        name = str(11 + number)
+        said = "Context: Look.\nWhich one is it?\nA. north\nB. south"
+        row = {"id": name, "conversations": [{"from": "human", "value": said}]}
+        if shown:
+            put(root / "scienceqa/images/test" / name / "image.png")
+            row["image"] = f"{name}/image.png"
+            row["conversations"][0]["value"] = f"<image>\n{said}"
+        problems[name] = {
+            "choices": ["north", "south"], "answer": 1, "image": "image.png" if shown else None,
+        }  # fmt: skip
+        rows.append(row)
+    write_json(root / "scienceqa/llava_test_CQM-A.json", rows)
+    write_json(root / "scienceqa/problems.json", problems)
+    write_json(root / "scienceqa/pid_splits.json", {"test": list(problems)})
+
+
+def write_mmbench(root, pictures):
+    """A question of three rotations and one of two; the Chinese file has the second alone."""
+    columns = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image"]
+    columns += ["source", "l2-category", "comment", "split"]
+    asked = [
+        (5, "Which way?", "Look at\nthe arrow.", ("up", "down", "None of it", ""), "A"),
+        (1000005, "Which way?", "Look at\nthe arrow.", ("None of it", "up", "down", ""), "B"),
+        (2000005, "Which way?", "", ("down", "None", "up", ""), "C"),
+        (6, "Is it?", "nan", ("yes", "no", "", ""), "A"),
+        (1000006, "Is it?", "", ("no", "yes", "", ""), "B"),
+    ]
+    rows = []
+    for index, question, hint, options, right in asked:
+        image = base64.b64encode(next(pictures).read_bytes()).decode()
+        quoted = f'"{hint}"' if "\n" in hint else hint
+        about = (right, "north", image, "made-up", "fine", "", "dev")
+        rows.append("\t".join((str(index), question, quoted, *options, *about)))
+    for folder, name, some in (
+        ("mmbench", "mmbench_dev_20230712.tsv", rows),
+        ("mmbench", "mmbench_dev_cn_20231003.tsv", rows[3:]),
+    ):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        text = "\n".join(["\t".join(columns), *some]) + "\n"
+        (root / folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,164 @@
+import csv
+import json
+
+import pytest
+from benchmark_folders import write_benchmarks
+from small_world import save_all, small_config, tiny_model, write_split
+
+from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.evaluation.run import run
+
+# Random weights answer with characters that no font has.
+pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
+METHODS = "all tokens,StepPrune"
+PUBLIC = "pope,mme,vqav2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_stage, "WIDTHS", (192,))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A configuration for three public benchmarks and a folder with policies."""
+    base = tmp_path_factory.mktemp("base")
+    root = write_benchmarks(base / "eval")
+    model, workdir = tiny_model(base / "model"), base / "run"
+    write_split(base / "data", "test", 3, 0)
+    write_split(base / "data", "validation", 2, 1)
+    save_all(workdir)
+    config = small_config(
+        model.folder, base / "data", benchmarks=PUBLIC, data=str(root), methods=METHODS,
+        max_new_tokens=2, validation_questions=6, samples=3, budgets=(2,),
+    )  # fmt: skip
+    return config, workdir
+
+
+@pytest.fixture(scope="module")
+def done(world):
+    config, workdir = world
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(words)))
+        run(config, workdir, command="python eval.py --here")
+    return config, workdir, "\n".join(said)
+
+
+def scores(workdir):
+    return json.loads((workdir / "report" / "scores.json").read_text())
+
+
+def test_the_report_has_the_paper_s_columns(done):
+    _, workdir, said = done
+    page = (workdir / "report" / "benchmarks.md").read_text()
+    lines = page.splitlines()
+    assert lines[2] == "| tokens | method | mode | MME | POPE | VQAv2 | Avg. |"
+    first = [line.split(" | ")[:3] for line in lines[4:8]]
+    assert first == [
+        ["| 9 (0.0 % pruned)", "all tokens", "exact"],
+        ["| 2 (77.8 % pruned)", "StepPrune", "exact"],
+        ["| 2 (77.8 % pruned)", "StepPrune", "adaptive"],
+        ["| own stop", "StepPrune, own stop", "adaptive"],
+    ]
+    assert "## Visual tokens kept, mean ± standard deviation" in page
+    assert "python eval.py --here" in page and "## Scores" in said
+    # Test-dev is scored by its server only, so the column is empty and out of the average.
+    assert "VQAv2" in page and "is scored by the server only" in page
+    found = {(s["benchmark"], s["method"], s["mode"]): s for s in scores(workdir)}
+    assert len(found) == 12
+    whole = [found[name, "all tokens", "exact"]["headline"] for name in ("mme", "pope")]
+    rows = json.loads((workdir / "report" / "benchmarks.json").read_text())
+    for row in rows[1:]:
+        mine = [row["mme"], row["pope"]]
+        expected = None
+        if all(whole):
+            expected = 50 * sum(a / b for a, b in zip(mine, whole, strict=True))
+        assert row["average"] == (None if expected is None else pytest.approx(expected))
+    with (workdir / "report" / "benchmarks.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["method"] for row in table] == [row["method"] for row in rows]
+    exact = found["pope", "StepPrune", "exact"]
+    assert exact["mean_k"] == 2 and exact["sd_k"] == 0 and exact["ms"] > 0
+
+
+def test_submissions_are_written(done):
+    _, workdir, said = done
+    place = workdir / "submissions"
+    rows = json.loads((place / "vqav2" / "all-tokens.json").read_text())
+    assert [row["question_id"] for row in rows] == [900, 901, 902, 903, 904]
+    assert rows[0]["answer"] == ""
+    assert len(list((place / "mme" / "stepprune-exact-77.8").glob("*.txt"))) == 14
+    assert not (place / "pope").exists() and "vqav2, all-tokens: llava_vqav2" in said
+
+
+def test_figures_are_drawn(done):
+    _, workdir, _ = done
+    for name in ("k_pope", "overlays_pope", "k_mme", "k_vqav2", "overlays_vqav2"):
+        assert (workdir / "report" / f"{name}.png").stat().st_size > 1000
+        assert f"![{name}]({name}.png)" in (workdir / "report" / "benchmarks.md").read_text()
+
+
+def test_scoring_alone_needs_no_model(done, monkeypatch):
+    config, workdir, _ = done
+    before = scores(workdir)
+    (workdir / "report" / "scores.json").unlink()
+    monkeypatch.setattr("stepprune_jax.evaluation.generate_stage.load_model", None)
+    run(config, workdir, stages=["score"])
+    assert scores(workdir) == before
+
+
+def test_unfinished_answers_have_no_score(done, tmp_path):
+    config, workdir, _ = done
+    file = workdir / "answers" / "pope" / "stepprune-exact-77.8.jsonl"
+    whole = file.read_text()
+    try:
+        file.write_text("".join(whole.splitlines(keepends=True)[:4]))
+        run(config, workdir, stages=["score"])
+        (found,) = [s for s in scores(workdir) if s["problem"] and s["benchmark"] == "pope"]
+        assert found["headline"] is None and found["problem"] == "4 of 6 questions answered so far"
+        run(config, workdir, stages=["generate"])
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        assert texts == [json.loads(line)["text"] for line in whole.splitlines()]
+    finally:
+        file.write_text(whole)
+
+
+def test_the_validation_split_of_vqav2_is_scored_here(done):
+    config, workdir, _ = done
+    config = config.copy_and_resolve_references()
+    config.eval.benchmarks, config.eval.methods = "vqav2", "all tokens"
+    config.eval.questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    run(config, workdir.parent / "val")
+    (found,) = scores(workdir.parent / "val")
+    assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2
+
+
+def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path):
+    config, _ = world
+    config = config.copy_and_resolve_references()
+    config.eval.benchmarks = "shapes"
+    save_all(tmp_path)
+    run(config, tmp_path)
+    table = json.loads((tmp_path / "report" / "table.json").read_text())
+    found = scores(tmp_path)
+    assert len(found) == len(table) == 7
+    key = lambda row: (row["method"], row["mode"], row["pruning_rate"])  # noqa: E731
+    rows = {key(row): row for row in table}
+    for score in found:
+        assert round(score["headline"], 2) == rows[key(score)]["accuracy"]
+        assert round(score["mean_k"], 2) == rows[key(score)]["mean_k"]
+
+
+def test_mistakes_are_told_before_anything_is_loaded(world, tmp_path):
+    config, _ = world
+    with pytest.raises(ValueError, match=r"--stages is 'guess', expected generate, convert, score"):
+        run(config, tmp_path, stages=["guess"])
+    with pytest.raises(FileNotFoundError, match=r"no answers to pope, mme, vqav2 in .*: run the"):
+        run(config, tmp_path, stages=["score"])
+    config = config.copy_and_resolve_references()
+    config.eval.data = str(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere/pope/llava_pope_test"):
+        run(config, tmp_path)
