@@ -74,11 +74,12 @@ for line in sys.stdin.read().splitlines():
 
 def test_the_programs_end_with_one_line(tmp_path):
     shapes, pretrain = "configs/shapes.py", "configs/pretrain_shapes.py"
+    # Evaluation last: it starts jax, after which pretraining could not choose its devices.
     lines = [
         f"train.py --workdir={tmp_path} --config={shapes} --config.steps=0",
-        f"eval.py --workdir={tmp_path} --config={shapes}",
         f"stepprune_jax/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
         f"--config.data.folder={tmp_path}",
+        f"eval.py --workdir={tmp_path} --config={shapes}",
         f"train.py --workdir={tmp_path}",
     ]
     ended = subprocess.run(
@@ -86,7 +87,7 @@ def test_the_programs_end_with_one_line(tmp_path):
         text=True,
     )  # fmt: skip
     assert ended.stdout.split() == ["2"] * 4
-    train, evaluate, pretrain, unset = ended.stderr.splitlines()
+    train, pretrain, evaluate, unset = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1"
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
     assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
