@@ -25,6 +25,7 @@ _STAGES = flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}
 def main() -> None:
     """Reads the flags and evaluates."""
     with user_input():
+        program.use_cores(_CONFIG.value)
         distributed.start()
     run(
         _CONFIG.value, _WORKDIR.value, stages=_STAGES.value, policy=_POLICY.value,

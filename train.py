@@ -33,6 +33,7 @@ def main() -> None:
         return
     window = None
     with user_input():
+        program.use_cores(_CONFIG.value)
         distributed.start()
         if _PROFILE.value is not None:
             window = read_window(_PROFILE.value, _CONFIG.value.steps)

@@ -35,6 +35,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.text_gate_anneal = 0.1  # Sec. 3.2, "during early training"; the share is silent
     if literal:
         c.text_gate_anneal = 1.0  # Sec. 4.1, "over the course of training"
+    c.cpu_devices = 0
     c.mesh = "data"  # Sec. 4.1: two devices, each with the whole model
     c.log_every = 50
     c.checkpoint_every = 1000

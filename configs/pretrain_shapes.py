@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = ""  # empty: the shapes world, written to workdir/data
     c.data.train_scenes = 24000
     c.data.seed = 1000  # not that of any other split
-    c.data.emphasis = 1.0  # factor on the families that are learned last
+    c.data.emphasis = 2.0  # factor on the families that are learned last
 
     c.model = ConfigDict()
     c.model.image_size = 96
@@ -51,8 +51,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.tower.muon_lr = 0.02  # of Muon, for matrices; 0: AdamW for all weights
 
     c.language = ConfigDict()
-    c.language.steps = 3400
-    c.language.whole_steps = 1900  # before images are thinned
+    c.language.steps = 4000
+    c.language.whole_steps = 2200  # before images are thinned
     c.language.batch_size = 32
     c.language.lr = 2e-3
     c.language.muon_lr = 0.02

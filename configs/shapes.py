@@ -33,7 +33,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.steps = 500
     c.batch_size = 32
     c.text_gate_anneal = 0.1  # share of the steps over which the text gate opens
-    c.mesh = "single"  # a preset of stepprune_jax.sharding.build_mesh, or "data=2,tensor=4"
+    c.cpu_devices = 2  # cores, each a device, where jax sees no others; 0 leaves it to jax
+    c.mesh = "data"  # a preset of stepprune_jax.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
     c.checkpoint_every = 100
     c.keep_checkpoints = 2

@@ -4,8 +4,9 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import jax
 from absl import app, flags, logging
 
 from stepprune_jax.user_input import is_user_error
@@ -70,6 +71,24 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
         raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
     values["config"].value.items()  # a file that could not be read says so only when it is used
     return rest
+
+
+def use_cores(config: Any) -> None:
+    """Makes `config.cpu_devices` CPU devices, before jax starts; where it is 0, jax's own number.
+
+    One device leaves most of a second core idle. Where jax sees accelerators it uses those.
+
+    Args:
+        config: a program's `ConfigDict`.
+
+    Raises:
+        ValueError: not an integer from 0.
+    """
+    count = config.get("cpu_devices", 0)
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
+    if count:
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def default_workdir(config: str) -> str:

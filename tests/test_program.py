@@ -1,14 +1,16 @@
 """Mistakes in the input end a program in one line; bugs keep their traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from stepprune_jax.program import default_workdir, one_line_errors, parse_flags
+from stepprune_jax.program import default_workdir, one_line_errors, parse_flags, use_cores
 from stepprune_jax.user_input import is_user_error, user_input
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +57,22 @@ def test_bad_command_lines_are_refused(monkeypatch, given, message):
     config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=values)
     with pytest.raises((flags.Error, OSError, ValueError), match=message):
         parse_flags(arguments, values)
+
+
+def test_as_many_devices_as_cores_are_asked_for():
+    with pytest.raises(ValueError, match=r"config\.cpu_devices is -1, expected an integer"):
+        use_cores(ConfigDict({"cpu_devices": -1}))
+    before = jax.config.jax_num_cpu_devices
+    use_cores(ConfigDict({"cpu_devices": 0}))
+    use_cores(ConfigDict())
+    assert jax.config.jax_num_cpu_devices == before
+    found = subprocess.run(
+        [sys.executable, "-c", "import jax; from ml_collections import ConfigDict\n"
+         "from stepprune_jax.program import use_cores\n"
+         "use_cores(ConfigDict({'cpu_devices': 3})); print(jax.device_count())"],
+        capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert found.stdout == "3\n", found.stderr
 
 
 # One process for all: most of its time goes into imports.

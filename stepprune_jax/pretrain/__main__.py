@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -26,8 +25,7 @@ def main() -> None:
 def _data(config: Any, workdir: Path) -> str | Path:
     """The folder of data, after the configuration is checked."""
     check_config(config)
-    if config.cpu_devices:
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    program.use_cores(config)
     if config.data.folder:
         return config.data.folder
     check_world(config)

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.data.llava import Sample, read_conversations
+from stepprune_jax.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from stepprune_jax.pretrain.settings import grid_side
 from stepprune_jax.training.pixels import PixelCache
 from stepprune_jax.training.settings import flat
@@ -23,12 +24,14 @@ class Data(NamedTuple):
       pixels: From a path to pixels.
       labels: Labels of patches and pictures by name, none without their file.
       words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
+      mentions: What the questions speak of; None without their file.
     """
 
     samples: list[Sample]
     pixels: PixelCache
     labels: dict[str, np.ndarray]
     words: dict[str, np.ndarray]
+    mentions: Mentions | None
 
     def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
         """Pixels of some samples."""
@@ -74,7 +77,9 @@ def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
                 f"config.{stage}.batch_size is {size}, expected at most the {len(samples)} samples "
                 f"of {folder / 'train.json'}"
             )
-    return Data(samples, PixelCache(settings, config.model.image_size, 4 << 30), labels, words)
+    mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
+    pixels = PixelCache(settings, config.model.image_size, 4 << 30)
+    return Data(samples, pixels, labels, words, mentions)
 
 
 def _read_labels(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.pretrain.mentions import Told, mention_loss
 from stepprune_jax.pretrain.packing import Packed
 
 
@@ -114,13 +115,14 @@ def _alignment_loss(
     return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
 
 
-def packed_logits(
+def run_packed(
     params: dict[str, Any],
     config: LlavaConfig,
     visual: Float[Array, "i k e"],
     index: Int[Array, "i k"],
     packed: Packed,
-) -> Float[Array, "i a v"]:
+    slot: Int[Array, "i t"],
+) -> tuple[Float[Array, "i a v"], Float[Array, "i t e"]]:
     """What the model says at each supervised token, all exchanges of a picture at once.
 
     Args:
@@ -129,9 +131,11 @@ def packed_logits(
       visual: Projected visual tokens that are shown.
       index: Their places among the picture's n.
       packed: The exchanges.
+      slot: Places in `packed.ids` whose hidden state halfway through the layers is wanted.
 
     Returns:
-      Float32 logits, those that each exchange would have as a prompt of its own.
+      Float32 logits, those that each exchange would have as a prompt of its own, and the hidden
+      states.
     """
     images, before = visual.shape[0], packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
@@ -145,12 +149,17 @@ def packed_logits(
     )  # fmt: skip
     shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
     segment = jnp.concatenate([shared, packed.segment], axis=1)
+    middle = Tap("hidden", config.text.num_layers // 2)
     stage = vlm.run_layers(
-        params, config, hidden, position, segment >= 0, 0, config.text.num_layers, segment=segment
-    )
-    slot = shared.shape[1] + packed.target
-    told = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
-    return vlm.logits(params, config, told)
+        params, config, hidden, position, segment >= 0, 0, config.text.num_layers,
+        segment=segment, taps=(middle,),
+    )  # fmt: skip
+
+    def at(states: Array, slot: Array) -> Array:
+        return jnp.take_along_axis(states, (shared.shape[1] + slot)[..., None], axis=1)
+
+    halfway = next(iter(stage.taps.values()))
+    return vlm.logits(params, config, at(stage.hidden, packed.target)), at(halfway, slot)
 
 
 def language_loss(
@@ -160,30 +169,36 @@ def language_loss(
     key: Array,
     pixels: Float[Array, "i 3 H W"],
     packed: Packed,
+    told: Told | None,
     words: Sequence[Words],
     kept: int | None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
 
-    With `words`, a quarter of the loss of naming each patch by its nearest word is added.
+    With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
+    `told` and the whole image, that of `mention_loss`.
 
     Args:
-      trained: The parts of the model that are trained.
+      trained: The parts of the model that are trained, and with `told` the heads of the mentions.
       frozen: Its other parts.
       config: The model's shape.
       key: PRNG key; consumed.
       pixels: Normalised images.
       packed: Their exchanges.
+      told: What their questions speak of; None without labels.
       words: What their patches show; none without labels.
       kept: Visual tokens to show; `None` shows all.
 
     Returns:
-      The loss, and the share of supervised tokens that are told right.
+      The loss, the share of supervised tokens that are told right, and what `mention_loss` says.
     """
     params = frozen | trained
     features, index = _see(params, config, pixels, key, words, kept)
     visual = vlm.project(params, config, features)
-    logits = packed_logits(params, config, visual, index, packed)
+    # An image that is thinned may not show what a question speaks of.
+    told = None if kept is not None else told
+    slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if told is None else told.slot
+    logits, halfway = run_packed(params, config, visual, index, packed, slot)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
@@ -192,4 +207,8 @@ def language_loss(
     total = jnp.sum(jnp.where(known, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
     aligned = sum(_alignment_loss(embedding, visual, index, named) for named in words)
-    return total + 0.25 * aligned, {"lm_loss": total, "told": right}
+    scalars = {"lm_loss": total, "told": right}
+    if told is None:
+        return total + 0.25 * aligned, scalars
+    found, more = mention_loss(trained["mention_heads"], halfway, told)
+    return total + 0.25 * aligned + found, scalars | more

@@ -19,6 +19,7 @@ from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.models import vlm
 from stepprune_jax.pretrain.data import Data, batch_indices, read, word_tokens
+from stepprune_jax.pretrain.mentions import Told, init_mention_heads, place_mentions
 from stepprune_jax.pretrain.packing import Packed, pack
 from stepprune_jax.pretrain.settings import check_config
 from stepprune_jax.pretrain.structure import init_tower, standardising_projector
@@ -36,6 +37,7 @@ from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
 from stepprune_jax.user_input import user_input
+from stepprune_jax.visualize.training import draw_training
 
 MODEL = "model"
 
@@ -149,7 +151,7 @@ def _wide(label: np.ndarray) -> np.ndarray:
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _train_language(config, workdir, model, params, packed, tokens, data: Data, interrupt):
+def _train_language(config, workdir, model, params, packed, told, tokens, data: Data, interrupt):
     """All weights after the second stage."""
     params = jax.device_get(params)  # the stages may share the work among different devices
     if not config.init:
@@ -157,22 +159,25 @@ def _train_language(config, workdir, model, params, packed, tokens, data: Data, 
     parts = ["projector", "language"] + ["vision"] * config.language.train_tower
     trained = {name: params[name] for name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
+    if told is not None:
+        trained["mention_heads"] = init_mention_heads(told, model.text.hidden_size)
     recipes = {k: _recipe(config, model, config.language, k) for k in (None, *config.language.kept)}
     key = jax.random.fold_in(jax.random.key(config.seed), 2)
 
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
+        spoken = told and Told(*(array[rows] for array in told))
         labels = {name: _wide(data.labels[name][rows]) for name in tokens}
         return language_update(
-            jax.random.fold_in(key, step), state, frozen, data.images(rows), part, (labels, tokens),
-            recipe=recipes[kept_at(config, step)],
+            jax.random.fold_in(key, step), state, frozen, data.images(rows), part, spoken,
+            (labels, tokens), recipe=recipes[kept_at(config, step)],
         )  # fmt: skip
 
     stage = _Stage("language", config.language.steps, config.language.batch_size, update)
     state = start(recipes[None], trained)
     state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
-    return None if state is None else frozen | state.trained
+    return None if state is None else frozen | {name: state.trained[name] for name in parts}
 
 
 def _first_model(config: Any, data: Data) -> tuple[dict, LlavaConfig, Any]:
@@ -204,9 +209,10 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
 
     Args:
       config: See `configs/pretrain_shapes.py`.
-      workdir: Folder of the run: stages with their metrics and checkpoints, and at the end `model`.
+      workdir: Folder of the run: stages with their metrics and checkpoints, and at the end `model`
+        and the curves of the second stage, `language.png`.
       folder: Data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
-        `train_patches.npz`.
+        `train_patches.npz`, and for what questions speak of, `train_mentions.npz`.
 
     Returns:
       The model's folder, or None after an interruption.
@@ -224,17 +230,19 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
         params, model, tokenizer = _first_model(config, data)
         packed = pack(tokenizer, data.samples)
+        told = data.mentions and place_mentions(tokenizer, packed, data.mentions)
     with Interrupt() as interrupt:
         vision = _train_tower(config, workdir, model, params, data, interrupt)
         if vision is None:
             return None
         params["vision"] = vision
         params = _train_language(
-            config, workdir, model, params, packed, word_tokens(tokenizer, data.words), data,
+            config, workdir, model, params, packed, told, word_tokens(tokenizer, data.words), data,
             interrupt,
         )  # fmt: skip
         if params is None:
             return None
+    draw_training(workdir / "language.png", workdir / "language" / "metrics.jsonl")
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
     made = _save(VLM(params, model, tokenizer, settings), workdir)
     print(f"Done: {made}", flush=True)

@@ -28,8 +28,8 @@ def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
     return heads
 
 
-def _told(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c"]:
-    """A linear head over normalised features, with a bias."""
+def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c"]:
+    """A linear head [d + 1, c] over normalised features, with a bias."""
     mean = jnp.mean(hidden, -1, keepdims=True)
     normal = (hidden - mean) * jax.lax.rsqrt(jnp.var(hidden, -1, keepdims=True) + 1e-5)
     return normal @ head[:-1] + head[-1]
@@ -58,10 +58,10 @@ def tower_loss(
     for name, label in labels.items():
         head = trained["heads"][name]
         if name.startswith("image_"):
-            logit = _told(head, hidden[:, 0])
+            logit = linear_head(head, hidden[:, 0])
             total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
             continue
-        told = _told(head, hidden[:, 1:])
+        told = linear_head(head, hidden[:, 1:])
         if name.startswith("class_"):
             label = label.astype(jnp.int32)
             total += jnp.mean(optax.softmax_cross_entropy_with_integer_labels(told, label))

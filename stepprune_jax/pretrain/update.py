@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.generate.placement import jit_for_weights
 from stepprune_jax.pretrain.language import Words, language_loss
+from stepprune_jax.pretrain.mentions import Told
 from stepprune_jax.pretrain.packing import Packed
 from stepprune_jax.pretrain.tower import tower_loss
 
@@ -157,7 +158,9 @@ def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
     return _apply(recipe, state, grads), scalars
 
 
-def _language_update(key, state: State, params, pixels, packed: Packed, words, recipe: Recipe):
+def _language_update(
+    key, state: State, params, pixels, packed: Packed, told: Told | None, words, recipe: Recipe
+):
     """One update of what `state` trains; `params` are the other weights, which may be none.
 
     So the key comes first: it says where it runs.
@@ -165,17 +168,17 @@ def _language_update(key, state: State, params, pixels, packed: Packed, words, r
     labels, tokens = words
 
     def loss(trained, frozen, part, piece_key):
-        pixels, rows, labels = part
+        pixels, rows, told, labels = part
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
         return language_loss(
-            trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), named,
+            trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), told, named,
             recipe.kept,
         )  # fmt: skip
 
     grads, scalars = _accumulate(
         loss, state.trained, (params, packed.prefix, tokens),
-        (pixels, tuple(packed[1:]), labels), key, recipe.micro_batch, recipe.devices,
+        (pixels, tuple(packed[1:]), told, labels), key, recipe.micro_batch, recipe.devices,
     )  # fmt: skip
     return _apply(recipe, state, grads), scalars
 

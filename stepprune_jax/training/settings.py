@@ -28,7 +28,8 @@ SHAPES_MODEL = ASSETS / "shapes_llava"
 # The model and the data are compared by their contents, not by where they lie.
 FREE = (
     "log_every", "checkpoint_every", "keep_checkpoints", "max_skipped", "tensorboard", "wandb",
-    "validation", "eval", "mesh", "accelerator", "model.folder", "model.vision_folder",
+    "validation", "eval", "mesh", "cpu_devices", "accelerator", "model.folder",
+    "model.vision_folder",
     "data.folder", "data.train_file", "data.image_folder", "data.linked_folders",
     "data.index_folder", "data.threads", "data.workers", "data.cache_gb",
     "data.validation_scenes", "data.test_scenes", "data.test_seed",
@@ -37,9 +38,9 @@ FREE = (
 # Every field but those of the methods' groups and of `eval`, which are checked where they are read.
 _FIELDS = {
     "": (
-        "method", "seed", "steps", "batch_size", "text_gate_anneal", "mesh", "log_every",
-        "checkpoint_every", "keep_checkpoints", "max_skipped", "tensorboard", "wandb", "model",
-        "data", "optimizer", "accelerator", "validation", "eval",
+        "method", "seed", "steps", "batch_size", "text_gate_anneal", "mesh", "cpu_devices",
+        "log_every", "checkpoint_every", "keep_checkpoints", "max_skipped", "tensorboard", "wandb",
+        "model", "data", "optimizer", "accelerator", "validation", "eval",
     ),
     "model": ("folder", "vision_folder", "dtype", "attention", "remat", "rows_at_once"),
     "data": (

@@ -1,4 +1,4 @@
-"""Curves of a training run."""
+"""Curves of a training run, of a policy or of a small model."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,11 @@ _PANELS = (
     (f"gate {_ALPHA}", (("alpha_in", "selected", _BLUE), ("alpha_out", "not selected", _ORANGE))),
     ("entropy of a choice, nats", (("entropy", "", _BLUE),)),
     ("gradient norm of the stop", (("grad_norm_stop", "", _GREEN),)),
+    (
+        "share of words told right",
+        (("told", "answers", _BLUE), ("mention_number", "numbers mentioned", _ORANGE)),
+    ),
+    ("error of places mentioned", (("mention_error", "", _GREEN),)),
 )
 
 

@@ -224,7 +224,7 @@ def test_the_test_seed_changes_the_test_split_alone(tmp_path):
 
 def test_the_default_questions_stay_what_trained_policies_were_tested_on():
     asked = [scene_at(0, "test", number)[1] for number in range(40)]
-    text = json.dumps([list(query) for row in asked for query in row])
+    text = json.dumps([query[:4] for row in asked for query in row])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "fdc7f882011fd1e8"
 
 

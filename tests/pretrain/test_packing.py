@@ -17,7 +17,7 @@ from stepprune_jax.pretrain.language import (
     _alignment_loss,
     _favour,
     language_loss,
-    packed_logits,
+    run_packed,
     thinned,
 )
 from stepprune_jax.pretrain.packing import pack
@@ -107,7 +107,8 @@ def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
         index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
         features = jnp.take_along_axis(features, index[..., None], axis=1)
     visual = vlm.project(params, config, features)
-    ours = jax.jit(packed_logits, static_argnums=1)(params, config, visual, index, packed)
+    nothing = jnp.zeros((3, 0), jnp.int32)
+    ours, _ = jax.jit(run_packed, static_argnums=1)(params, config, visual, index, packed, nothing)
     single = jax.jit(functools.partial(prompt_logits, config=config))
     for row, turns in enumerate(TURNS):
         at = 0
@@ -143,13 +144,16 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
     # Three classes, of which the first has no word.
     token = np.array([-1, *tokenizer.convert_tokens_to_ids(["red", "blue"])])
     shown = np.arange(27).reshape(3, 9) % 3
-    loss, scalars = jax.jit(language_loss, static_argnums=(2, 7))(
-        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed,
+    loss, scalars = jax.jit(language_loss, static_argnums=(2, 8))(
+        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None,
         [Words(jnp.asarray(shown), jnp.asarray(token))], None,
     )  # fmt: skip
     visual = vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
-    logits = jax.jit(packed_logits, static_argnums=1)(params, config, visual, index, packed)
+    nothing = jnp.zeros((3, 0), jnp.int32)
+    logits, _ = jax.jit(run_packed, static_argnums=1)(
+        params, config, visual, index, packed, nothing
+    )
     log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
     pairs = list(zip(*np.nonzero(label >= 0), strict=True))
     mean = np.mean([-log[(*pair, label[pair])] for pair in pairs])

@@ -106,7 +106,8 @@ def test_a_run_learns_and_logs(whole):
     found = metrics(whole)
     assert [row["step"] for row in found["tower"]] == [1, 2, 3]
     assert [row["step"] for row in found["language"]] == [1, 2, 3, 4]
-    assert set(found["language"][0]) == {"step", "loss", "lm_loss", "told"}
+    shown = {"step", "loss", "lm_loss", "told"}
+    assert set(found["language"][0]) == shown | {"mention_number", "mention_error"}
     assert {"class_kind", "class_color", "value_place"} < set(found["tower"][0])
     assert found["language"][-1]["loss"] < found["language"][0]["loss"]
 

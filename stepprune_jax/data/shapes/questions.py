@@ -23,6 +23,20 @@ from stepprune_jax.data.shapes.scene import (
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
 
 
+class Mention(NamedTuple):
+    """Shapes that a question speaks of.
+
+    Attributes:
+      word: Last word that names them.
+      number: How many there are.
+      place: Middle and radius of the only one, as shares of the picture's side; else None.
+    """
+
+    word: str
+    number: int
+    place: tuple[float, float, float] | None
+
+
 class Query(NamedTuple):
     """A question about a scene.
 
@@ -32,12 +46,25 @@ class Query(NamedTuple):
       answer: One word.
       relevant: Patches that suffice to answer: the middle of each shape or dot the answer depends
         on, everything two shapes cover if their sizes are compared, one patch of the background.
+      mentions: What it speaks of, in the order of its words; shapes only.
     """
 
     family: str
     text: str
     answer: str
     relevant: tuple[int, ...]
+    mentions: tuple[Mention, ...] = ()
+
+
+def _mention(word: str, shapes: list[Shape]) -> Mention:
+    """What `word` stands for, the shapes found in the scene."""
+    only = shapes[0] if len(shapes) == 1 else None
+    place = only and (only.x / SIDE, only.y / SIDE, only.radius / SIDE)
+    return Mention(word, len(shapes), place)
+
+
+def _sole_mentions(*shapes: Shape) -> tuple[Mention, ...]:
+    return tuple(_mention(shape.kind, [shape]) for shape in shapes)
 
 
 def _middle(grid: int, *things: Shape | Dot) -> tuple[int, ...]:
@@ -66,21 +93,25 @@ def _color(scene: Scene, random: np.random.Generator, grid: int) -> Query | None
     shape = _pick(random, _sole(scene, lambda s: s.kind))
     if shape is None:
         return None
-    return Query("color", f"What color is the {shape.kind}?", shape.color, _middle(grid, shape))
+    text = f"What color is the {shape.kind}?"
+    return Query("color", text, shape.color, _middle(grid, shape), _sole_mentions(shape))
 
 
 def _shape(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     shape = _pick(random, _sole(scene, lambda s: s.color))
     if shape is None:
         return None
-    return Query("shape", f"What shape is {shape.color}?", shape.kind, _middle(grid, shape))
+    text, told = f"What shape is {shape.color}?", _mention(shape.color, [shape])
+    return Query("shape", text, shape.kind, _middle(grid, shape), (told,))
 
 
 def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     """Asked in the manner of POPE: absent pairs mostly have a colour and a kind that are there."""
     if random.random() < 0.5:
         shape = _pick(random, list(scene.shapes))
-        return Query("existence", f"Is there a {_named(shape)}?", "yes", _middle(grid, shape))
+        told = _mention(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
+        text = f"Is there a {_named(shape)}?"
+        return Query("existence", text, "yes", _middle(grid, shape), (told,))
     present = {(s.color, s.kind) for s in scene.shapes}
     colors, kinds = {s.color for s in scene.shapes}, {s.kind for s in scene.shapes}
     mixed = sorted((c, k) for c in colors for k in kinds if (c, k) not in present)
@@ -91,27 +122,31 @@ def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
         half = [pair for pair in absent if pair[0] in colors or pair[1] in kinds]
         color, kind = _pick(random, half)
     rivals = [s for s in scene.shapes if s.color == color or s.kind == kind]
-    return Query("existence", f"Is there a {color} {kind}?", "no", _middle(grid, *rivals))
+    text = f"Is there a {color} {kind}?"
+    return Query("existence", text, "no", _middle(grid, *rivals), (_mention(kind, []),))
 
 
 def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """All shapes, or those of a colour or a kind, which may be none; never more than five."""
     shapes, draw = list(scene.shapes), random.random()
     if draw < 0.4:
-        text, hit = "How many shapes are there?", shapes
+        word, hit = "shapes", shapes
+        text = "How many shapes are there?"
     elif draw < 0.75:
         colors = [s.color for s in shapes] if random.random() < 0.8 else list(COLORS)
         color = _pick(random, colors)
-        text, hit = f"How many {color} shapes are there?", [s for s in shapes if s.color == color]
+        word, hit = "shapes", [s for s in shapes if s.color == color]
+        text = f"How many {color} shapes are there?"
     else:
         kinds = [s.kind for s in shapes] if random.random() < 0.8 else list(SHAPES)
         kind = _pick(random, kinds)
-        plural = "crosses" if kind == "cross" else f"{kind}s"
-        text, hit = f"How many {plural} are there?", [s for s in shapes if s.kind == kind]
+        word = "crosses" if kind == "cross" else f"{kind}s"
+        text, hit = f"How many {word} are there?", [s for s in shapes if s.kind == kind]
     if len(hit) >= len(NUMBERS):
         return None
     # That there is none shows in any of the shapes that might have been one.
-    return Query("counting", text, NUMBERS[len(hit)], _middle(grid, *(hit or shapes)))
+    relevant = _middle(grid, *(hit or shapes))
+    return Query("counting", text, NUMBERS[len(hit)], relevant, (_mention(word, hit),))
 
 
 def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -123,9 +158,11 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
         return None
     more, less = sorted((first, other), key=lambda c: -counts[c])
     one, two = (more, less) if random.random() < 0.5 else (less, more)
-    hit = [s for s in scene.shapes if s.color in (one, two)]
+    hits = [[s for s in scene.shapes if s.color == color] for color in (one, two)]
     text = f"Are there more {one} shapes than {two} shapes?"
-    return Query("comparison", text, _yes(counts[one] > counts[two]), _middle(grid, *hit))
+    told = tuple(_mention("shapes", hit) for hit in hits)
+    relevant = _middle(grid, *hits[0], *hits[1])
+    return Query("comparison", text, _yes(counts[one] > counts[two]), relevant, told)
 
 
 def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -146,7 +183,7 @@ def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
     words, of = ((("left", "right"), " of"), (("above", "below"), ""))[axis]
     text = f"Is the {_named(one)} {words[0]} or {words[1]}{of} the {_named(two)}?"
     answer = words[int(places[id(one)] > places[id(two)])]
-    return Query("relation", text, answer, _middle(grid, one, two))
+    return Query("relation", text, answer, _middle(grid, one, two), _sole_mentions(one, two))
 
 
 def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -154,7 +191,8 @@ def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
     if shape is None:
         return None
     side = "left" if shape.x < SIDE / 2 else "right"
-    return Query("position", f"Which side is the {_named(shape)} on?", side, _middle(grid, shape))
+    text = f"Which side is the {_named(shape)} on?"
+    return Query("position", text, side, _middle(grid, shape), _sole_mentions(shape))
 
 
 def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -171,7 +209,7 @@ def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     one, two = pair
     text = f"Is the {_named(one)} larger than the {_named(two)}?"
     patches = tuple(sorted({*covered(one, grid), *covered(two, grid)}))
-    return Query("size", text, _yes(one.radius > two.radius), patches)
+    return Query("size", text, _yes(one.radius > two.radius), patches, _sole_mentions(one, two))
 
 
 def _majority(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:

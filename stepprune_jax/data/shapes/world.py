@@ -72,7 +72,7 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     """Conversations: all questions about a picture in one, as LLaVA merges its VQA data."""
-    samples, labels = [], []
+    samples, labels, asked = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
         turns = []
         for query in queries:
@@ -83,10 +83,29 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
         samples.append({"id": f"train_{number:06d}", "image": name, "conversations": turns})
         if patches:
             labels.append(patch_labels(scene, to.grid) | {"image_presence": presence(scene)})
+            asked.append(queries)
     (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
         arrays = {key: np.stack([label[key] for label in labels]) for key in labels[0]}
         np.savez_compressed(to.folder / "train_patches.npz", **arrays, **label_words())
+        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(asked))
+
+
+def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
+    """One row for each shape or group of shapes that a training question speaks of."""
+    rows = [
+        (sample, exchange, *mention)
+        for sample, queries in enumerate(asked)
+        for exchange, query in enumerate(queries)
+        for mention in query.mentions
+    ]
+    sample, exchange, word, number, place = zip(*rows, strict=True) if rows else [()] * 5
+    unknown = (np.nan,) * 3
+    return {
+        "sample": np.asarray(sample, np.int32), "exchange": np.asarray(exchange, np.int32),
+        "word": np.asarray(word, "U16"), "number": np.asarray(number, np.int32),
+        "value": np.asarray([p or unknown for p in place], np.float32).reshape(-1, 3),
+    }  # fmt: skip
 
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
@@ -134,8 +153,9 @@ def write_world(
       validation: Number of validation scenes.
       test: Number of test scenes.
       test_seed: Seed of the test scenes; default `seed`.
-      patches: Also write `train_patches.npz`, labels of every training patch for a tower's
-        pretraining.
+      patches: Also write what pretraining learns from beside the answers: `train_patches.npz`,
+        labels of every training patch, and `train_mentions.npz`, number and place of the shapes
+        that a question speaks of.
       side: Height and width of the pictures in pixels.
       grid: Patches along an edge, for their labels and for what an answer depends on.
       emphasis: Factor on how often training questions are of the families that are learned last.

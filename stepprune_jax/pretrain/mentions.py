@@ -1,0 +1,176 @@
+"""What questions speak of, told halfway through the language model.
+
+"Is the red circle left of the blue cross?" asks for three things at once: two places to be found
+and a comparison of them, and the answer's one bit says nothing until all three work. With the
+place and the number of what a question mentions as labels, linear heads on the hidden state of
+the mention's last word teach the finding by itself. The heads are thrown away afterwards.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax.pretrain.packing import Packed
+from stepprune_jax.pretrain.tower import linear_head
+
+MENTIONS_FILE = "train_mentions.npz"
+_FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}
+
+
+class Mentions(NamedTuple):
+    """Labels of the file `train_mentions.npz`, a row each, in the order of the conversations.
+
+    Attributes:
+      sample: Index of the conversation.
+      exchange: Number of the question in it, from 0.
+      word: Last word of the mention.
+      number: How many things it speaks of.
+      value: Where they are, or other numbers; NaN where undefined.
+    """
+
+    sample: Int[np.ndarray, "m"]
+    exchange: Int[np.ndarray, "m"]
+    word: np.ndarray
+    number: Int[np.ndarray, "m"]
+    value: Float[np.ndarray, "m c"]
+
+
+class Told(NamedTuple):
+    """Mentions of each sample, beside `Packed`.
+
+    Attributes:
+      slot: Place in `Packed.ids` of the mention's last word.
+      number: How many things it speaks of; -1 in the padding.
+      value: Standardised values; NaN where there is none.
+    """
+
+    slot: Int[np.ndarray, "i t"]
+    number: Int[np.ndarray, "i t"]
+    value: Float[np.ndarray, "i t c"]
+
+
+def read_mentions(path: Path, samples: int) -> Mentions | None:
+    """Reads and checks the labels; None where there is no such file.
+
+    Args:
+      path: The file.
+      samples: Conversations there are.
+
+    Returns:
+      The labels.
+
+    Raises:
+      ValueError: Arrays are missing or of another shape, a number is negative, or samples are not
+        in order or beyond the last.
+    """
+    if not path.is_file():
+        return None
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    if set(arrays) != set(_FIELDS):
+        raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(_FIELDS)}")
+    rows = len(arrays["sample"])
+    for name, axes in _FIELDS.items():
+        if arrays[name].ndim != axes or len(arrays[name]) != rows:
+            raise ValueError(
+                f"{path}: {name} is {list(arrays[name].shape)}, expected {axes} axes and {rows} "
+                "rows, as sample has"
+            )
+    found = Mentions(**arrays)
+    order = np.lexsort((found.exchange, found.sample))
+    if rows and (found.sample.min() < 0 or found.sample.max() >= samples):
+        raise ValueError(
+            f"{path}: sample goes up to {found.sample.max()}, expected 0 to {samples - 1}"
+        )
+    if (np.diff(order) < 0).any():
+        raise ValueError(f"{path}: expected rows by sample and exchange, in their order")
+    if rows and found.number.min() < 0:
+        raise ValueError(f"{path}: number is {found.number.min()}, expected 0 or more")
+    return found
+
+
+def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Told:
+    """Finds the words of the mentions among the packed tokens.
+
+    Args:
+      tokenizer: The model's, with a token for each word.
+      packed: The conversations; mentions of exchanges that did not fit are left out.
+      mentions: What they speak of.
+
+    Returns:
+      One row for each conversation.
+
+    Raises:
+      ValueError: A word does not occur in its question, after the mention before it.
+    """
+    rows: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in packed.ids]
+    tokens = {w: tokenizer.convert_tokens_to_ids(str(w)) for w in np.unique(mentions.word)}
+    values = mentions.value.astype(np.float32)
+    spread = np.nanstd(values, axis=0) if len(values) else 1.0
+    values = (values - np.nanmean(values, axis=0)) / spread if len(values) else values
+    before = (-1, -1, -1)
+    for sample, exchange, word, number, value in zip(*mentions[:4], values, strict=True):
+        after = before[2] if before[:2] == (sample, exchange) else -1
+        inside = packed.segment[sample] == exchange + 1
+        if not inside.any():
+            continue
+        match = np.flatnonzero(inside & (packed.ids[sample] == tokens[word]))
+        match = match[match > after]
+        if not match.size:
+            raise ValueError(
+                f"sample {sample}: {str(word)!r} is not in question {exchange}, or not after the "
+                "mention before it"
+            )
+        before = (sample, exchange, int(match[0]))
+        rows[sample].append((before[2], int(number), value))
+    width = max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0]))
+    told = Told(
+        np.zeros((len(rows), width), np.int32),
+        np.full((len(rows), width), -1, np.int32),
+        np.full((len(rows), width, values.shape[1]), np.nan, np.float32),
+    )
+    for number, row in enumerate(rows):
+        for place, entry in enumerate(row):
+            for array, item in zip(told, entry, strict=True):
+                array[number, place] = item
+    return told
+
+
+def init_mention_heads(told: Told, width: int) -> dict[str, Array]:
+    """Zero heads for the number, as classes, and for the values."""
+    return {
+        "number": jnp.zeros((width + 1, int(told.number.max()) + 1)),
+        "value": jnp.zeros((width + 1, told.value.shape[-1])),
+    }
+
+
+def mention_loss(
+    heads: dict[str, Array], hidden: Float[Array, "i t e"], told: Told
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Cross-entropy of the numbers plus mean squared error of the values.
+
+    Args:
+      heads: Of `init_mention_heads`.
+      hidden: Residual stream at the mentions' last words.
+      told: What they speak of.
+
+    Returns:
+      The loss, and the share of numbers told right and the root of the squared error.
+    """
+    known = told.number >= 0
+    label = jnp.where(known, told.number, 0)
+    logits = linear_head(heads["number"], hidden)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    count = jnp.maximum(jnp.sum(known), 1)
+    right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
+    placed = jnp.isfinite(told.value)
+    error = jnp.where(
+        placed, linear_head(heads["value"], hidden) - jnp.where(placed, told.value, 0), 0
+    )
+    square = jnp.sum(error**2) / jnp.maximum(jnp.sum(placed), 1)
+    total = jnp.sum(jnp.where(known, losses, 0)) / count + square
+    return total, {"mention_number": right, "mention_error": jnp.sqrt(square)}
