@@ -25,4 +25,5 @@ def get_config() -> ConfigDict:
     c.language.whole_steps = 250
     c.language.lr = 1e-3
     c.language.muon_lr = 0.01
+    c.noise.steps = 200
     return c

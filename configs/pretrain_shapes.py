@@ -59,4 +59,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.language.thinned_share = 0.75
     c.language.kept = (2, 4, 8, 16, 32, 48, 64)
     c.language.train_tower = False
+
+    c.noise = ConfigDict()  # every other step with noise in place of most tokens
+    c.noise.steps = 800
+    c.noise.batch_size = 32
+    c.noise.lr = 1e-3
+    c.noise.muon_lr = 0.01
     return c

@@ -1,8 +1,8 @@
-"""Second stage: projector and language model learn to answer, from whole and from thinned images.
+"""Second and third stage: projector and language model learn to answer.
 
 On a share of the steps only some of the visual tokens are shown, at their own positions, as a
-pruned prefix is shown later. A large model stands such prefixes by its scale; a small one has to
-see them.
+pruned prefix is shown later; in the third stage also all of them, most of them noise, as a noise
+gate shows them. A large model stands such prefixes by its scale; a small one has to see them.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,13 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.policy.noise_gate import (
+    FeatureStats,
+    noise_gate,
+    restore,
+    standardise,
+    update_stats,
+)
 from stepprune_jax.pretrain.mentions import Told, mention_loss
 from stepprune_jax.pretrain.packing import Packed
 
@@ -37,9 +44,39 @@ def thinned(
     Returns:
       Indices of different tokens, ascending.
     """
-    gumbel = jax.random.gumbel(key, saliency_log.shape)
-    score = sharpness[:, None] * saliency_log + gumbel
+    score = _scores(key, saliency_log, sharpness)
     return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
+
+
+def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
+    """Of which the k largest are such a draw, for any k."""
+    return sharpness[:, None] * saliency_log + jax.random.gumbel(key, saliency_log.shape)
+
+
+def noised(
+    key: Array, features: Float[Array, "i n d"], score: Float[Array, "i n"]
+) -> Float[Array, "i n d"]:
+    """Mixes tokens with noise, Eq. (13), in most places so much that nothing of them is left.
+
+    Each image keeps the tokens of its 2 to n largest scores, a number that is drawn log-uniformly,
+    with a gate of its own from .6 to 1; the others have one from 0 to .1.
+
+    Args:
+      key: PRNG key; consumed.
+      features: Of the tower.
+      score: Of each token.
+
+    Returns:
+      Features of the same mean and variance by channel.
+    """
+    images, n = score.shape
+    count_key, gate_key, noise_key = jax.random.split(key, 3)
+    count = jnp.exp(jax.random.uniform(count_key, (images, 1), maxval=jnp.log(n / 2))) * 2
+    rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
+    inside, outside = jax.random.uniform(gate_key, (2, images, 1))
+    alpha = jnp.where(rank < count, 0.6 + 0.4 * inside, 0.1 * outside)
+    stats = update_stats(FeatureStats.start(features.shape[-1]), features)
+    return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats)
 
 
 class Words(NamedTuple):
@@ -70,11 +107,11 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words]) -> Array:
     return jnp.log(saliency + 1e-9) + 2 * factor
 
 
-def _see(params, config, pixels, key, words: Sequence[Words], kept: int | None):
-    """Visual features and their indices, all or thinned."""
+def _see(params, config, pixels, key, words: Sequence[Words], kept: int | None, noisy: bool):
+    """Visual features and their indices: all, thinned, or all with noise."""
     full = config.num_image_tokens
     everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
-    if kept is None:
+    if kept is None and not noisy:
         return vlm.encode_image(params, config, pixels)[0], everything
     tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
     features, found = vlm.encode_image(params, config, pixels, (tap,))
@@ -82,7 +119,11 @@ def _see(params, config, pixels, key, words: Sequence[Words], kept: int | None):
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with more and more weight on what stands out.
     sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-1, maxval=2))
-    index = thinned(draw_key, _favour(taste_key, attention, words), kept, sharpness)
+    favour = _favour(taste_key, attention, words)
+    if noisy:
+        score_key, noise_key = jax.random.split(draw_key)
+        return noised(noise_key, features, _scores(score_key, favour, sharpness)), everything
+    index = thinned(draw_key, favour, kept, sharpness)
     return jnp.take_along_axis(features, index[..., None], axis=1), index
 
 
@@ -172,6 +213,7 @@ def language_loss(
     told: Told | None,
     words: Sequence[Words],
     kept: int | None,
+    noisy: bool = False,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
 
@@ -188,15 +230,16 @@ def language_loss(
       told: What their questions speak of; None without labels.
       words: What their patches show; none without labels.
       kept: Visual tokens to show; `None` shows all.
+      noisy: All are shown, most of them noise: see `noised`.
 
     Returns:
       The loss, the share of supervised tokens that are told right, and what `mention_loss` says.
     """
     params = frozen | trained
-    features, index = _see(params, config, pixels, key, words, kept)
+    features, index = _see(params, config, pixels, key, words, kept, noisy)
     visual = vlm.project(params, config, features)
     # An image that is thinned may not show what a question speaks of.
-    told = None if kept is not None else told
+    told = None if noisy or kept is not None else told
     slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if told is None else told.slot
     logits, halfway = run_packed(params, config, visual, index, packed, slot)
     known = packed.label >= 0

@@ -40,6 +40,7 @@ from stepprune_jax.user_input import user_input
 from stepprune_jax.visualize.training import draw_training
 
 MODEL = "model"
+NOISY = "noisy"
 
 
 def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
@@ -100,11 +101,13 @@ def _run_stage(
     return state
 
 
-def _recipe(config: Any, model: LlavaConfig, fields: Any, kept: int | None = None) -> Recipe:
+def _recipe(
+    config: Any, model: LlavaConfig, fields: Any, kept: int | None = None, noisy: bool = False
+) -> Recipe:
     pieces = fields.batch_size // config.micro_batch
     devices = math.gcd(pieces, jax.device_count())
     muon_lr = fields.get("muon_lr", 0.0)
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept, muon_lr)
+    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept, muon_lr, noisy)
 
 
 def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict | None:
@@ -127,10 +130,17 @@ def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict 
     return None if state is None else state.trained["vision"]
 
 
-def kept_at(config: Any, step: int) -> int | None:
-    """How many visual tokens a step of the second stage shows; None means all."""
-    random = np.random.default_rng([config.seed, 1, step])
-    whole = step < config.language.whole_steps
+def kept_at(config: Any, stage: str, step: int) -> int | str | None:
+    """How many visual tokens a step of a stage shows; None means all, `NOISY` all with noise.
+
+    Every other step of the stage "noise" has noise, the others are those of the stage "language"
+    once it thins.
+    """
+    late = stage == "noise"
+    if late and step % 2:
+        return NOISY
+    random = np.random.default_rng([config.seed, 3 if late else 1, step])
+    whole = not late and step < config.language.whole_steps
     if whole or random.random() >= config.language.thinned_share:
         return None
     return int(random.choice(config.language.kept))
@@ -151,18 +161,19 @@ def _wide(label: np.ndarray) -> np.ndarray:
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _train_language(config, workdir, model, params, packed, told, tokens, data: Data, interrupt):
-    """All weights after the second stage."""
-    params = jax.device_get(params)  # the stages may share the work among different devices
-    if not config.init:
-        params = _start_language(params, model, data)
+def _train_language(
+    name, config, workdir, model, params, packed, told, tokens, data: Data, interrupt
+):  # fmt: skip
+    """All weights after the stage "language" or "noise"."""
+    fields, number = config[name], ("language", "noise").index(name)
     parts = ["projector", "language"] + ["vision"] * config.language.train_tower
     trained = {name: params[name] for name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
     if told is not None:
         trained["mention_heads"] = init_mention_heads(told, model.text.hidden_size)
-    recipes = {k: _recipe(config, model, config.language, k) for k in (None, *config.language.kept)}
-    key = jax.random.fold_in(jax.random.key(config.seed), 2)
+    recipes = {k: _recipe(config, model, fields, k) for k in (None, *config.language.kept)}
+    recipes[NOISY] = _recipe(config, model, fields, None, noisy=True)
+    key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
 
     def update(step, state, rows):
         part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
@@ -170,10 +181,10 @@ def _train_language(config, workdir, model, params, packed, told, tokens, data: 
         labels = {name: _wide(data.labels[name][rows]) for name in tokens}
         return language_update(
             jax.random.fold_in(key, step), state, frozen, data.images(rows), part, spoken,
-            (labels, tokens), recipe=recipes[kept_at(config, step)],
+            (labels, tokens), recipe=recipes[kept_at(config, name, step)],
         )  # fmt: skip
 
-    stage = _Stage("language", config.language.steps, config.language.batch_size, update)
+    stage = _Stage(name, fields.steps, fields.batch_size, update)
     state = start(recipes[None], trained)
     state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
@@ -236,12 +247,17 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         if vision is None:
             return None
         params["vision"] = vision
-        params = _train_language(
-            config, workdir, model, params, packed, told, word_tokens(tokenizer, data.words), data,
-            interrupt,
-        )  # fmt: skip
-        if params is None:
-            return None
+        tokens = word_tokens(tokenizer, data.words)
+        params = jax.device_get(params)  # stages may share the work among different devices
+        if not config.init:
+            params = _start_language(params, model, data)
+        for name, spoken in [("language", told)] + [("noise", None)] * (config.noise.steps > 0):
+            params = _train_language(
+                name, config, workdir, model, params, packed, spoken, tokens, data, interrupt
+            )
+            if params is None:
+                return None
+            params = jax.device_get(params)
     draw_training(workdir / "language.png", workdir / "language" / "metrics.jsonl")
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
     made = _save(VLM(params, model, tokenizer, settings), workdir)

@@ -7,6 +7,7 @@ from stepprune_jax.training.settings import flat
 
 _COUNTS = (
     "micro_batch", "log_every", "checkpoint_every", "tower.batch_size", "language.batch_size",
+    "noise.batch_size",
     "language.steps", "model.image_size", "model.patch_size", "model.vision_width",
     "model.vision_mlp", "model.vision_layers", "model.vision_heads", "model.text_width",
     "model.text_mlp", "model.text_layers", "model.text_heads",
@@ -26,16 +27,16 @@ def check_config(config: Any) -> None:
     values = flat(config)
     for name in _COUNTS:
         _require(values, name, _is_count(values.get(name), 1), "an integer from 1")
-    for name in ("seed", "tower.steps", "language.whole_steps", "cpu_devices"):
+    for name in ("seed", "tower.steps", "language.whole_steps", "noise.steps", "cpu_devices"):
         _require(values, name, _is_count(values.get(name), 0), "an integer from 0")
-    for name in ("tower.muon_lr", "language.muon_lr"):
+    for name in ("tower.muon_lr", "language.muon_lr", "noise.muon_lr"):
         muon = values.get(name, 0.0)
         valid = isinstance(muon, int | float) and muon >= 0
         _require(values, name, valid, "a number from 0")
-    for name in ("tower.lr", "language.lr", "model.rope_theta"):
+    for name in ("tower.lr", "language.lr", "noise.lr", "model.rope_theta"):
         rate = values.get(name)
         _require(values, name, isinstance(rate, int | float) and rate > 0, "a number above 0")
-    for name in ("tower.batch_size", "language.batch_size"):
+    for name in ("tower.batch_size", "language.batch_size", "noise.batch_size"):
         whole = values[name] % values["micro_batch"] == 0
         _require(values, name, whole, f"a multiple of micro_batch ({values['micro_batch']})")
     _require(values, "dtype", values.get("dtype") in _DTYPES, f"one of {', '.join(_DTYPES)}")

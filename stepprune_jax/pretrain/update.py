@@ -35,7 +35,8 @@ class Recipe(NamedTuple):
       lr: Peak learning rate.
       micro_batch: Rows of a piece of the batch.
       devices: How many share the pieces.
-      kept: Visual tokens that the second stage shows; None shows all.
+      kept: Visual tokens that the language model is shown; None shows all.
+      noisy: It is shown all, most of them noise.
       muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
     """
 
@@ -46,6 +47,7 @@ class Recipe(NamedTuple):
     devices: int
     kept: int | None = None
     muon_lr: float = 0.0
+    noisy: bool = False
 
 
 def _matrices(params: Any) -> Any:
@@ -173,7 +175,7 @@ def _language_update(
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
         return language_loss(
             trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), told, named,
-            recipe.kept,
+            recipe.kept, recipe.noisy,
         )  # fmt: skip
 
     grads, scalars = _accumulate(

@@ -17,6 +17,7 @@ from stepprune_jax.pretrain.language import (
     _alignment_loss,
     _favour,
     language_loss,
+    noised,
     run_packed,
     thinned,
 )
@@ -185,6 +186,24 @@ def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
     index = thinned(jax.random.key(5), jnp.log(saliency), 1, jnp.full(count, float(sharpness)))
     found = np.bincount(np.asarray(index)[:, 0], minlength=4) / count
     np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.015)
+
+
+def test_noise_leaves_the_largest_scores_and_each_channels_moments():
+    images, n = 400, 64
+    scale = jnp.array([0.1, 1.0, 30.0])
+    features = 5 + scale * jax.random.normal(jax.random.key(0), (images, n, 3))
+    score = jax.random.normal(jax.random.key(1), (images, n))
+    seen = np.asarray(noised(jax.random.key(2), features, score))
+    np.testing.assert_allclose(seen.mean((0, 1)), features.mean((0, 1)), atol=0.01 * 30)
+    np.testing.assert_allclose(seen.std((0, 1)), features.std((0, 1)), rtol=0.02)
+    normal = (np.asarray(features) - 5) / np.asarray(scale)
+    other = (seen - 5) / np.asarray(scale)
+    by_rank = np.argsort(-np.asarray(score), axis=1)[..., None]
+    ranked = np.take_along_axis(normal * other, by_rank, axis=1).mean((0, 2))
+    # sqrt of gates: .6 to 1 has mean .89, 0 to .1 has mean .21; 2 to 64 kept, log-uniformly.
+    np.testing.assert_allclose(ranked[:2], 0.89, atol=0.06)
+    np.testing.assert_allclose(ranked[8], 0.21 + 0.68 * np.log(64 / 8) / np.log(32), atol=0.1)
+    np.testing.assert_allclose(ranked[-8:].mean(), 0.21 + 0.68 * 0.02, atol=0.05)
 
 
 def test_a_taste_is_one_factor_for_each_class_of_an_image():

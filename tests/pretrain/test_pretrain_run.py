@@ -24,7 +24,7 @@ from stepprune_jax.data.prompts import (
 from stepprune_jax.data.shapes import write_world
 from stepprune_jax.generate import generate
 from stepprune_jax.pretrain.data import batch_indices, word_tokens
-from stepprune_jax.pretrain.run import kept_at, pretrain
+from stepprune_jax.pretrain.run import NOISY, kept_at, pretrain
 from stepprune_jax.pretrain.settings import check_config, check_world
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training.metrics import MetricsLog
@@ -50,6 +50,7 @@ def make_config(**changes):
     config.language.steps, config.language.batch_size = 4, 4
     config.language.kept, config.language.thinned_share = (4,), 0.6
     config.language.lr, config.language.whole_steps = 0.05, 1
+    config.noise.steps, config.noise.batch_size = 2, 4
     config.update_from_flattened_dict(changes)
     return config
 
@@ -74,7 +75,7 @@ def metrics(workdir):
             {k: v for k, v in json.loads(line).items() if k != "images_per_s"}
             for line in (workdir / stage / "metrics.jsonl").read_text().splitlines()
         ]
-        for stage in ("tower", "language")
+        for stage in ("tower", "language", "noise")
     }
 
 
@@ -92,7 +93,10 @@ def at_line(monkeypatch, number, act):
 
 
 def test_the_steps_show_whole_and_thinned_pictures():
-    assert {kept_at(make_config(), step) for step in range(4)} == {None, 4}
+    config = make_config()
+    assert {kept_at(config, "language", step) for step in range(4)} == {None, 4}
+    late = [kept_at(config, "noise", step) for step in range(12)]
+    assert late[1::2] == [NOISY] * 6 and {*late[::2]} == {None, 4}
 
 
 def test_each_epoch_is_a_permutation():
@@ -107,6 +111,7 @@ def test_a_run_learns_and_logs(whole):
     assert [row["step"] for row in found["tower"]] == [1, 2, 3]
     assert [row["step"] for row in found["language"]] == [1, 2, 3, 4]
     shown = {"step", "loss", "lm_loss", "told"}
+    assert set(found["noise"][0]) == shown and len(found["noise"]) == 2
     assert set(found["language"][0]) == shown | {"mention_number", "mention_error"}
     assert {"class_kind", "class_color", "value_place"} < set(found["tower"][0])
     assert found["language"][-1]["loss"] < found["language"][0]["loss"]
@@ -114,7 +119,7 @@ def test_a_run_learns_and_logs(whole):
 
 def test_a_stopped_run_goes_on_bit_for_bit(data, whole, tmp_path, monkeypatch, capsys):
     config = make_config()
-    for line, stage in ((1, "tower"), (2, "language")):
+    for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
         with monkeypatch.context() as patched:
             at_line(patched, line, lambda: os.kill(os.getpid(), signal.SIGINT))
             assert pretrain(config, tmp_path, data) is None
