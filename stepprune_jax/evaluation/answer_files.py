@@ -108,8 +108,8 @@ class Line(NamedTuple):
     order: Sequence[int] | None = None
 
 
-def claim(file: AnswerFile) -> None:
-    """Takes a file for this run, or refuses one that was written otherwise.
+def check_claim(file: AnswerFile) -> None:
+    """Refuses a file that was written otherwise than this run would; changes nothing.
 
     Args:
         file: with the card of this run.
@@ -135,6 +135,18 @@ def claim(file: AnswerFile) -> None:
             f"{file.path} holds answers, but no {file.card_path.name} beside it says how they "
             "were made; move it away"
         )
+
+
+def claim(file: AnswerFile) -> None:
+    """Takes a file for this run: puts the card beside it.
+
+    Args:
+        file: with the card of this run.
+
+    Raises:
+        ValueError: as `check_claim`.
+    """
+    check_claim(file)
     file.path.parent.mkdir(parents=True, exist_ok=True)
     write_json(file.card_path, file.card._asdict())
 

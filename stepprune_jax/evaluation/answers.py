@@ -1,6 +1,7 @@
 """Greedy answers to all questions of a split, for any selection of each question's tokens."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -83,6 +84,28 @@ def check_lengths(split: Encoded, num_tokens: int) -> None:
             f"question {longest} takes {total} embeddings with all visual tokens, more than "
             f"{CONTEXT_LIMIT}: its end would be cut"
         )
+
+
+def cut_prompts(split: Encoded, num_tokens: int, numbers: Sequence[int]) -> Encoded:
+    """Cuts prompts at the right end that are too long with all visual tokens, as LLaVA does.
+
+    Args:
+        split: the questions.
+        num_tokens: visual tokens of a picture.
+        numbers: of the questions, for the warning.
+
+    Returns:
+        The questions; a `UserWarning` tells of those that were cut.
+    """
+    most = CONTEXT_LIMIT - np.where(split.has_image, num_tokens - 1, 0)
+    long = np.flatnonzero(split.length > most)
+    if len(long):
+        warnings.warn(
+            f"question {numbers[int(long[0])]} and {len(long) - 1} more take more than "
+            f"{CONTEXT_LIMIT} embeddings: the ends of their prompts were cut",
+            stacklevel=2,
+        )
+    return split._replace(length=np.minimum(split.length, most).astype(np.int32))
 
 
 def answer(

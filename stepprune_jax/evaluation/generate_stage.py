@@ -5,7 +5,8 @@ once, and every row of the table is answered from that; each row's answers are o
 the next row begins.
 """
 
-import warnings
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,25 +15,25 @@ import jax
 import numpy as np
 
 from stepprune_jax import distributed
-from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
 from stepprune_jax.evaluation.answer_files import (
     FOLDER,
     AnswerFile,
-    Card,
     Line,
     append,
     as_object,
+    check_claim,
     claim,
     outstanding,
-    questions_digest,
 )
-from stepprune_jax.evaluation.answers import Answering, Selection, answer
+from stepprune_jax.evaluation.answers import Answering, Selection, answer, cut_prompts
 from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.evaluation.benchmarks.questions import Asked, read_questions
 from stepprune_jax.evaluation.methods import (
+    Making,
     Method,
     make_row,
     plan,
@@ -41,8 +42,9 @@ from stepprune_jax.evaluation.methods import (
 )
 from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.rows import CLS, RANDOM, Row
+from stepprune_jax.evaluation.rows import CLS, Row
 from stepprune_jax.evaluation.settings import (
+    DEFAULT,
     POLICY_FILE,
     Settings,
     check_policies,
@@ -52,7 +54,8 @@ from stepprune_jax.evaluation.settings import (
 )
 from stepprune_jax.evaluation.sources import load_model
 from stepprune_jax.evaluation.split import Encoded, encode_split
-from stepprune_jax.evaluation.stop_biases import find_biases
+from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
+from stepprune_jax.generate.placement import mesh_of, row_count
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.training.checkpoints import model_identity
 from stepprune_jax.training.settings import model_folders
@@ -71,24 +74,17 @@ class Stage(NamedTuple):
         model: the frozen model.
         policies: by row name.
         methods: the rows.
-        settings: of the evaluation.
-        seed: of the random rows.
+        making: what answers are made with.
+        batch_size: questions that go through a program together, on all devices.
         attention: "matmul", "xla" or "cudnn".
-        made: what answers depend on besides their row, for their cards.
     """
 
     model: VLM
     policies: Mapping[str, Policy]
     methods: Sequence[Method]
-    settings: Settings
-    seed: int
+    making: Making
+    batch_size: int
     attention: str
-    made: Mapping[str, Any]
-
-    @property
-    def num_tokens(self) -> int:
-        """N."""
-        return self.model.config.num_image_tokens
 
 
 class Task(NamedTuple):
@@ -99,14 +95,23 @@ class Task(NamedTuple):
         questions: all of them.
         files: for each row of the table.
         missing: for each row, the questions without an answer.
+        chunks: of the questions that some row lacks, this process's share. There are as many in
+            each process; some may be empty.
         samples: questions whose selections are kept for pictures.
     """
 
     name: str
     questions: list[Asked]
     files: list[AnswerFile]
-    missing: list[list[int]]
+    missing: list[frozenset[int]]
+    chunks: list[list[int]]
     samples: frozenset[int]
+
+    @property
+    def work(self) -> int:
+        """Answers that this process has to give."""
+        return sum(number in lacking for chunk in self.chunks for number in chunk
+                   for lacking in self.missing)  # fmt: skip
 
 
 def generate_answers(
@@ -116,7 +121,8 @@ def generate_answers(
 
     Args:
         config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
-        workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl.
+        workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl. Several
+            processes must all see it.
         policy: a policy file, or folder of a run, for the default row; otherwise that of the
             working directory, if it has one.
 
@@ -129,32 +135,59 @@ def generate_answers(
             were made otherwise.
     """
     workdir = Path(workdir)
+    folder = workdir / FOLDER
     with user_input():
         settings = read_settings(config)
-        own = None
-        if policy is not None or (workdir / POLICY_FILE).is_file():
-            own = own_policy(workdir, policy)
-        policies = load_policies(settings, own)
         asked = {name: questions_of(name, settings) for name in settings.public}
+        policies = _policies(settings, workdir, policy)
         source = inspect_folder(*model_folders(config))
-        weights = model_identity(source)[:16]
         check_policies(policies, source.config, settings)
+        making = Making(
+            _model_name(source), source.config.num_image_tokens, config.seed, settings,
+            {name: policy_digest(found) for name, found in policies.items()},
+            model_identity(source)[:16], config.model.dtype,
+        )  # fmt: skip
+        # What is known to be in vain is refused before the model is loaded.
+        methods = plan(settings, policies, known_biases(folder, making))
+        for name, questions in asked.items():
+            for file in making.files(folder, methods, name, questions):
+                check_claim(file)
         model = load_model(config)
-    wanted = {name: found for name, found in policies.items() if settings.wants(name)}
-    made = {"weights": weights, "dtype": config.model.dtype, "positions": settings.positions}
-    biases = find_biases(
-        workdir / FOLDER, model, wanted, asked, settings, weights=weights,
-        attention=config.model.attention, sizes=WIDTHS,
-    )  # fmt: skip
-    methods = plan(settings, wanted, biases)
-    stage = Stage(model, wanted, methods, settings, config.seed, config.model.attention, made)
+    size = settings.batch_size * row_count(mesh_of(model.params))
     with user_input():
-        tasks = [_task(stage, workdir / FOLDER, name, asked[name]) for name in asked]
-    progress = Progress(sum(len(missing) for task in tasks for missing in task.missing))
+        biases = find_biases(
+            folder, model, policies, asked, making, batch_size=size,
+            attention=config.model.attention, sizes=WIDTHS,
+        )  # fmt: skip
+        methods = plan(settings, policies, biases)
+        stage = Stage(model, policies, methods, making, size, config.model.attention)
+        tasks = [_task(stage, folder, name, asked[name]) for name in asked]
+    progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
         _answer_task(stage, task, progress)
     progress.close()
-    return {name: workdir / FOLDER / name for name in asked}
+    return {name: folder / name for name in asked}
+
+
+def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> dict[str, Policy]:
+    """The policies whose rows are wanted. The default row may be left out, which is told."""
+    wanted = {
+        name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
+        for name in ("rows", "ablations")
+    }
+    own = None
+    if settings.wants(DEFAULT):
+        named = policy is not None or settings.methods
+        if named or (workdir / POLICY_FILE).is_file():
+            own = own_policy(workdir, policy)
+        else:
+            distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
+    return load_policies(settings._replace(**wanted), own)
+
+
+def _model_name(source: Source) -> str:
+    """The last part of the folder or hub id that was given; a hub's own folders are numbers."""
+    return Path(source.origins[0]).expanduser().resolve().name
 
 
 def questions_of(name: str, settings: Settings) -> list[Asked]:
@@ -167,50 +200,50 @@ def questions_of(name: str, settings: Settings) -> list[Asked]:
 
 def _task(stage: Stage, folder: Path, name: str, questions: list[Asked]) -> Task:
     """Takes the answer files of a benchmark, and finds out what is missing."""
-    files = [
-        AnswerFile.of(folder, _card(stage, method, name, questions)) for method in stage.methods
-    ]
+    files = stage.making.files(folder, stage.methods, name, questions)
 
-    def look() -> list[list[int]]:
+    def look() -> list[frozenset[int]]:
         if distributed.is_main():
             for file in files:
                 claim(file)
-        return [outstanding(file, questions) for file in files]
+        return [frozenset(outstanding(file, questions)) for file in files]
 
     missing = distributed.main_first(look)
     distributed.any_process(False)  # nobody writes while another still reads
+    todo = sorted(frozenset().union(*missing))
+    chunks = share(todo, stage.batch_size, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
-    most = min(stage.settings.samples, len(shown))
+    most = min(stage.making.settings.samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
-    return Task(name, questions, files, missing, samples)
+    return Task(name, questions, files, missing, chunks, samples)
 
 
-def _card(stage: Stage, method: Method, name: str, questions: list[Asked]) -> Card:
-    """All that the answers of a row depend on."""
-    made = dict(stage.made)
-    made["max_new_tokens"] = stage.settings.longest_answer(BENCHMARKS[name])
-    if method.policy is not None:
-        made["policy"] = policy_digest(stage.policies[method.policy])
-    if method.name == RANDOM:
-        made["seed"] = stage.seed
-    return Card(
-        benchmark=name, questions=questions_digest(questions), asked=len(questions),
-        method=method.name, mode=method.mode, pruning_rate=method.pruning_rate(stage.num_tokens),
-        num_tokens=stage.num_tokens, stop_bias=method.stop_bias, model=stage.model.folder.name,
-        made=made,
-    )  # fmt: skip
+def share(todo: Sequence[int], batch_size: int, index: int, count: int) -> list[list[int]]:
+    """Deals questions out to processes, and each its own to chunks of whole batches.
+
+    Args:
+        todo: numbers of questions.
+        batch_size: questions that go through a program together.
+        index: of this process.
+        count: processes.
+
+    Returns:
+        The chunks of this process, of about `CHUNK` questions; as many as every process has, the
+        last ones may be empty.
+    """
+    size = max(1, CHUNK // batch_size) * batch_size
+    begin, end = (len(todo) * place // count for place in (index, index + 1))
+    chunks = math.ceil(math.ceil(len(todo) / count) / size)
+    cuts = [min(begin + size * number, end) for number in range(chunks + 1)]
+    return [list(todo[first:last]) for first, last in itertools.pairwise(cuts)]
 
 
 def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
     """Answers what is missing; each process its share, chunk by chunk in step with the others."""
-    todo = sorted(set().union(*task.missing))
-    size = max(1, CHUNK // stage.settings.batch_size) * stage.settings.batch_size
-    together = size * jax.process_count()
-    for first in range(0, len(todo), together):
-        begin = first + size * jax.process_index()
+    for numbers in task.chunks:
         failure = None
         try:
-            _answer_chunk(stage, task, todo[begin : begin + size], progress)
+            _answer_chunk(stage, task, numbers, progress)
         except Exception as error:  # the others wait below, and must not do so in vain
             failure = error
         failed = distributed.any_process(failure is not None)
@@ -218,71 +251,86 @@ def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
             raise failure
         if failed:
             raise ValueError("another process of this run failed and says why")
+
+    def merge() -> None:
+        if distributed.is_main():
+            for file in task.files:
+                outstanding(file, task.questions)
+
     if jax.process_count() > 1:
-        distributed.main_first(
-            lambda: (
-                [outstanding(file, task.questions) for file in task.files]
-                if distributed.is_main()
-                else None
-            )
-        )
+        distributed.main_first(merge)
 
 
 def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progress) -> None:
     """Answers some questions in every row that lacks them."""
-    if not numbers:
+    lacking = [
+        (method, file, [number for number in numbers if number in missing])
+        for method, file, missing in zip(stage.methods, task.files, task.missing, strict=True)
+    ]
+    lacking = [(method, file, mine) for method, file, mine in lacking if mine]
+    if not lacking:
         return
-    settings, questions = stage.settings, [task.questions[number] for number in numbers]
+    methods = [method for method, _, _ in lacking]
     encoded = encode_split(
-        stage.model, questions, batch_size=settings.batch_size,
-        with_attention=any(method.name == CLS for method in stage.methods),
+        stage.model, [task.questions[number] for number in numbers],
+        batch_size=stage.batch_size, with_attention=any(m.name == CLS for m in methods),
         attention=stage.attention, sizes=WIDTHS,
     )  # fmt: skip
-    encoded = _cut(encoded, stage.num_tokens, numbers)
-    shown, where = encoded.has_image, {number: row for row, number in enumerate(numbers)}
-    orders = _roll_out(stage, encoded) if shown.any() else {}
-    drawn = random_orders(stage.seed, numbers, stage.num_tokens)
-    plain = _answer_plain(stage, task, encoded)
-    for method, file, missing in zip(stage.methods, task.files, task.missing, strict=True):
-        rows = np.array([where[number] for number in missing if number in where], np.int64)
-        if not len(rows):
-            continue
-        report = progress.task(f"{task.name}, {file.path.stem}", len(rows), len(rows))
-        lines = {row: plain[row] for row in rows.tolist() if not shown[row]}
-        asked = rows[shown[rows]]
-        if len(asked):
-            row = make_row(method, encoded, stage.model.config, stage.policies, orders, drawn)
-            lines |= _answer_row(stage, task, encoded, row, asked, numbers, report)
+    encoded = cut_prompts(encoded, stage.making.num_tokens, numbers)
+    plain = _answer_plain(stage, task, encoded, numbers)
+    places = np.flatnonzero(encoded.has_image)
+    seen, shown = encoded.take(places), [numbers[place] for place in places]
+    orders = _roll_out(stage, seen, methods) if shown else {}
+    drawn = random_orders(stage.making.seed, shown, stage.making.num_tokens)
+    for method, file, mine in lacking:
+        wanted = frozenset(mine)
+        report = progress.task(f"{task.name}, {file.path.stem}", len(mine), len(mine))
+        lines = dict(plain)
+        rows = np.array([row for row, number in enumerate(shown) if number in wanted], np.int64)
+        if len(rows):
+            row = make_row(method, seen, stage.model.config, stage.policies, orders, drawn)
+            lines |= _answer_row(stage, task, seen, row, rows, shown, report)
         append(
             file.part(jax.process_index()),
-            [as_object(file, numbers[r], questions[r], lines[r]) for r in rows.tolist()],
+            [as_object(file, number, task.questions[number], lines[number]) for number in mine],
         )
-        report(len(rows))
+        report(len(mine))
 
 
 def _answer_row(
     stage: Stage,
     task: Task,
-    encoded: Encoded,
+    seen: Encoded,
     row: Row,
-    asked: np.ndarray,
+    rows: np.ndarray,
     numbers: Sequence[int],
     report: Any,
 ) -> dict[int, Line]:
-    """The lines of one row of the table, by row of the chunk."""
-    selection = Selection(row.selection.order[asked], row.selection.count[asked])
-    found = answer(stage.model, encoded.take(asked), selection, _how(stage, task.name), report)
-    before = encoded.seconds + row.seconds
+    """The lines of one row of the table, by number of the question.
+
+    Args:
+        stage: what is answered with.
+        task: the benchmark.
+        seen: questions with a picture.
+        row: of the table.
+        rows: [r] which of the questions to answer.
+        numbers: of all these questions.
+        report: called with the number of questions done at each batch.
+    """
+    selection = Selection(row.selection.order[rows], row.selection.count[rows])
+    found = answer(stage.model, seen.take(rows), selection, _how(stage, task.name), report)
     lines = {}
-    for place, at in enumerate(asked.tolist()):
-        kept = int(selection.count[place])
-        order = selection.order[place, :kept] if numbers[at] in task.samples else None
-        taken = 1000 * float(before + found.seconds[place])
-        lines[at] = Line(found.texts[place], kept, taken, order)
+    for place, at in enumerate(rows.tolist()):
+        kept, number = int(selection.count[place]), numbers[at]
+        order = selection.order[place, :kept] if number in task.samples else None
+        taken = 1000 * float(seen.seconds + row.seconds + found.seconds[place])
+        lines[number] = Line(found.texts[place], kept, taken, order)
     return lines
 
 
-def _answer_plain(stage: Stage, task: Task, encoded: Encoded) -> dict[int, Line]:
+def _answer_plain(
+    stage: Stage, task: Task, encoded: Encoded, numbers: Sequence[int]
+) -> dict[int, Line]:
     """Questions without a picture, which no method answers otherwise than another."""
     rows = np.flatnonzero(~encoded.has_image)
     if not len(rows):
@@ -290,49 +338,37 @@ def _answer_plain(stage: Stage, task: Task, encoded: Encoded) -> dict[int, Line]
     nothing = Selection(np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32))
     found = answer(stage.model, encoded.take(rows), nothing, _how(stage, task.name))
     return {
-        row: Line(text, 0, 1000 * float(taken))
+        numbers[row]: Line(text, 0, 1000 * float(taken))
         for row, text, taken in zip(rows.tolist(), found.texts, found.seconds, strict=True)
     }
 
 
 def _how(stage: Stage, name: str) -> Answering:
     """Sizes and settings of a benchmark's answers."""
-    settings = stage.settings
-    sizes = {stage.num_tokens, *(m.budget for m in stage.methods if m.budget is not None)}
+    making, settings = stage.making, stage.making.settings
+    sizes = {making.num_tokens, *(m.budget for m in stage.methods if m.budget is not None)}
     sizes |= {
-        stage.policies[m.policy].config.steps(stage.num_tokens)
+        stage.policies[m.policy].config.steps(making.num_tokens)
         for m in stage.methods
         if m.stop_bias is not None
     }
     return Answering(
-        tuple(sorted(sizes)), settings.batch_size, settings.longest_answer(BENCHMARKS[name]),
+        tuple(sorted(sizes)), stage.batch_size, settings.longest_answer(BENCHMARKS[name]),
         settings.positions, stage.attention, WIDTHS,
     )  # fmt: skip
 
 
-def _roll_out(stage: Stage, encoded: Encoded) -> dict[str, Ordering]:
-    """The order of each policy, as long as its rows need."""
+def _roll_out(stage: Stage, seen: Encoded, methods: Sequence[Method]) -> dict[str, Ordering]:
+    """The order of each policy that these rows need, as long as they need it."""
     orders = {}
-    for name, policy in stage.policies.items():
+    for name in dict.fromkeys(m.policy for m in methods if m.policy is not None):
+        policy = stage.policies[name]
         rows = [method for method in stage.methods if method.policy == name]
         if any(method.stop_bias is not None for method in rows):
-            steps = policy.config.steps(stage.num_tokens)
+            steps = policy.config.steps(stage.making.num_tokens)
         else:
-            steps = max(stage.settings.budgets)
+            steps = max(stage.making.settings.budgets)
         orders[name] = trained_order(
-            stage.model, policy, encoded, steps=steps, batch_size=stage.settings.batch_size
+            stage.model, policy, seen, steps=steps, batch_size=stage.batch_size
         )
     return orders
-
-
-def _cut(encoded: Encoded, num_tokens: int, numbers: Sequence[int]) -> Encoded:
-    """Cuts prompts at the right end that are too long with all visual tokens, as LLaVA does."""
-    most = CONTEXT_LIMIT - np.where(encoded.has_image, num_tokens - 1, 0)
-    long = np.flatnonzero(encoded.length > most)
-    if len(long):
-        warnings.warn(
-            f"question {numbers[int(long[0])]} and {len(long) - 1} more take more than "
-            f"{CONTEXT_LIMIT} embeddings: the ends of their prompts were cut",
-            stacklevel=2,
-        )
-    return encoded._replace(length=np.minimum(encoded.length, most).astype(np.int32))

@@ -1,7 +1,8 @@
-"""The rows of a table of the public benchmarks: what is kept of a picture, and by whom."""
+"""The rows of a table of the public benchmarks: what is kept, by whom, and in which files."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ import numpy as np
 
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.config import LlavaConfig
+from stepprune_jax.evaluation.answer_files import AnswerFile, Card, questions_digest
+from stepprune_jax.evaluation.benchmarks import BENCHMARKS
+from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.rows import (
     CLS,
@@ -49,16 +53,85 @@ class Method(NamedTuple):
         return None if self.budget is None else pruning_rate(self.budget, num_tokens)
 
 
+class Making(NamedTuple):
+    """What answers depend on besides row and question: for their cards.
+
+    Attributes:
+        model: its name.
+        num_tokens: N.
+        seed: of the random rows.
+        settings: of the evaluation.
+        policies: the fingerprint of each, by row name.
+        weights: the model's fingerprint.
+        dtype: of the model.
+    """
+
+    model: str
+    num_tokens: int
+    seed: int
+    settings: Settings
+    policies: Mapping[str, str]
+    weights: str
+    dtype: str
+
+    def files(
+        self, folder: Path, methods: Sequence[Method], name: str, questions: Sequence[Asked]
+    ) -> list[AnswerFile]:
+        """The answer file of each row.
+
+        Args:
+            folder: with a folder for each benchmark.
+            methods: the rows.
+            name: of the benchmark.
+            questions: all of it.
+
+        Raises:
+            ValueError: two rows would have the same file.
+        """
+        digest, files, owners = questions_digest(questions), [], {}
+        for method in methods:
+            file = AnswerFile.of(folder, self._card(method, name, digest, len(questions)))
+            other = owners.setdefault(file.path, method)
+            if other != method:
+                raise ValueError(
+                    f"{file.path} would hold the answers of {_named(other)} and of "
+                    f"{_named(method)}: leave out one budget, or give the row another name"
+                )
+            files.append(file)
+        return files
+
+    def _card(self, method: Method, name: str, questions: str, asked: int) -> Card:
+        """All that the answers of a row depend on."""
+        made = {
+            "weights": self.weights, "dtype": self.dtype, "positions": self.settings.positions,
+            "max_new_tokens": self.settings.longest_answer(BENCHMARKS[name]),
+        }  # fmt: skip
+        if method.policy is not None:
+            made["policy"] = self.policies[method.policy]
+        if method.name == RANDOM:
+            made["seed"] = self.seed
+        return Card(
+            benchmark=name, questions=questions, asked=asked, method=method.name,
+            mode=method.mode, pruning_rate=method.pruning_rate(self.num_tokens),
+            num_tokens=self.num_tokens, stop_bias=method.stop_bias, model=self.model, made=made,
+        )  # fmt: skip
+
+
+def _named(method: Method) -> str:
+    """A row for messages."""
+    return f"{method.name!r} at {method.budget}" if method.budget else repr(method.name)
+
+
 def plan(
     settings: Settings,
-    policies: Mapping[str, Policy],
+    policies: Collection[str],
     biases: Mapping[str, Mapping[int, float]],
 ) -> list[Method]:
     """The rows in the order of the table.
 
     Args:
         settings: with budgets and methods.
-        policies: by row name.
+        policies: names of their rows.
         biases: for each policy that stops by itself, a stop bias for each budget.
     """
     rows = [Method(ALL, "exact", None)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import zipfile
 from collections.abc import Sequence
@@ -108,5 +109,7 @@ def digest(texts: Sequence[str]) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON for people to read."""
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Writes JSON for people to read; a run that is killed leaves the earlier file as it was."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)

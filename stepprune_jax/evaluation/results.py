@@ -14,6 +14,11 @@ from stepprune_jax.evaluation.records import write_json
 from stepprune_jax.evaluation.tables import pruning_rate
 
 SCORES = "scores.json"
+# What tables are made of.
+_FIELDS = {
+    "benchmark", "method", "mode", "pruning_rate", "own_stop", "num_tokens", "questions", "asked",
+    "answered", "headline", "warnings", "problem", "mean_k", "sd_k", "ms",
+}  # fmt: skip
 
 
 def score_answers(
@@ -58,31 +63,47 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
         K), num_tokens, model, questions (their fingerprint), asked, answered; `headline`, `parts`
         and `warnings` of the scorer, or headline null and `problem`, why there is no score; K of
         the questions with a picture: mean_k, sd_k, min_k, max_k; `ms`, the mean time of a question.
+        K and time are null where nothing was answered.
     """
-    card, rows = file.card, read_answers(file.path)
+    card, rows = file.card, _read_rows(file)
+    measured = _measured(rows)
+    rate = card.pruning_rate
+    if rate is None and rows:
+        rate = pruning_rate(measured["mean_k"], card.num_tokens)
+    return {
+        "benchmark": card.benchmark, "method": card.method, "mode": card.mode,
+        "pruning_rate": rate, "own_stop": card.pruning_rate is None,
+        "num_tokens": card.num_tokens, "model": card.model, "questions": card.questions,
+        "asked": card.asked, "answered": len(rows), **_score(file, root, rows), **measured,
+    }  # fmt: skip
+
+
+def _read_rows(file: AnswerFile) -> list[Answer]:
+    """The whole lines of a file in which a run may have been stopped, or may be writing."""
+    try:
+        return read_answers(file.path, broken=[])
+    except ValueError:  # there is no whole line; or one is none of ours, which the scorer tells
+        return []
+
+
+def _measured(rows: Sequence[Answer]) -> dict[str, float | int | None]:
+    """K and time over the lines of a file."""
+    if not rows:
+        return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
     kept = np.array([row.fields.get("kept", 0) for row in rows])
     kept = kept[kept > 0] if (kept > 0).any() else kept
-    mean = float(kept.mean())
-    rate = card.pruning_rate
-    result = {
-        "benchmark": card.benchmark, "method": card.method, "mode": card.mode,
-        "pruning_rate": pruning_rate(mean, card.num_tokens) if rate is None else rate,
-        "own_stop": rate is None, "num_tokens": card.num_tokens, "model": card.model,
-        "questions": card.questions, "asked": card.asked, "answered": len(rows),
-        **_score(file, root, rows),
-        "mean_k": mean, "sd_k": float(kept.std()), "min_k": int(kept.min()),
+    return {
+        "mean_k": float(kept.mean()), "sd_k": float(kept.std()), "min_k": int(kept.min()),
         "max_k": int(kept.max()),
         "ms": float(np.mean([row.fields.get("ms", 0.0) for row in rows])),
     }  # fmt: skip
-    return result
 
 
 def _score(file: AnswerFile, root: Path, rows: Sequence[Answer]) -> dict[str, Any]:
     """The scorer's figures, or why there are none."""
-    if len(rows) < file.card.asked:
-        problem = f"{len(rows):,} of {file.card.asked:,} questions answered so far"
-        return {"headline": None, "parts": {}, "warnings": [], "problem": problem}
     try:
+        if len(rows) < file.card.asked:
+            raise ValueError(f"{len(rows):,} of {file.card.asked:,} questions answered so far")
         found = BENCHMARKS[file.card.benchmark].score(root, file.path)
     except (OSError, ValueError) as error:
         return {"headline": None, "parts": {}, "warnings": [], "problem": str(error)}
@@ -107,7 +128,7 @@ def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
     try:
         scores = json.loads(path.read_text(encoding="utf-8"))
-        good = all({"benchmark", "method", "headline", "mean_k"} <= row.keys() for row in scores)
+        good = all(row.keys() >= _FIELDS for row in scores)
     except (ValueError, AttributeError, TypeError):
         good = False
     if not good or not scores:

@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax import distributed
-from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation.answer_files import FOLDER, AnswerFile, questions_digest, read_files
 from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.evaluation.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers, questions_of
 from stepprune_jax.evaluation.results import score_answers
-from stepprune_jax.evaluation.rows import grid_shape
 from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, make_table, markdown, write_table
-from stepprune_jax.training.settings import model_folders
 from stepprune_jax.user_input import user_input
 
 STAGES = ("generate", "convert", "score")
@@ -80,13 +77,14 @@ def run(
         write_table(report, table)
         if settings.public:
             print(markdown(table), end="")
-            draw(config, workdir, settings, report, command)
+            draw(workdir, settings, report, command)
 
 
 def convert_answers(workdir: Path, settings: Settings) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
 
-    An answer file that cannot be converted is told, and leaves the others alone.
+    An answer file that cannot be converted, or is not complete, is told, and leaves the others
+    alone.
 
     Args:
         workdir: of the run.
@@ -96,6 +94,10 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
         convert = BENCHMARKS[name].convert
         for file in read_files(workdir / FOLDER / name) if convert is not None else []:
             out = workdir / SUBMISSIONS / name / (file.path.stem + _ENDINGS.get(name, ".json"))
+            count, asked = _answered(file), file.card.asked
+            if count < asked:
+                print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
+                continue
             try:
                 with warnings.catch_warnings(record=True) as told:
                     warnings.simplefilter("always")
@@ -108,11 +110,10 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
             print(f"wrote {out}")
 
 
-def draw(config: Any, workdir: Path, settings: Settings, report: Path, command: str | None) -> Path:
+def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -> Path:
     """Draws figures of each public benchmark, and puts them behind the table.
 
     Args:
-        config: the run's `ConfigDict`.
         workdir: of the run.
         settings: of the evaluation.
         report: folder with benchmarks.md.
@@ -128,10 +129,9 @@ def draw(config: Any, workdir: Path, settings: Settings, report: Path, command: 
         draw_benchmark_overlays,
     )
 
-    grid, root = grid_shape(inspect_folder(*model_folders(config)).config), Path(settings.data)
-    pictures = []
+    root, pictures = Path(settings.data), []
     for name in settings.public:
-        files = [f for f in read_files(workdir / FOLDER / name) if _is_complete(f)]
+        files = [f for f in read_files(workdir / FOLDER / name) if _answered(f) == f.card.asked]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue
@@ -139,7 +139,7 @@ def draw(config: Any, workdir: Path, settings: Settings, report: Path, command: 
         questions = questions_of(name, settings)
         if questions_digest(questions) == mine.card.questions:
             path = report / f"overlays_{name}.png"
-            pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions, grid))
+            pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
     page = report / f"{NAME}.md"
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in pictures if path is not None)
     made = f"\nWritten by `{command}`.\n" if command else ""
@@ -148,6 +148,6 @@ def draw(config: Any, workdir: Path, settings: Settings, report: Path, command: 
     return page
 
 
-def _is_complete(file: AnswerFile) -> bool:
-    """Whether every question has an answer."""
-    return file.path.read_bytes().count(b"\n") >= file.card.asked
+def _answered(file: AnswerFile) -> int:
+    """How many whole lines there are."""
+    return file.path.read_bytes().count(b"\n")

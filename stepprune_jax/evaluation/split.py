@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
             where there is none.
         by_attention: [i, n] patches by the class token's attention, most attended first; None
             unless asked for.
-        seconds: of a question, on average, for pictures and ids.
+        seconds: of a question with a picture, on average, for picture and ids.
     """
 
     ids: Int[np.ndarray, "q l"]
@@ -179,9 +179,10 @@ def encode_split(
         ranked = [np.tile(np.arange(shape[1], dtype=np.int32), (1, 1))]
     prompts, said = (pad_batch(rows, multiple=_multiple(rows, sizes)) for rows in (ids, words))
     image_of = np.array([numbers.get(question.image, 0) for question in questions], np.int32)
+    shown = max(1, len(questions) - len(without))
     return Encoded(
         prompts.ids, prompts.length, said.ids, said.length, image_of, np.concatenate(features),
-        None if tap is None else np.concatenate(ranked), seconds / len(questions),
+        None if tap is None else np.concatenate(ranked), seconds / shown,
     )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def _headlines(row: Row) -> dict[str, float]:
 def make_table(runs: Mapping[str, Sequence[Score]]) -> Table:
     """Merges the scores of runs.
 
-    Rows of the same name that differ are told apart by their runs' names.
+    Rows of the same name that differ are told apart by their runs' names. Where one run has not
+    answered all questions of a row, another's counts.
 
     Args:
         runs: name of the run to its scores.
@@ -95,14 +96,15 @@ def make_table(runs: Mapping[str, Sequence[Score]]) -> Table:
     for name in {score["benchmark"] for _, score in every}:
         mine = [(run, score) for run, score in every if score["benchmark"] == name]
         _check_same(mine, "questions", lambda score, name=name: f"questions of {name}")
-        whole = [(run, score) for run, score in mine if score["method"] == ALL]
+        whole = [(run, score) for run, score in mine if score["method"] == ALL and _whole(score)]
         _check_same(whole, "headline", lambda score, name=name: f"score of {ALL} on {name}")
     clashes = _clashes(every)
     rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
     for run, score in every:
         method = f"{score['method']} ({run})" if score["method"] in clashes else score["method"]
-        key = method, score["mode"], _budget(score)
-        rows.setdefault(key, {})[score["benchmark"]] = score
+        row = rows.setdefault((method, score["mode"], _budget(score)), {})
+        if _whole(score) or score["benchmark"] not in row:
+            row[score["benchmark"]] = score
     asked = {score["benchmark"] for _, score in every}
     order = sorted(rows, key=_place)
     return Table(
@@ -137,11 +139,18 @@ def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> N
             )
 
 
+def _whole(score: Score) -> bool:
+    """Whether all questions are answered."""
+    return score["answered"] >= score["asked"]
+
+
 def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
     """Methods of which two runs have different results."""
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     clashes = set()
     for _, score in every:
+        if not _whole(score):
+            continue
         key = score["benchmark"], score["method"], score["mode"], _budget(score)
         result = score["headline"], score["mean_k"]
         if seen.setdefault(key, result) != result:
@@ -191,11 +200,11 @@ def _score_cell(score: Score) -> str:
 
 
 def _k_cell(score: Score) -> str:
-    return f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
+    return "-" if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
 
 
 def _ms_cell(score: Score) -> str:
-    return f"{score['ms']:.1f}"
+    return "-" if score["ms"] is None else f"{score['ms']:.1f}"
 
 
 def _notes(table: Table) -> list[str]:
@@ -209,6 +218,9 @@ def _notes(table: Table) -> list[str]:
                 found.setdefault(line, []).append(f"{row.method} {row.mode}")
     if not table.whole:
         found[f"no row of {ALL}, so no average retention"] = []
+    elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
+        titles = ", ".join(BENCHMARKS[name].title for name in left)
+        found[f"Avg. is without {titles}, where {ALL} has no score"] = []
     lines = []
     for text, rows in found.items():
         where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)

@@ -16,7 +16,7 @@ from jaxtyping import Array, UInt32
 
 from stepprune_jax import distributed
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.folder import Source, fetch_weights
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
 from stepprune_jax.training.step import State
@@ -117,8 +117,10 @@ def model_identity(source: Source) -> str:
     """A hash that tells a frozen model from any other without reading all of it.
 
     Of the configuration, the index of the weights (every tensor's name, type, shape and place) and
-    the bytes in the middle of each tensor, which differ between models of one architecture.
+    the bytes in the middle of each tensor, which differ between models of one architecture. A model
+    on the hub is downloaded first.
     """
+    fetch_weights(source)
     found = hashlib.sha256()
     for folder in filter(None, (source.folder, source.vision_folder)):
         found.update((folder / "config.json").read_bytes())

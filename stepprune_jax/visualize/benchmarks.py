@@ -1,6 +1,7 @@
 """Figures of the public benchmarks, from answer files alone: K, and what was looked at."""
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -85,7 +86,6 @@ def draw_benchmark_overlays(
     root: Path,
     file: AnswerFile,
     questions: Sequence[Asked],
-    grid: tuple[int, int],
 ) -> Path | None:
     """Draws the samples of an answer file: pictures with their kept patches.
 
@@ -95,14 +95,14 @@ def draw_benchmark_overlays(
         root: folder with its annotations.
         file: complete; lines with an `order` are the samples, chosen before anything was answered.
         questions: all of the benchmark.
-        grid: rows and columns of patches.
 
     Returns:
         The path; None if the file has no samples.
     """
     rows = read_answers(file.path)
     worth = judged(benchmark, root, file)
-    first = file.card.num_tokens - grid[0] * grid[1]  # 1 where the class token is kept
+    side = math.isqrt(file.card.num_tokens)  # LLaVA's pictures are square
+    first = file.card.num_tokens - side * side  # 1 where the class token is kept
     examples = [
         _example(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
         for n, (row, question) in enumerate(zip(rows, questions, strict=True))
@@ -111,7 +111,7 @@ def draw_benchmark_overlays(
     if not examples:
         return None
     groups = [examples[n : n + _COLUMNS] for n in range(0, len(examples), _COLUMNS)]
-    return draw_rows(path, grid, [("", group) for group in groups])
+    return draw_rows(path, (side, side), [("", group) for group in groups])
 
 
 def _example(

@@ -1,17 +1,25 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
+from hypothesis import given
+from hypothesis import strategies as st
 from small_world import one_shot, small_config, stepprune, tiny_model
 
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
-from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.evaluation import generate_stage, split
+from stepprune_jax.evaluation.answers import cut_prompts
 from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.evaluation.generate_stage import generate_answers
+from stepprune_jax.evaluation.methods import Making, policy_digest
+from stepprune_jax.evaluation.settings import read_settings
 from stepprune_jax.evaluation.split import encode_split
+from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
 from stepprune_jax.generate import generate
+from stepprune_jax.generate.placement import mesh_of, row_count
 
 NAMES = ("pope", "mmbench", "scienceqa", "textvqa")
 METHODS = "all tokens,random,StepPrune,AutoSelect-like"
@@ -116,7 +124,7 @@ def generate_stage_picture(image):
 
 
 def test_adaptive_rows_meet_their_budgets_on_average_over_benchmarks(run):
-    biases = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
+    (biases,) = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert set(biases["biases"]) == {"4", "2"} and biases["benchmarks"] == list(NAMES)
     kept = [
         row["kept"]
@@ -166,10 +174,109 @@ def test_interrupted_runs_go_on_with_what_is_missing(
     generate_answers(config, workdir)
 
 
-def test_another_policy_is_refused_before_anything_is_answered(run, config, tmp_path):
+def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_stage, "load_model", None)
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers that were made otherwise.* policy: "):
         generate_answers(config, run, policy=other)
+
+
+def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_made_with(
+    run, model, root, config, tmp_path
+):
+    shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
+    policies = {"StepPrune": stepprune(5)}
+    asked = {"pope": generate_stage.read_questions(BENCHMARKS["pope"], root)}
+    making = Making(
+        "tiny", 9, 3, read_settings(config), {"StepPrune": policy_digest(stepprune(5))}, "w", "f"
+    )
+    assert known_biases(tmp_path, making) == {}
+    new = find_biases(
+        tmp_path, model, policies, asked, making, batch_size=4, attention="matmul", sizes=(192,)
+    )
+    assert known_biases(tmp_path, making) == new and set(new["StepPrune"]) == {4, 2}
+    old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
+    assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
+    nothing = {"pope": [question._replace(image=None) for question in asked["pope"]]}
+    other = making._replace(weights="v")
+    with pytest.raises(ValueError, match="no question of pope has a picture"):
+        find_biases(
+            tmp_path, model, policies, nothing, other, batch_size=4, attention="matmul", sizes=()
+        )
+    (tmp_path / "stop_biases.json").write_text('{"StepPrune": {"biases": {}}}')
+    with pytest.raises(ValueError, match=r"json: 'StepPrune' is not a list of stop biases"):
+        known_biases(tmp_path, making)
+
+
+def test_only_rows_with_something_missing_are_computed(run, config, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "answers" / "pope" / "autoselect-like-exact-55.6.jsonl").unlink()
+    rolled, roll_out = [], generate_stage.trained_order
+
+    def counted(model, policy, seen, **options):
+        rolled.append((policy.method, len(seen.length)))
+        return roll_out(model, policy, seen, **options)
+
+    monkeypatch.setattr(generate_stage, "trained_order", counted)
+    generate_answers(config, tmp_path / "run")
+    assert rolled == [("autoselect", SIZES["pope"])]
+    assert files(tmp_path / "run") == files(run)
+
+
+def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_stage, "load_model", None)
+    config = config.copy_and_resolve_references()
+    config.eval.rows = {"Random": config.eval.rows["AutoSelect-like"]}
+    config.eval.methods = "random"
+    with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: leave out one"):
+        generate_answers(config, tmp_path)
+
+
+def test_a_missing_policy_is_told(config, tmp_path, capsys, monkeypatch):
+    settings = read_settings(config)
+    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
+        generate_stage._policies(settings, tmp_path, None)
+    assert not generate_stage._policies(settings._replace(methods="", rows={}), tmp_path, None)
+    assert capsys.readouterr().out.startswith("no row 'StepPrune': there is no ")
+    # Rows that are not wanted need no file.
+    assert not generate_stage._policies(
+        settings._replace(methods="grid", rows={"x": "nowhere"}), tmp_path, None
+    )
+
+
+def test_devices_share_the_questions_one_each(run, config, tmp_path):
+    config = config.copy_and_resolve_references()
+    config.eval.benchmarks, config.eval.methods, config.eval.rows = "pope", "all tokens", {}
+    config.eval.batch_size, config.mesh = 1, "data"
+    widths, answer = [], generate_stage.answer
+
+    def watched(model, split, selection, how, report):
+        widths.append((how.batch_size, row_count(mesh_of(model.params))))
+        return answer(model, split, selection, how, report)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_stage, "answer", watched)
+        generate_answers(config, tmp_path)
+    assert widths == [(8, 8)]
+    found = [line["text"] for line in lines(tmp_path, "pope", "all-tokens")]
+    assert found == [line["text"] for line in lines(run, "pope", "all-tokens")]
+
+
+@given(st.integers(0, 2000), st.integers(1, 300), st.integers(1, 5))
+def test_every_question_is_dealt_to_one_process(questions, batch_size, count):
+    todo = list(range(3, 3 + questions))
+    shares = [generate_stage.share(todo, batch_size, index, count) for index in range(count)]
+    assert len({len(chunks) for chunks in shares}) == 1  # they wait for each other after each
+    assert [number for chunks in shares for chunk in chunks for number in chunk] == todo
+    sizes = [sum(map(len, chunks)) for chunks in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(len(chunk) <= max(256, batch_size) for chunks in shares for chunk in chunks)
+
+
+def test_time_is_that_of_questions_with_a_picture(model, root, monkeypatch):
+    asked = generate_stage.read_questions(BENCHMARKS["scienceqa"], root)
+    monkeypatch.setattr(split, "timed", lambda run, *_: (run(), 6.0))
+    assert encode_split(model, asked, batch_size=4).seconds == 6.0 / 2
 
 
 def test_rows_without_training_need_no_policy(config, tmp_path):
@@ -188,5 +295,5 @@ def test_prompts_beyond_the_context_lose_their_end(model, root):
     length = encoded.length.copy()
     length[:] = CONTEXT_LIMIT
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = generate_stage._cut(encoded._replace(length=length), 9, [7, 8, 9, 10])
+        cut = cut_prompts(encoded._replace(length=length), 9, [7, 8, 9, 10])
     assert cut.length.tolist() == [CONTEXT_LIMIT - 8, CONTEXT_LIMIT] * 2

@@ -66,7 +66,8 @@ def test_the_report_has_the_paper_s_columns(done):
     assert "## Visual tokens kept, mean ± standard deviation" in page
     assert "python eval.py --here" in page and "## Scores" in said
     # Test-dev is scored by its server only, so the column is empty and out of the average.
-    assert "VQAv2" in page and "is scored by the server only" in page
+    assert "is scored by the server only" in page
+    assert "- Avg. is without VQAv2, where all tokens has no score\n" in page
     found = {(s["benchmark"], s["method"], s["mode"]): s for s in scores(workdir)}
     assert len(found) == 12
     whole = [found[name, "all tokens", "exact"]["headline"] for name in ("mme", "pope")]
@@ -103,27 +104,40 @@ def test_figures_are_drawn(done):
 
 def test_scoring_alone_needs_no_model(done, monkeypatch):
     config, workdir, _ = done
+    config = config.copy_and_resolve_references()
+    config.model.folder = str(workdir / "nowhere")
     before = scores(workdir)
-    (workdir / "report" / "scores.json").unlink()
+    for name in ("scores.json", "overlays_pope.png"):
+        (workdir / "report" / name).unlink()
     monkeypatch.setattr("stepprune_jax.evaluation.generate_stage.load_model", None)
     run(config, workdir, stages=["score"])
     assert scores(workdir) == before
+    assert (workdir / "report" / "overlays_pope.png").is_file()
 
 
-def test_unfinished_answers_have_no_score(done, tmp_path):
+def test_unfinished_answers_have_no_score(done, tmp_path, capsys):
     config, workdir, _ = done
     file = workdir / "answers" / "pope" / "stepprune-exact-77.8.jsonl"
-    whole = file.read_text()
+    other = workdir / "answers" / "mme" / "stepprune-exact-77.8.jsonl"
+    whole, whole_mme = file.read_text(), other.read_text()
     try:
-        file.write_text("".join(whole.splitlines(keepends=True)[:4]))
-        run(config, workdir, stages=["score"])
+        # As a run that was killed leaves them: the last line torn, and nothing written yet.
+        file.write_text("".join(whole.splitlines(keepends=True)[:4]) + whole[:30])
+        other.write_text("")
+        run(config, workdir, stages=["convert", "score"])
+        said = capsys.readouterr().out
+        assert f"not converted: {other}: 0 of 28 questions answered\n" in said
+        (found,) = [s for s in scores(workdir) if s["problem"] and s["benchmark"] == "mme"]
+        assert found["problem"] == "0 of 28 questions answered so far" and found["ms"] is None
         (found,) = [s for s in scores(workdir) if s["problem"] and s["benchmark"] == "pope"]
         assert found["headline"] is None and found["problem"] == "4 of 6 questions answered so far"
         run(config, workdir, stages=["generate"])
         texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
         assert texts == [json.loads(line)["text"] for line in whole.splitlines()]
+        assert len(other.read_text().splitlines()) == len(whole_mme.splitlines())
     finally:
         file.write_text(whole)
+        other.write_text(whole_mme)
 
 
 def test_the_validation_split_of_vqav2_is_scored_here(done):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import shutil
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,3 +198,19 @@ def test_models_of_one_architecture_are_told_apart(tmp_path):
     # As after more training: every weight a little different, names and sizes the same.
     weights.write_bytes(content[:header] + bytes(byte ^ 1 for byte in content[header:]))
     assert model_identity(inspect_folder(tmp_path / "b")) != identity
+
+
+def test_a_model_on_the_hub_has_the_same_identity_before_and_after_its_download(
+    tmp_path, monkeypatch
+):
+    hub, cache = testing.tiny_llava(tmp_path / "hub"), tmp_path / "cache"
+    cache.mkdir()
+
+    def download(name, allow_patterns):
+        for pattern in allow_patterns:
+            for path in hub.glob(pattern):
+                shutil.copy(path, cache)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_identity(inspect_folder("owner/name")) == model_identity(inspect_folder(hub))

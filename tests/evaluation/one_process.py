@@ -1,0 +1,33 @@
+"""An evaluation in a process of its own: `python one_process.py MODEL ROOT WORKDIR SETTINGS`.
+
+Which one of several it is stands in the environment, as `stepprune_jax.distributed` reads it.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def main(model, root, workdir, settings):
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    import conftest
+
+    os.environ["XLA_FLAGS"] = " ".join(conftest.FLAGS[1:])
+    from stepprune_jax import distributed
+
+    distributed.start()
+    from small_world import small_config
+
+    from stepprune_jax.evaluation import generate_stage
+
+    # Small chunks, so that answers come often.
+    generate_stage.CHUNK, generate_stage.WIDTHS = 2, (192,)
+    config = small_config(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
+    generate_stage.generate_answers(config, workdir)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

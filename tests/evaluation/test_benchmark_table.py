@@ -1,0 +1,102 @@
+"""The tables of the public benchmarks, worked by hand."""
+
+import json
+
+import pytest
+
+from stepprune_jax.evaluation import table as module
+from stepprune_jax.evaluation.results import read_scores
+from stepprune_jax.evaluation.table import as_objects, make_table, markdown
+
+
+def score(benchmark, method, rate, headline, **fields):
+    return {
+        "benchmark": benchmark, "method": method, "mode": "exact", "pruning_rate": rate,
+        "own_stop": False, "num_tokens": 576, "questions": "q-" + benchmark, "asked": 9,
+        "answered": 9, "headline": headline, "warnings": [], "problem": None, "mean_k": 64.0,
+        "sd_k": 1.25, "ms": 12.34,
+    } | fields  # fmt: skip
+
+
+WHOLE = [score("mme", "all tokens", 0.0, 1862.04), score("pope", "all tokens", 0.0, 85.94)]
+MINE = [score("mme", "StepPrune", 88.9, 1700.4), score("pope", "StepPrune", 88.9, 81.26)]
+AVERAGE = 50 * (1700.4 / 1862.04 + 81.26 / 85.94)
+
+
+def cells(table, title):
+    """The cells of one of the page's tables, without its header."""
+    part = markdown(table).partition(f"## {title}\n\n")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in part.splitlines()[2:]]
+
+
+def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
+    table = make_table({"run": MINE + WHOLE})
+    assert [row.budget for row in table.rows] == [576, 64]
+    assert table.average(table.rows[0]) == 100.0
+    assert as_objects(table)[1]["average"] == pytest.approx(AVERAGE, abs=1e-9)
+    first, second = cells(table, "Scores")
+    assert first == ["576 (0.0 % pruned)", "all tokens", "exact", "1862", "85.9", "100.0"]
+    assert second[3:] == ["1700", "81.3", f"{AVERAGE:.1f}"]
+    assert cells(table, "Visual tokens kept, mean ± standard deviation")[1][3] == "64.0 ± 1.2"
+    assert cells(table, "Milliseconds a question")[1][3:] == ["12.3", "12.3"]
+
+
+def test_a_row_without_some_score_has_no_average():
+    table = make_table({"run": [*WHOLE, MINE[0]]})
+    assert table.average(table.rows[1]) is None
+    assert cells(table, "Scores")[1][3:] == ["1700", "-", "-"]
+    table = make_table({"run": MINE})
+    assert table.whole is None and "no row of all tokens" in markdown(table)
+
+
+def test_runs_are_merged_and_rows_that_differ_are_told_apart():
+    other = [score("pope", "StepPrune", 88.9, 80.0), score("pope", "grid", 88.9, 70.0)]
+    table = make_table({"a": WHOLE + MINE, "b": other})
+    assert [row.method for row in table.rows] == [
+        "all tokens", "grid", "StepPrune (a)", "StepPrune (b)"
+    ]  # fmt: skip
+    same = make_table({"a": WHOLE + MINE, "b": MINE})
+    assert [row.method for row in same.rows] == ["all tokens", "StepPrune"]
+
+
+@pytest.mark.parametrize("first", ["whole", "part"])
+def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
+    unfinished = {"headline": None, "answered": 3, "problem": "3 of 9", "mean_k": None, "ms": None}
+    part = [row | unfinished for row in WHOLE + MINE]
+    runs = {"whole": WHOLE + MINE, "part": part}
+    table = make_table(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
+    assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
+    assert table.average(table.rows[1]) == pytest.approx(AVERAGE)
+    assert cells(make_table({"part": part}), "Milliseconds a question")[0][3:] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("questions", "other", r"different questions of pope \(q-pope and other\)"),
+        ("num_tokens", 144, r"different visual tokens \(576 and 144\)"),
+        ("headline", 85.0, r"different score of all tokens on pope \(85.94 and 85.0\)"),
+    ],
+)
+def test_runs_that_do_not_belong_together_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=f"a and b have {message}"):
+        make_table({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
+
+
+def test_the_command_merges_folders(tmp_path, capsys):
+    for name, scores in (("a", WHOLE), ("b", MINE)):
+        (tmp_path / name / "report").mkdir(parents=True)
+        (tmp_path / name / "report" / "scores.json").write_text(json.dumps(scores))
+    module.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert capsys.readouterr().out == page and f"| {AVERAGE:.1f} |" in page
+    assert json.loads((tmp_path / "benchmarks.json").read_text())[1]["mme"] == 1700.4
+    header = "method,mode,tokens,average,mme,mme_mean_k,mme_sd_k,mme_ms,pope,"
+    assert (tmp_path / "benchmarks.csv").read_text().startswith(header)
+    with pytest.raises(SystemExit) as left:
+        module.main([str(tmp_path / "c")])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1 and "run eval.py" in error
+    (tmp_path / "a" / "report" / "scores.json").write_text('[{"benchmark": "pope"}]')
+    with pytest.raises(ValueError, match="is not a list of scores"):
+        read_scores(tmp_path / "a")

@@ -1,0 +1,123 @@
+"""Evaluations in processes of their own: killed and gone on with, and several as one."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from benchmark_folders import SIZES, write_benchmarks
+from small_world import small_config, tiny_model
+
+from stepprune_jax.evaluation import generate_stage
+
+SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
+METHODS = ("all-tokens", "grid-exact-77.8")
+SETTINGS = {
+    "benchmarks": "pope,mme", "methods": "all tokens,grid", "budgets": [2], "max_new_tokens": 2,
+    "batch_size": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    base = tmp_path_factory.mktemp("processes")
+    return tiny_model(base / "model").folder, write_benchmarks(base / "eval")
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """What one process answers that nobody stops."""
+    return answer_here(world, tmp_path_factory.mktemp("whole"))
+
+
+def answer_here(world, workdir):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_stage, "WIDTHS", (192,))
+        config = small_config(*world, data=str(world[1]), **SETTINGS)
+        generate_stage.generate_answers(config, workdir)
+    return read(workdir)
+
+
+def read(workdir):
+    """The lines of every file without their times."""
+    files = sorted((workdir / "answers").rglob("*.jsonl"))
+    found = {f"{f.parent.name}/{f.name}": f.read_text().splitlines() for f in files}
+    return {name: [json.loads(row) | {"ms": 0} for row in rows] for name, rows in found.items()}
+
+
+def start(world, workdir, **environment):
+    arguments = (*world, workdir, json.dumps(SETTINGS | {"data": str(world[1])}))
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments], env=os.environ | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def written(workdir):
+    return {path: path.read_bytes() for path in (workdir / "answers").rglob("*.jsonl")}
+
+
+def wait_for(processes, workdir, lines):
+    """Waits until so many lines are written."""
+    while sum(content.count(b"\n") for content in written(workdir).values()) < lines:
+        assert all(process.poll() is None for process in processes), processes[0].stdout.read()
+        time.sleep(0.002)
+
+
+def kill(processes):
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def pair(world, workdir):
+    """Two processes as one program."""
+    about = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    return [start(world, workdir, **about, JAX_PROCESS_ID=str(number)) for number in range(2)]
+
+
+def test_the_whole_run_has_all_answers(whole):
+    assert {name: len(rows) for name, rows in whole.items()} == {
+        f"{name}/{method}.jsonl": SIZES[name] for name in ("mme", "pope") for method in METHODS
+    }
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(world, whole, tmp_path):
+    process = start(world, tmp_path)
+    wait_for([process], tmp_path, 11)
+    kill([process])
+    before = written(tmp_path)
+    asked = sum(map(len, whole.values()))
+    assert 11 <= sum(content.count(b"\n") for content in before.values()) < asked
+    torn = next(path for path, content in before.items() if content)
+    torn.write_bytes(before[torn] + b'{"question_id": 1, "pro')
+    assert answer_here(world, tmp_path) == whole
+    # What was answered stays, with its time.
+    assert all(path.read_bytes().startswith(content) for path, content in before.items())
+
+
+@pytest.mark.slow
+def test_two_processes_answer_what_one_does(world, whole, tmp_path):
+    processes = pair(world, tmp_path / "whole")
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    assert read(tmp_path / "whole") == whole
+    # Killed, both have written parts; one process goes on with them.
+    killed = tmp_path / "killed"
+    processes = pair(world, killed)
+    wait_for(processes, killed, 12)
+    kill(processes)
+    assert any(".part-1" in path.name for path in written(killed))
+    assert answer_here(world, killed) == whole
