@@ -120,13 +120,14 @@ def test_the_policy_sees_the_users_words_and_the_images_of_its_prompt(model):
     generate(model, PROMPTS, IMAGES, select_fn=watch, max_tokens=1, warm_up=False)
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
+    encode_image = jax.jit(vlm.encode_image, static_argnums=1)
     for row, words in enumerate(said):
         tokens = model.tokenizer(words, add_special_tokens=False).input_ids
         assert seen["mask"][row].sum() == len(tokens)
         np.testing.assert_array_equal(seen["text"][row, : len(tokens)], table[np.array(tokens)])
     for row, pictures in enumerate([*IMAGES[0], *IMAGES[2], *IMAGES[3]]):
         pixels = request(model, "?", [pictures]).pixels
-        features, _ = vlm.encode_image(model.params, model.config, jnp.asarray(pixels))
+        features, _ = encode_image(model.params, model.config, jnp.asarray(pixels))
         np.testing.assert_allclose(seen["features"][row], features[0], rtol=1e-4, atol=1e-5)
 
 
@@ -147,7 +148,8 @@ def test_cached_decode_equals_recomputation(model):
     asked = request(model, PROMPTS[0], IMAGES[0])
     asked = asked._replace(ids=((*asked.ids[0], *answer.token_ids),))
     sequence = prepare(model, asked, select_fn=keep).sequence
-    logits = vlm.prefill(model.params, model.config, sequence, 0, all_logits=True).logits[0]
+    prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames="all_logits")
+    logits = prefill(model.params, model.config, sequence, 0, all_logits=True).logits[0]
     end = int(sequence.length[0])
     predicted = logits[end - 9 : end - 1].argmax(-1)
     np.testing.assert_array_equal(predicted, answer.token_ids)

@@ -38,19 +38,10 @@ def command(files, *arguments, image=True):
     return ["--model", str(files / "model"), *picture, *FAST, *map(str, arguments)]
 
 
-def run(arguments, text=""):
-    return subprocess.run(
-        [sys.executable, "-m", "stepprune_jax.generate", *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_the_answer_and_then_the_figures(files):
-    found = run(command(files, "--prompt", "red dog?", "--policy", files / "policy", "--budget", 3))
-    assert found.returncode == 0, found.stderr
-    *text, figures = found.stdout.rstrip("\n").split("\n")
+def test_the_answer_and_then_the_figures(files, capfd):
+    pruned = ("--policy", files / "policy", "--budget", 3)
+    assert main(command(files, "--prompt", "red dog?", *pruned)) == 0
+    *text, figures = capfd.readouterr().out.rstrip("\n").split("\n")
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
     policy = Policy(init_policy(jax.random.key(0), CONFIG), CONFIG)
     (expected,) = answer(
@@ -167,6 +158,9 @@ def test_mistakes_in_flags_are_one_line(files, capsys):
 
 
 def test_a_mistake_leaves_no_traceback_in_the_shell(files):
-    found = run(["--model", str(files), "--prompt", "a"])
+    found = subprocess.run(
+        [sys.executable, "-m", "stepprune_jax.generate", "--model", files, "--prompt", "a"],
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert found.returncode == 2 and found.stdout == ""
     assert "Traceback" not in found.stderr and "no config.json" in found.stderr

@@ -286,7 +286,7 @@ def prune(
       stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
       max_steps: T_max; default `config.steps(n)`.
       ladder: Bucket sizes; default `bucket_ladder(T_max)`.
-      order: str of the kept tokens.
+      order: Order of the kept tokens, as in `gather`.
 
     Returns:
       The kept tokens in the smallest bucket that holds every row.

@@ -24,6 +24,8 @@ _loss = jax.jit(
     )
 )  # fmt: skip
 
+scores = jax.jit(autoselect.scores, static_argnames="config")
+
 
 @pytest.fixture(scope="module")
 def params():
@@ -55,7 +57,7 @@ def test_the_gate_holds_the_drawn_budget(params, inputs):
 def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     mask = jnp.arange(N) < 7
     mask = jnp.broadcast_to(mask, (B, N))
-    scored = autoselect.scores(params, CONFIG, *inputs, image_mask=mask, stats=STATS)
+    scored = scores(params, CONFIG, *inputs, image_mask=mask, stats=STATS)
     found = autoselect.order(scored)
     assert scored.dtype == jnp.float32
     np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(N), (B, 1)))
@@ -63,7 +65,7 @@ def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     assert set(np.asarray(found[:, 7:]).ravel()) == {7, 8, 9}
     # What stands in the padding changes nothing.
     spoiled = jnp.where(mask[..., None], inputs[0], 1e6)
-    again = autoselect.scores(params, CONFIG, spoiled, inputs[1], image_mask=mask, stats=STATS)
+    again = scores(params, CONFIG, spoiled, inputs[1], image_mask=mask, stats=STATS)
     np.testing.assert_array_equal(found, autoselect.order(again))
 
 
@@ -132,8 +134,8 @@ def test_a_scorer_prunes_for_generation(tmp_path):
     features, text = jnp.ones((2, 9, 32)), jnp.ones((2, 4, 48))
     features = features + jax.random.normal(jax.random.key(1), features.shape)
     pruned = select(features, text, jnp.ones((2, 4), bool))
-    scores = autoselect.scores(policy.params, config, features, text)
-    best = np.sort(autoselect.order(scores)[:, :3], axis=1)
+    scored = scores(policy.params, config, features, text)
+    best = np.sort(autoselect.order(scored)[:, :3], axis=1)
     np.testing.assert_array_equal(pruned.index, best)
     assert generate(model, ["dog"], policy=policy, budget=2, max_tokens=1)[0].kept == 0
 

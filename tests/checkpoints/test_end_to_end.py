@@ -1,5 +1,8 @@
 """From a picture and a question to logits, against the reference model on the same folder."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,21 +24,16 @@ from stepprune_jax.data.prompts import (
 from stepprune_jax.models import vlm
 
 
-def _ours(model, ids, pixels):
-    features, _ = vlm.encode_image(model.params, model.config, jnp.asarray(pixels))
-    visual = vlm.project(model.params, model.config, features)[None]
-    count = visual.shape[2]
+@functools.partial(jax.jit, static_argnames="config")
+def _ours(params, config, ids, length, pixels):
+    features, _ = vlm.encode_image(params, config, pixels)
+    visual = vlm.project(params, config, features)[None]
+    shape = visual.shape[:3]
     sequence = vlm.assemble(
-        model.params,
-        model.config,
-        jnp.asarray(ids.ids),
-        jnp.asarray(ids.length),
-        visual,
-        jnp.ones(visual.shape[:3], bool),
-        jnp.broadcast_to(jnp.arange(count), visual.shape[:3]),
-    )
-    result = vlm.prefill(model.params, model.config, sequence, 1, all_logits=True)
-    return sequence, np.asarray(result.logits[0])
+        params, config, ids, length, visual, jnp.ones(shape, bool),
+        jnp.broadcast_to(jnp.arange(shape[2]), shape),
+    )  # fmt: skip
+    return sequence.length, vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
 @pytest.mark.parametrize("layout", ["hf", "hf_new", "original"])
@@ -50,13 +48,14 @@ def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
     pixels = preprocess_batch([open_image(path) for path in paths], model.image_settings)
     prompt = vicuna_v1([place_images("What is in this picture?", 2)])
     row = tokenize_with_images(model.tokenizer, prompt, 2)
-    sequence, logits = _ours(model, pad_batch([row], multiple=8), pixels)
+    batch = pad_batch([row], multiple=8)
+    length, logits = _ours(model.params, model.config, batch.ids, batch.length, pixels)
 
     save_vlm(model, tmp_path / "saved")
     reference = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "saved")
     count, token = model.config.num_image_tokens, reference.config.image_token_index
     expanded = [t for x in row for t in ([token] * count if x == IMAGE_TOKEN else [x])]
-    assert len(expanded) == int(sequence.length[0]) == expanded_length(row, [count, count])
+    assert len(expanded) == int(length[0]) == expanded_length(row, [count, count])
     with torch.no_grad():
         expected = reference.eval()(
             input_ids=torch.tensor([expanded]), pixel_values=torch.tensor(pixels)

@@ -11,6 +11,9 @@ from hf_reference import NUM_PATCHES, as_torch, normal
 from stepprune_jax.models import vlm
 
 S = vlm.IMAGE_TOKEN
+assemble = jax.jit(
+    vlm.assemble, static_argnames=("config", "positions", "capacity")
+)  # in one program: alone, each of its many small operations would be compiled
 # Two images with text around; one with text; an image at each end; text only; no image kept.
 ROWS = [
     [1, 7, S, 8, 9, S, 10],

@@ -17,7 +17,7 @@ def llava():
 
 def test_no_later_token_and_no_padding_reaches_an_earlier_one(llava):
     config, params = llava
-    sequence = vlm.assemble(params, config, *prompts.batch())
+    sequence = prompts.assemble(params, config, *prompts.batch())
 
     @jax.jit
     def influence(embeddings):
@@ -60,7 +60,8 @@ def test_loss_reaches_kept_visual_tokens_only(llava):
 
 def test_decoding_reads_no_row_but_its_own(llava):
     config, params = llava
-    cache = vlm.prefill(params, config, vlm.assemble(params, config, *prompts.batch()), 2).cache
+    sequence = prompts.assemble(params, config, *prompts.batch())
+    cache = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 2).cache
 
     @jax.jit
     def gradient(key):

@@ -87,7 +87,7 @@ def test_bfloat16_is_within_its_rounding_of_float32():
     pixels = normal(6, 2, 3, 28, 28)
     wide, _ = encode(params, config, pixels, -1)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    ours, _ = clip.encode(narrow, config, pixels, -1)
+    ours, _ = encode(narrow, config, pixels, -1)
     assert ours.dtype == jnp.bfloat16
     # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
     assert_close(ours, wide, 12 * 2.0**-9)

@@ -22,7 +22,7 @@ def llava():
 
 
 def prefix(params, config, positions="original"):
-    return vlm.assemble(params, config, *prompts.batch(), positions=positions)
+    return prompts.assemble(params, config, *prompts.batch(), positions=positions)
 
 
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
@@ -62,7 +62,7 @@ def test_the_cache_holds_kept_tokens_only(llava):
 
 def test_a_token_beyond_the_capacity_leaves_earlier_slots_alone(llava):
     _, config, params = llava
-    sequence = vlm.assemble(params, config, *prompts.batch([3]), capacity=8)
+    sequence = prompts.assemble(params, config, *prompts.batch([3]), capacity=8)
     cache = prefill(params, config, sequence, 0).cache
     _, full = decode_step(params, config, jnp.array([3]), cache)
     np.testing.assert_array_equal(full.key, cache.key)

@@ -1,5 +1,7 @@
 """Several continuations of one prefix in a row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def row(seed):
     return hidden, jnp.array(position), jnp.array(segment)
 
 
+@functools.partial(jax.jit, static_argnames=("attention", "capacity"))
 def run(params, hidden, position, valid, segment=None, **options):
     return llama.run_layers(
         params, CONFIG, hidden, position, valid, 0, 2, segment=segment, **options
@@ -60,7 +63,7 @@ def test_a_segment_does_not_feel_its_siblings(params):
         result = run(params, hidden, position, segment >= 0, segment).hidden
         return jnp.sum(jnp.where(sibling[..., None], 0, result) ** 2)
 
-    slope = jax.grad(of_others)(hidden)
+    slope = jax.jit(jax.grad(of_others))(hidden)
     assert float(jnp.abs(slope[sibling]).max()) == 0
     assert float(jnp.abs(slope[segment == 0]).min()) > 0
 

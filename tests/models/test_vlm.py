@@ -24,6 +24,7 @@ from stepprune_jax.models.layers import Tap
 
 S = vlm.IMAGE_TOKEN
 prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("taps", "all_logits"))
+encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def llava():
 
 
 def prefix(params, config, batch, positions="original", **options):
-    return vlm.assemble(params, config, *batch, positions=positions, **options)
+    return prompts.assemble(params, config, *batch, positions=positions, **options)
 
 
 @pytest.mark.parametrize("select", ["default", "full"])
@@ -43,13 +44,13 @@ def test_llava_with_several_images_equals_the_reference(select):
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]
-    features, _ = vlm.encode_image(params, config, pixels)
+    features, _ = encode_image(params, config, pixels)
     tokens = vlm.project(params, config, features)
     assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
     visual = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
     valid = jnp.ones((2, 2, n), bool)
     index = jnp.broadcast_to(jnp.arange(n), valid.shape)
-    sequence = vlm.assemble(
+    sequence = prompts.assemble(
         params, config, jnp.array(rows), jnp.array([6, 6]), visual, valid, index
     )
     ours = prefill(params, config, sequence, 0, all_logits=True).logits
@@ -74,7 +75,9 @@ def test_assembled_rows_by_hand():
     length = jnp.array([5, 2])
 
     def rows(positions, capacity=None):
-        return vlm.assemble(params, config, ids, length, visual, valid, index, positions, capacity)
+        return prompts.assemble(
+            params, config, ids, length, visual, valid, index, positions, capacity
+        )
 
     # The second sentinel of row 1 lies in the padding, so its second image is not used.
     expected = [[1, 1002, 1005, 8, 2000, 2015, 2003, 9, 0, 0, 0], [1004, 5, *[0] * 9]]
@@ -115,9 +118,6 @@ def loop_assemble(row, kept, n, positions, capacity):
     return sources, place
 
 
-assemble_marked = jax.jit(vlm.assemble, static_argnums=(1, 7, 8))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_assembled_rows_equal_a_plain_loop(data):
@@ -146,7 +146,9 @@ def test_assembled_rows_equal_a_plain_loop(data):
         (1000.0 * (1 + np.arange(2)[:, None]) + index)[..., None], (2, 2, 4, 64)
     ).astype(np.float32)
     lengths = np.array([len(row) for row in rows])
-    found = assemble_marked(params, config, ids, lengths, visual, valid, index, positions, capacity)
+    found = prompts.assemble(
+        params, config, ids, lengths, visual, valid, index, positions, capacity
+    )
     for b in range(2):
         sources, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
         marks = [t if i < 0 else 1000 * (t + 1) + i for (t, i), _ in sources]
@@ -159,7 +161,7 @@ def test_assembled_rows_equal_a_plain_loop(data):
 def test_more_sentinels_than_images_vanish_and_rows_without_images_work(llava):
     _, config, params = llava
     none = jnp.zeros((1, 0, 3, 64)), jnp.zeros((1, 0, 3), bool), jnp.zeros((1, 0, 3), jnp.int32)
-    sequence = vlm.assemble(params, config, jnp.array([[1, S, 2, 3]]), jnp.array([4]), *none)
+    sequence = prompts.assemble(params, config, jnp.array([[1, S, 2, 3]]), jnp.array([4]), *none)
     np.testing.assert_array_equal(sequence.length, [3])
     np.testing.assert_array_equal(sequence.position, [[0, 1, 2, 0]])
 
@@ -222,7 +224,7 @@ def test_prefill_compiles_once_per_bucket(llava):
 def test_named_intermediates_come_through_the_interface(llava):
     _, config, params = llava
     pixels = normal(1, 1, 3, 28, 28)
-    features, taps = vlm.encode_image(params, config, pixels, [Tap("attention", -2)])
+    features, taps = encode_image(params, config, pixels, (Tap("attention", -2),))
     assert features.shape == (1, NUM_PATCHES, 32)
     np.testing.assert_allclose(taps["attention.-2"].sum(-1), 1, rtol=1e-5)
     sequence = prefix(params, config, prompts.batch([1, 3]))

@@ -1,7 +1,5 @@
 """Random weights and batches for the tests of the policy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,10 +39,6 @@ def poison(rng, x, mask):
     return np.where(mask[..., None], x, trash)
 
 
-# These programs run a few times each: compiling them well would cost more than it saves.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def weighted_sum(rng, tree):
     """A fixed random linear functional of all floating leaves of trees shaped like `tree`."""
     weights = [rng.standard_normal(np.shape(leaf)) for leaf in jax.tree.leaves(tree)]
@@ -65,8 +59,8 @@ def assert_finite_differences(function, x, rng, *, gradient_of=None, rtol=1e-5, 
 
     Along three random directions, by central differences.
     """
-    gradient = jit(jax.grad(gradient_of or function))(x)
-    function = jit(function)
+    gradient = jax.jit(jax.grad(gradient_of or function))(x)
+    function = jax.jit(function)
     for _ in range(3):
         direction = jax.tree.map(lambda leaf: rng.standard_normal(np.shape(leaf)), x)
         ahead, behind = (

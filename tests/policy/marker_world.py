@@ -7,6 +7,7 @@ reader stands in for the language model: it attends to tokens by marker and aver
 posteriors. The loss is the divergence of its histogram from the true one.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ def make_world(width: int) -> World:
     return World(scaled[:MARKERS], scaled[MARKERS:])
 
 
+@functools.partial(jax.jit, static_argnames=("batch", "num_tokens"))
 def draw_batch(key: Array, world: World, batch: int, num_tokens: int) -> Batch:
     """Draws a batch; `key` is consumed."""
     count_key, order_key, other_key, payload_key, noise_key, text_key = jax.random.split(key, 6)

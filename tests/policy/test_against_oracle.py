@@ -102,7 +102,7 @@ def make_case(group, kind, seed):
     )
 
 
-@functools.partial(cases.jit, static_argnames=("config", "steps", "exact"))
+@functools.partial(jax.jit, static_argnames=("config", "steps", "exact"))
 def run_package(config, steps, exact, case):
     """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
     params, image_mask = case["params"], case["image_mask"]

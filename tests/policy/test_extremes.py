@@ -46,7 +46,7 @@ def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, 
     text = np.float32(rng.normal(size=(2, 2, 5)))
     weigh = cases.weighted_sum(rng, image)
 
-    @cases.jit
+    @jax.jit
     def run(params, image, image_mask, stop_bias, text_gate):
         def loss(params, stop_bias):
             return train_loss(
@@ -89,7 +89,7 @@ def test_gate_lets_rows_run_to_the_t_max_it_is_given_and_no_further():
     image = np.float32(rng.normal(size=(2, 6, 8)))
     # By itself the policy would take floor(6 / 2) = 3 steps.
     for steps in (2, 6):
-        run = cases.jit(
+        run = jax.jit(
             lambda params, steps=steps: (
                 gate(
                     params,
@@ -111,8 +111,10 @@ def test_gate_draws_no_budget_beyond_the_t_max_it_is_given():
     params = jax.tree.map(np.float32, cases.random_weights(rng, config))
     image = np.float32(rng.normal(size=(2, 6, 8)))
     # A budget of all six tokens is cut to T_max = 2.
-    run = gate(params, config, jax.random.key(0), image, None, max_steps=2).trajectory
-    np.testing.assert_array_equal(run.count, [2, 2])
+    run = jax.jit(
+        lambda params: gate(params, config, jax.random.key(0), image, None, max_steps=2).trajectory
+    )
+    np.testing.assert_array_equal(run(params).count, [2, 2])
 
 
 @pytest.mark.parametrize("chooser", [select, select_parallel])
@@ -123,7 +125,7 @@ def test_permuting_the_image_tokens_permutes_the_selection(chooser):
     image_mask = cases.random_mask(rng, 3, 7, 0.8)
     order = rng.permutation(7)  # New position p holds old token order[p].
 
-    @cases.jit
+    @jax.jit
     def run(image, image_mask):
         slots = memory(params, encode(params, config, image, text, image_mask=image_mask))
         return chooser(params, config, slots, image_mask=image_mask, max_steps=5)
@@ -143,7 +145,7 @@ def test_permuting_the_image_tokens_permutes_the_selection(chooser):
 def compiled(stop):
     config = cases.small_config(dtype="float32", width=4, text_width=0, stop=stop)
 
-    @cases.jit
+    @jax.jit
     def run(params, slots, mask, least, most, bias):
         arguments = dict(
             image_mask=mask, max_steps=5, min_tokens=least, max_tokens=most, stop_bias=bias

@@ -29,9 +29,14 @@ def trajectory(name):
     params["decoder"]["pointer"]["query"]["kernel"] *= 4  # margins well above rounding
     image = jax.random.normal(jax.random.key(1), (3, 20, 16))
     text = jax.random.normal(jax.random.key(2), (3, 4, 12))
-    slots = policy.memory(params, policy.encode(params, config, image, text))
-    t = policy.select(params, config, slots, stop_bias=1.5)
-    scores = policy.trajectory_scores(config, t)
+
+    @jax.jit
+    def run(params, image, text):
+        slots = policy.memory(params, policy.encode(params, config, image, text))
+        t = policy.select(params, config, slots, stop_bias=1.5)
+        return t, policy.trajectory_scores(config, t)
+
+    t, scores = run(params, image, text)
     return {
         "action": t.action.tolist(),
         "count": t.count.tolist(),

@@ -12,7 +12,6 @@ from stepprune_jax.policy import (
     expected_count,
     gate,
     hard_feedback,
-    init_policy,
     length_penalty,
     log_soft_scores,
     noise_gate,
@@ -45,7 +44,7 @@ def test_soft_topk_gradient_in_scores_k_and_temperature(rng, backend):
         return weigh(soft_topk(x["scores"], x["k"], x["tau"], backend=backend, where=where))
 
     cases.assert_finite_differences(function, x, rng)
-    gradient = jax.grad(function)(x)
+    gradient = jax.jit(jax.grad(function))(x)
     assert (gradient["scores"][~where] == 0).all()
     # A constant added to the scores changes nothing, so the Jacobian annihilates it.
     np.testing.assert_allclose(gradient["scores"].sum(1), 0, atol=1e-12)
@@ -60,7 +59,7 @@ def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng, ba
 
     alpha = soft_topk(scores, k, 0.5, backend=backend)
     np.testing.assert_array_equal(alpha, [[0.0] * 4, [1.0] * 4])
-    by_scores, by_k, by_tau = jax.grad(function, (0, 1, 2))(scores, k, 0.5)
+    by_scores, by_k, by_tau = jax.jit(jax.grad(function, (0, 1, 2)))(scores, k, 0.5)
     np.testing.assert_array_equal(by_scores, alpha)  # The outer factor alone.
     assert (by_k == 0).all() and by_tau == 0
 
@@ -83,7 +82,7 @@ def test_a_token_never_pointed_at_has_a_log_score_without_gradient(dtype):
     def never(prob, stop_prob):
         return log_soft_scores(prob, stop_prob, decay=0.9)[0, 1]
 
-    by_prob, by_stop = jax.grad(never, (0, 1))(prob, stop_prob)
+    by_prob, by_stop = jax.jit(jax.grad(never, (0, 1)))(prob, stop_prob)
     np.testing.assert_array_equal(by_prob, 0)
     np.testing.assert_array_equal(by_stop, 0)
 
@@ -139,7 +138,7 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
         return weigh(encode(x["params"], config, image, text, text_gate=g, **masks))
 
     cases.assert_finite_differences(function, x, rng)
-    gradient = cases.jit(jax.grad(function))(x)
+    gradient = jax.jit(jax.grad(function))(x)
     assert gradient["gate"] != 0
 
 
@@ -171,10 +170,11 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
             max_tokens=np.array([4, 2]), stop_bias=x["stop_bias"], feedback_fn=hard_feedback,
         )  # fmt: skip
 
-    weigh = cases.weighted_sum(rng, open_trajectory(run(x)))
+    found = jax.jit(run)(x)
+    weigh = cases.weighted_sum(rng, open_trajectory(found))
     # Far from a change of choice, so that the differences never cross one.
-    log_prob = np.sort(run(x).log_prob, axis=-1)
-    assert np.all(np.abs(log_prob[..., -1] - log_prob[..., -2]) > 1e-2, where=run(x).stop_prob < 1)
+    log_prob = np.sort(found.log_prob, axis=-1)
+    assert np.all(np.abs(log_prob[..., -1] - log_prob[..., -2]) > 1e-2, where=found.stop_prob < 1)
     cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
 
 
@@ -210,21 +210,17 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (cases.small_config, dict(decoder_layers=1, encoder_layers=1)),
-        (cases.small_config, dict(feature_width=6, width=8)),
-        (cases.small_config, dict(decoder_layers=3, text_width=0, encoder_layers=1)),
+        (cases.small_config, dict(decoder_layers=1, text_width=0, encoder_layers=1)),
+        (cases.small_config, dict(decoder_layers=3, feature_width=6, width=8)),
         (cases.small_literal, dict(decoder_layers=1, feature_width=6, width=8, encoder_layers=1)),
-        (cases.small_literal, dict(decoder_layers=2)),
-        (cases.small_literal, dict(decoder_layers=3, text_width=0, encoder_layers=1)),
+        (cases.small_literal, dict(decoder_layers=3, encoder_layers=1)),
     ],
-    ids=["default-1", "default-2-wide", "default-3-blind", "literal-1-wide", "literal-2",
-         "literal-3-blind"],
-)  # fmt: skip
+    ids=["default-1-blind", "default-3-wide", "literal-1-wide", "literal-3"],
+)
 def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fields):
     config = make(**fields)
-    initial = init_policy(jax.random.key(0), config)
-    # The denoiser starts with zero output projections, which starve what is before them.
-    params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.standard_normal(leaf.shape), initial)
+    # Not those of the start: the denoiser's zeros there starve the weights before them.
+    params = cases.random_weights(rng, config, 0.3)
     image = rng.normal(size=(4, 6, config.feature_width))
     text = rng.normal(size=(4, 3, 5)) if config.text_width else None
     weigh = cases.weighted_sum(rng, image)
@@ -235,8 +231,8 @@ def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fiel
             max_steps=5, text_gate=0.7,
         )[0]  # fmt: skip
 
-    gradient = cases.jit(jax.grad(loss))(params)
-    sizes = [float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradient)]
+    gradient = jax.jit(jax.grad(loss))(params)
+    sizes = [np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)]
     dead = [
         path for path, size in zip(param_paths(gradient), sizes, strict=True) if not size > 1e-9
     ]

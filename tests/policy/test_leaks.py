@@ -39,7 +39,7 @@ def rng():
 
 
 def jacobian(function, x):
-    return jax.tree.map(np.asarray, cases.jit(jax.jacrev(function))(x))
+    return jax.tree.map(np.asarray, jax.jit(jax.jacrev(function))(x))
 
 
 def test_the_denoiser_updates_each_token_from_itself_alone(rng):
@@ -169,7 +169,7 @@ def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
     config = cases.small_config(feature_width=4, width=4, text_width=3, text_gate=text_gate)
     params = cases.random_weights(rng, config)
     image, text = rng.normal(size=(1, 4, 4)), rng.normal(size=(2, 1, 2, 3))
-    run = cases.jit(lambda text: encode(params, config, image, text, text_gate=0.0))
+    run = jax.jit(lambda text: encode(params, config, image, text, text_gate=0.0))
     np.testing.assert_allclose(run(text[0]), run(100 * text[1]), rtol=0, atol=1e-12)
 
 
@@ -192,7 +192,7 @@ def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, es
         tokens = jnp.where(masks["image_mask"][..., None], gated.tokens, 0)
         return jnp.sum(jnp.sin(tokens)) + jnp.sum(gated.trajectory.stop_prob), gated.alpha
 
-    run = cases.jit(jax.value_and_grad(loss, has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     expected = run(params, **clean)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
     (_, alpha), _ = expected

@@ -90,7 +90,7 @@ def test_soft_topk_equals_bisection_on_ties_padding_and_any_scale(rng, x64, back
     k = rng.uniform(0, count)
     k[::7], k[1::7], k[2::7] = 0, count[1::7], np.round(k[2::7])
     temperature = 10.0 ** rng.uniform(-1, 1, b)
-    call = cases.jit(functools.partial(soft_topk, backend=backend))
+    call = jax.jit(functools.partial(soft_topk, backend=backend))
     alpha = call(scores, k, temperature, where=where)
     for row in range(b):
         expected = oracle.soft_topk(scores[row], k[row], temperature[row], backend, where[row])
@@ -146,7 +146,7 @@ def _gap(row, config):
     return min(lead)
 
 
-@functools.partial(cases.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def _choose(params, config, image, stop_bias):
     slots = memory(params, encode(params, config, image, None))
     run = select(params, config, slots, max_steps=4, min_tokens=0, stop_bias=stop_bias)

@@ -13,6 +13,9 @@ from stepprune_jax.policy import PolicyConfig, objective
 
 CONFIG = PolicyConfig(feature_width=16, text_width=12, num_heads=4)
 B, N, L = 4, 24, 5
+encode = jax.jit(policy.encode, static_argnames="config")
+select = jax.jit(policy.select, static_argnames=("config", "max_steps"))
+pick = jax.jit(policy.pick, static_argnames=("config", "max_steps"))
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +38,11 @@ def text():
 
 @pytest.fixture(scope="module")
 def slots(params, image, text):
-    return policy.memory(params, policy.encode(params, CONFIG, image, text))
+    return policy.memory(params, encode(params, CONFIG, image, text))
 
 
 def test_counts_spread_and_actions_end_with_the_stop(params, slots):
-    t = policy.select(params, CONFIG, slots, max_steps=N, stop_bias=2.0)
+    t = select(params, CONFIG, slots, max_steps=N, stop_bias=2.0)
     assert len(set(np.asarray(t.count).tolist())) > 1
     for row in range(B):
         k = int(t.count[row])
@@ -52,9 +55,9 @@ def test_counts_spread_and_actions_end_with_the_stop(params, slots):
 
 def test_budget_is_met_exactly_and_nests(params, slots):
     budget = jnp.array([1, 3, 7, 12])
-    exact = policy.select(params, CONFIG, slots, budget=budget)
+    exact = select(params, CONFIG, slots, budget=budget)
     np.testing.assert_array_equal(exact.count, budget)
-    natural = policy.select(params, CONFIG, slots)
+    natural = select(params, CONFIG, slots)
     # The order does not depend on the stop: every budget is a prefix of one and the same order.
     np.testing.assert_array_equal(exact.choice, natural.choice)
     # Certain before the budget, certain to stop after it: the expected count is the budget.
@@ -62,17 +65,21 @@ def test_budget_is_met_exactly_and_nests(params, slots):
 
 
 def test_pick_equals_select_for_every_batch_mix(params, slots):
-    options = [
-        {},
-        {"budget": 5},
-        {"budget": jnp.array([1, 12, 2, 7])},
-        {"min_tokens": 0, "stop_bias": 50.0},
-        {"stop_bias": jnp.array([-50.0, 0.0, 2.0, 50.0]), "max_tokens": 9},
-        {"max_tokens": jnp.array([0, 3, 12, 24]), "stop_bias": -50.0},
+    mixes = [  # min_tokens, max_tokens, stop_bias
+        ([1] * 4, [12] * 4, [0.0] * 4),
+        ([5] * 4, [5] * 4, [0.0] * 4),
+        ([1, 12, 2, 7], [1, 12, 2, 7], [0.0] * 4),
+        ([0] * 4, [12] * 4, [50.0] * 4),
+        ([1] * 4, [9] * 4, [-50.0, 0.0, 2.0, 50.0]),
+        ([1] * 4, [0, 3, 12, 24], [-50.0] * 4),
     ]
-    for option in options:
-        full = policy.select(params, CONFIG, slots, **option)
-        early = policy.pick(params, CONFIG, slots, **option)
+    for least, most, bias in mixes:
+        option = {
+            "min_tokens": np.array(least), "max_tokens": np.array(most),
+            "stop_bias": np.array(bias, np.float32),
+        }  # fmt: skip
+        full = select(params, CONFIG, slots, **option)
+        early = pick(params, CONFIG, slots, **option)
         np.testing.assert_array_equal(early.action, full.action)
         np.testing.assert_array_equal(early.count, full.count)
         np.testing.assert_array_equal(early.selected, full.selected)
@@ -92,32 +99,30 @@ def test_pick_stops_with_its_last_row(params, slots):
 
 
 def test_margins_give_the_count_at_any_bias_without_a_rerun(params, slots):
-    margin = policy.select(params, CONFIG, slots, max_steps=N).margin
+    margin = select(params, CONFIG, slots, max_steps=N, stop_bias=0.0).margin
     for bias in (-3.0, 0.0, 1.0, 2.5, 30.0):
-        rerun = policy.select(params, CONFIG, slots, max_steps=N, stop_bias=bias)
+        rerun = select(params, CONFIG, slots, max_steps=N, stop_bias=bias)
         np.testing.assert_array_equal(policy.count_at_bias(margin, bias), rerun.count)
 
 
 def test_calibrated_bias_meets_the_target_mean(params):
     features = jax.random.normal(jax.random.key(9), (64, N, 16))
-    encoded = policy.encode(params, CONFIG, features, None)
-    slots = policy.memory(params, encoded)
-    margin = policy.select(params, CONFIG, slots, max_steps=N).margin
+    slots = policy.memory(params, encode(params, CONFIG, features, None))
+    margin = select(params, CONFIG, slots, max_steps=N).margin
     for target in (3.0, 8.0, 15.0):
         bias = policy.calibrate_stop_bias(margin, target)
-        mean = float(jnp.mean(policy.pick(
-            params, CONFIG, slots, max_steps=N, stop_bias=bias
-        ).count))  # fmt: skip
-        assert abs(mean - target) < 0.5
+        count = pick(params, CONFIG, slots, max_steps=N, stop_bias=bias).count
+        assert abs(np.mean(count) - target) < 0.5
     assert float(policy.calibrate_stop_bias(margin, N + 5.0)) == pytest.approx(-100, abs=1e-3)
 
 
 def test_gather_orders_pads_and_leaves_tokens_alone(params, slots, image):
-    t = policy.select(params, CONFIG, slots, budget=jnp.array([1, 3, 7, 12]))
-    raster = policy.gather(t, image, 16)
+    t = select(params, CONFIG, slots, budget=jnp.array([1, 3, 7, 12]))
+    gather = jax.jit(policy.gather, static_argnames=("capacity", "order"))
+    raster = gather(t, image, 16)
     assert raster.tokens.shape == (B, 16, 16)
     np.testing.assert_array_equal(raster.count, t.count)
-    picked = policy.gather(t, image, 16, order="pick")
+    picked = gather(t, image, 16, order="pick")
     for row in range(B):
         k = int(t.count[row])
         chosen = np.asarray(t.action[row, :k])
@@ -130,7 +135,7 @@ def test_gather_orders_pads_and_leaves_tokens_alone(params, slots, image):
 
 
 def test_gather_under_jit_keeps_the_first_picks_of_a_row_that_is_too_long(params, slots, image):
-    t = policy.select(params, CONFIG, slots, budget=12)
+    t = select(params, CONFIG, slots, budget=jnp.full(B, 12))
     cut = jax.jit(policy.gather, static_argnames="capacity")(t, image, capacity=4)
     np.testing.assert_array_equal(cut.index, np.sort(np.asarray(t.action[:, :4]), axis=1))
     np.testing.assert_array_equal(cut.count, [4] * B)
@@ -147,7 +152,6 @@ def test_ladder_bounds_padding_and_ends_at_the_cap():
 
 
 def test_prune_compiles_once_for_selection_and_once_per_bucket(params, image, text):
-
     before = objective._choose._cache_size(), objective._gather._cache_size()
     ladder = (4, 8, 12)
     sizes = []
@@ -208,17 +212,17 @@ def test_soft_budget_reading(params, slots, mode):
     own = jnp.array([True, True, True, False])
 
     @jax.jit
-    def budget(bias):
+    def budget(bias, params, slots):
         t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
                           min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
         config = dataclasses.replace(CONFIG, soft_budget=mode)
         return policy.soft_budget(config, t, own, jnp.array(6.5)), t
 
-    value, t = budget(0.0)
+    value, t = budget(0.0, params, slots)
     hard = np.asarray(t.count, np.float32)
     expected = np.where(own, 6.5, hard) if mode == "batch_mean" else hard
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    grads = jax.jacrev(lambda bias: budget(bias)[0])(0.0)
+    grads = jax.jit(jax.jacrev(lambda *x: budget(*x)[0]))(0.0, params, slots)
     if mode == "straight_through":
         # A higher stop bias means fewer tokens, except at an exact budget.
         assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
@@ -233,13 +237,13 @@ def test_a_probe_decides_in_the_second_half_of_its_budget(params, slots):
     limits = jnp.array([1, 3, 5, 12])
 
     @jax.jit
-    def count(bias):
+    def count(bias, params, slots):
         t = policy.select(
             params, config, slots, stop_bias=bias, min_tokens=limits, max_tokens=limits
         )
         return policy.differentiable_count(config, t), t
 
-    found, t = count(0.0)
+    found, t = count(0.0, params, slots)
     np.testing.assert_array_equal(t.count, limits)
     assert t.margin.shape[1] == 12
     # Steps from half of the budget to the budget, after the first and within the twelve.
@@ -247,7 +251,7 @@ def test_a_probe_decides_in_the_second_half_of_its_budget(params, slots):
     go_on = [1 / (1 + np.exp(np.asarray(t.margin)[row, at] / 0.5)) for row, at in enumerate(asked)]
     np.testing.assert_allclose(found, [4 * p.mean() for p in go_on], rtol=1e-5)
     # A stop bias of db lowers each probability to go on by p (1 - p) db / temperature.
-    slope = jax.jacrev(lambda bias: count(bias)[0])(0.0)
+    slope = jax.jit(jax.jacrev(lambda *x: count(*x)[0]))(0.0, params, slots)
     np.testing.assert_allclose(slope, [-8 * (p * (1 - p)).mean() for p in go_on], rtol=1e-4)
 
 
@@ -281,11 +285,17 @@ def test_compute_dtype_follows_the_features(params, image, text, given, computed
         wide = jax.tree.map(
             lambda leaf: jnp.asarray(leaf, jnp.promote_types(given, leaf.dtype)), params
         )
-        encoded = policy.encode(wide, CONFIG, jnp.asarray(image, given), jnp.asarray(text, given))
-        assert encoded.dtype == (computed or jnp.float64)
-        denoised = policy.denoise(wide, CONFIG, jnp.asarray(image, given))
-        assert denoised.dtype == jnp.asarray(image, given).dtype
-        assert policy.select(wide, CONFIG, policy.memory(wide, encoded)).prob.dtype == encoded.dtype
+        image, text = jnp.asarray(image, given), jnp.asarray(text, given)
+
+        def run(params):
+            encoded = policy.encode(params, CONFIG, image, text)
+            denoised = policy.denoise(params, CONFIG, image)
+            prob = policy.select(params, CONFIG, policy.memory(params, encoded)).prob
+            return encoded, denoised, prob
+
+        encoded, denoised, prob = jax.eval_shape(run, wide)
+        assert encoded.dtype == prob.dtype == (computed or jnp.float64)
+        assert denoised.dtype == image.dtype
 
 
 def test_numpy_features_of_double_precision_are_taken_as_they_are(params, image, text):

@@ -47,29 +47,27 @@ def test_padding_changes_nothing(backend):
     padded = jnp.concatenate([scores, jnp.full((3, 4), 1e4)], axis=1)
     where = jnp.arange(11) < jnp.full((3, 1), 7)
     k = jnp.array([1.0, 2.5, 6.5])
-    alpha = soft_topk(padded, k, 0.3, backend=backend, where=where)
-    expected = soft_topk(scores, k, 0.3, backend=backend)
+    alpha = alpha_of(padded, k, 0.3, backend=backend, where=where)
+    expected = alpha_of(scores, k, 0.3, backend=backend)
     np.testing.assert_allclose(alpha[:, :7], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shift_and_permutation(backend):
     scores = jax.random.normal(jax.random.key(1), (50,)) * 3
-    alpha = soft_topk(scores, 11.0, 0.3, backend=backend)
-    np.testing.assert_allclose(
-        soft_topk(scores + 100, 11.0, 0.3, backend=backend), alpha, atol=1e-4
-    )
+    alpha = alpha_of(scores, 11.0, 0.3, backend=backend)
+    np.testing.assert_allclose(alpha_of(scores + 100, 11.0, 0.3, backend=backend), alpha, atol=1e-4)
     order = jax.random.permutation(jax.random.key(2), 50)
-    permuted = soft_topk(scores[order], 11.0, 0.3, backend=backend)
+    permuted = alpha_of(scores[order], 11.0, 0.3, backend=backend)
     np.testing.assert_allclose(permuted, alpha[order], atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_limits_of_temperature(backend):
     scores = jnp.array([0.3, -1.0, 2.0, 0.9, 0.1])
-    cold = soft_topk(scores, 2, 1e-3, backend=backend)
+    cold = alpha_of(scores, 2, 1e-3, backend=backend)
     np.testing.assert_allclose(cold, [0, 0, 1, 1, 0], atol=1e-6)
-    hot = soft_topk(scores, 2, 1e4, backend=backend)
+    hot = alpha_of(scores, 2, 1e4, backend=backend)
     np.testing.assert_allclose(hot, jnp.full(5, 0.4), atol=1e-3)
 
 
@@ -82,7 +80,7 @@ def test_sigmoid_equals_entropic_transport_to_zero_and_one():
         columns = 1 / (rows @ kernel)
         rows = targets / (kernel @ columns)
     plan = rows[:, None] * kernel * columns
-    alpha = soft_topk(jnp.asarray(scores, jnp.float32), k, tau, backend="sigmoid")
+    alpha = alpha_of(jnp.asarray(scores, jnp.float32), k, tau, backend="sigmoid")
     np.testing.assert_allclose(alpha, plan[1], atol=1e-4)
 
 
@@ -90,9 +88,9 @@ def test_sigmoid_equals_entropic_transport_to_zero_and_one():
 def test_all_or_nothing_is_exact_and_has_no_gradient(backend):
     scores = jnp.array([[1.0, 5.0, 3.0], [1.0, 5.0, 3.0]])
     k = jnp.array([0.0, 3.0])
-    alpha = soft_topk(scores, k, 0.3, backend=backend)
+    alpha = alpha_of(scores, k, 0.3, backend=backend)
     np.testing.assert_array_equal(alpha, [[0, 0, 0], [1, 1, 1]])
-    grad = jax.grad(lambda s: jnp.sum(soft_topk(s, k, 0.3, backend=backend) ** 2))(scores)
+    grad = jax.jit(jax.grad(lambda s: jnp.sum(alpha_of(s, k, 0.3, backend=backend) ** 2)))(scores)
     np.testing.assert_array_equal(grad, jnp.zeros_like(scores))
 
 
@@ -103,7 +101,7 @@ def test_gradients_are_finite_for_ties_and_masked_scores(backend, temperature):
     where = jnp.array([True, True, True, True, False, False])
 
     def loss(scores, k, temperature):
-        alpha = soft_topk(scores, k, temperature, backend=backend, where=where)
+        alpha = alpha_of(scores, k, temperature, backend=backend, where=where)
         return jnp.sum(alpha * jnp.arange(6))
 
     grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(scores, 2.0, temperature)
@@ -126,10 +124,10 @@ def test_log_scores_polarise_at_the_papers_size():
     stop = jnp.where(jnp.arange(steps) < kept, 1e-3, 1.0)[None]
     hard = jnp.zeros(n, bool).at[order[:kept]].set(True)
 
-    log = soft_topk(log_soft_scores(prob, stop, decay=0.9), kept, 0.3)[0]
+    log = alpha_of(log_soft_scores(prob, stop, decay=0.9), kept, 0.3)[0]
     iou = jnp.sum((log > 0.5) & hard) / jnp.sum((log > 0.5) | hard)
     assert iou > 0.95
     assert jnp.mean(log[hard]) > 0.95 and jnp.mean(log[~hard]) < 0.05
-    raw = soft_topk(soft_scores(prob, stop, decay=0.9), kept, 1.0)[0]
+    raw = alpha_of(soft_scores(prob, stop, decay=0.9), kept, 1.0)[0]
     # Raw scores at temperature 1 cannot: the gate is alike inside and outside.
     assert jnp.mean(raw[hard]) - jnp.mean(raw[~hard]) < 0.1

@@ -1,5 +1,7 @@
 """Values worked out by hand (or in float64 outside this project) for single equations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from stepprune_jax import policy
 from stepprune_jax.policy import Decoder, PolicyConfig
 
 SCORES = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0])
+soft_topk = jax.jit(policy.soft_topk, static_argnames="backend")
 
 SOFT_TOPK = [
     ("lapsum", 2.0, 2.0, [0.683008, 0.478348, 0.372538, 0.290133, 0.175974]),
@@ -25,14 +28,12 @@ SOFT_TOPK = [
 
 @pytest.mark.parametrize(("backend", "temperature", "k", "alpha"), SOFT_TOPK)
 def test_soft_topk_values(backend, temperature, k, alpha):
-    np.testing.assert_allclose(
-        policy.soft_topk(SCORES, k, temperature, backend=backend), alpha, atol=2e-6
-    )
+    np.testing.assert_allclose(soft_topk(SCORES, k, temperature, backend=backend), alpha, atol=2e-6)
 
 
 def test_soft_topk_derivatives():
     def alpha(scores, k, temperature):
-        return policy.soft_topk(scores, k, temperature)
+        return soft_topk(scores, k, temperature)
 
     jacobian = jax.jacrev(alpha, argnums=(0, 1, 2))(SCORES, 2.0, 1.0)
     np.testing.assert_allclose(
@@ -53,15 +54,15 @@ def test_soft_topk_derivatives():
 
 
 def test_sigmoid_derivative_row():
-    row = jax.grad(lambda s: policy.soft_topk(s, 2.0, 1.0, backend="sigmoid")[0])(SCORES)
+    row = jax.grad(lambda s: soft_topk(s, 2.0, 1.0, backend="sigmoid")[0])(SCORES)
     expected = [0.157133, -0.049892, -0.046937, -0.039298, -0.021006]
     np.testing.assert_allclose(row, expected, atol=2e-6)
 
 
 def test_soft_topk_shares_ties_and_takes_a_large_k():
-    tied = policy.soft_topk(jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]), 2.0, 0.1)
+    tied = soft_topk(jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]), 2.0, 0.1)
     np.testing.assert_allclose(tied, [0.666644] * 3 + [0.000034] * 2, atol=1e-6)
-    large = policy.soft_topk(jnp.array([1.0, 2.0, 3.0]), 2.9, 1.0)
+    large = soft_topk(jnp.array([1.0, 2.0, 3.0]), 2.9, 1.0)
     np.testing.assert_allclose(large, [0.933476, 0.975527, 0.990997], atol=1e-6)
 
 
@@ -113,11 +114,12 @@ def test_soft_scores(aggregation, scores):
 )
 def test_raw_scores_polarise_against_the_first_pick(temperature, alpha):
     scores = policy.soft_scores(PROB, STOP, decay=0.9)[0]
-    np.testing.assert_allclose(policy.soft_topk(scores, 1.98, temperature), alpha, atol=2e-6)
+    np.testing.assert_allclose(soft_topk(scores, 1.98, temperature), alpha, atol=2e-6)
 
 
-def _hand_decoder(memory):
-    """PtrAttn(q, M) = M q / sqrt(2), from q_1 = [1, .5], without any weights."""
+@functools.partial(jax.jit, static_argnames=("config", "max_steps"))
+def _select(config, memory, max_steps):
+    """Selects with PtrAttn(q, M) = M q / sqrt(2), from q_1 = [1, .5], without any weights."""
 
     def init_fn(params, config, memory, memory_mask, steps):
         del params, config, memory_mask, steps
@@ -127,7 +129,7 @@ def _hand_decoder(memory):
         del params, config, step
         return jnp.einsum("bmd,bd->bm", context, query) / jnp.sqrt(2.0), cache
 
-    return {"init_fn": init_fn, "step_fn": step_fn}
+    return policy.select({}, config, memory, max_steps=max_steps, init_fn=init_fn, step_fn=step_fn)
 
 
 def test_pointer_loop():
@@ -135,7 +137,7 @@ def test_pointer_loop():
     config = PolicyConfig(
         feature_width=2, text_width=0, num_heads=1, stop="softmax", stop_bias=0.0, min_tokens=0
     )
-    t = policy.select({}, config, memory, max_steps=4, **_hand_decoder(memory))
+    t = _select(config, memory, max_steps=4)
     np.testing.assert_array_equal(t.action, [[1, 0, 2, 3]])
     np.testing.assert_array_equal(t.count, [4])
     rows = [
@@ -157,7 +159,7 @@ def test_aligned_stop_is_half_where_stop_and_best_token_tie():
     # One step, logits [.6, .2 | stop .6] / sqrt(2): margin 0, sigmoid 1/2; a tie keeps the token.
     memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
     config = PolicyConfig(feature_width=2, text_width=0, num_heads=1, stop_bias=0.0, min_tokens=0)
-    t = policy.select({}, config, memory, max_steps=1, **_hand_decoder(memory))
+    t = _select(config, memory, max_steps=1)
     np.testing.assert_allclose(t.stop_prob, [[0.5]])
     np.testing.assert_array_equal(t.action, [[0]])
     # p(i) = (1 - p_stop) softmax_i: gap .4 / sqrt(2) gives odds e^.282843, halves .285121 + .214879

@@ -149,7 +149,9 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
         trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None,
         [Words(jnp.asarray(shown), jnp.asarray(token))], None,
     )  # fmt: skip
-    visual = vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
+    visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
+        params, pixels
+    )
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
     nothing = jnp.zeros((3, 0), jnp.int32)
     logits, _ = jax.jit(run_packed, static_argnums=1)(
