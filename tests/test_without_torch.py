@@ -19,8 +19,16 @@ importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 
 _USE = """
 import pkgutil, importlib, stepprune_jax
+other = "stepprune_jax.integrations.lmms_eval"  # needs lmms-eval, which needs torch
 for module in pkgutil.walk_packages(stepprune_jax.__path__, "stepprune_jax."):
-    importlib.import_module(module.name)
+    if module.name != other:
+        importlib.import_module(module.name)
+try:
+    importlib.import_module(other)
+except ImportError as error:
+    assert "pip install stepprune-jax[lmms-eval]" in str(error), error
+else:
+    raise AssertionError("imported lmms-eval without torch")
 from PIL import Image
 from stepprune_jax.checkpoints import convert, load_vlm, save_vlm
 from stepprune_jax.data.images import open_image, preprocess_clip

@@ -1,0 +1,1 @@
+"""What lets other programs drive the package; each needs that program to be installed."""

@@ -1,0 +1,137 @@
+"""StepPrune as a model of lmms-eval: another protocol than that of our own evaluation.
+
+    lmms-eval --model stepprune_jax --model_args pretrained=DIR,policy=FILE,budget=64 \
+        --tasks pope --batch_size 1
+
+Prompts, data and post-processing are lmms-eval's, and differ from those of LLaVA's programs that
+`eval.py` follows: figures of the two do not belong in one table. Model, policy and decoding are
+`eval.py`'s. Install with `pip install stepprune-jax[lmms-eval]`; lmms-eval finds the model by its
+entry points.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from stepprune_jax.evaluation.progress import Progress
+from stepprune_jax.integrations.answerer import Wanted, answer_all, load_answerer
+
+try:
+    from lmms_eval.api.model import lmms
+    from lmms_eval.models.registry_v2 import ModelManifest
+except ImportError as error:
+    raise ImportError(
+        f"lmms-eval cannot be imported ({error}): pip install stepprune-jax[lmms-eval]"
+    ) from error
+
+NAME = "stepprune_jax"
+# The longest answer where a task names none; lmms-eval's own LLaVA models have the same.
+MAX_NEW_TOKENS = 1024
+# Settings of a task that are heeded, and those that greedy answers do not depend on.
+_HEEDED = {"max_new_tokens", "until", "temperature", "do_sample", "num_beams"}
+_HARMLESS = {"top_p", "top_k", "use_cache"}
+
+
+class StepPrune(lmms):
+    """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with one picture or none."""
+
+    is_simple = True
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ):
+        """Loads the model.
+
+        Args:
+            pretrained: checkpoint folder or hub id.
+            batch_size: questions that each device takes together.
+            device: not read: jax chooses, as JAX_PLATFORMS says.
+            max_batch_size: not read.
+            **options: of `load_answerer`: policy, method, budget, stop_bias, vision_folder, dtype,
+                mesh, positions, attention, seed.
+
+        Raises:
+            FileNotFoundError: model or policy are not there.
+            TypeError: an unknown option.
+            ValueError: an option with a bad value.
+        """
+        super().__init__()
+        if not str(batch_size).isdecimal():
+            raise ValueError(f"batch_size is {batch_size!r}, expected an integer from 1")
+        self._answerer = load_answerer(pretrained, batch_size=int(batch_size), **options)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Answers lmms-eval's requests greedily.
+
+        `until` ends an answer, which does not hold it; `max_new_tokens` bounds it.
+
+        Args:
+            requests: `Instance`s whose arguments are context, generation settings, `doc_to_visual`,
+                document number, task and split.
+
+        Returns:
+            An answer each, in their order.
+
+        Raises:
+            ValueError: sampling or beams, a video, or several pictures in one request.
+        """
+        wanted = [self._wanted(request) for request in requests]
+        progress = Progress(len(wanted))
+        texts = answer_all(self._answerer, wanted, progress.task(NAME, len(wanted), len(wanted)))
+        progress.close()
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args[:2], text)
+        return texts
+
+    def _wanted(self, request: Any) -> Wanted:
+        """A request as a question."""
+        context, settings, doc_to_visual, number, task, split = request.args
+        where = f"{task}, {split}, document {number}"
+        visuals = doc_to_visual(self.task_dict[task][split][number]) or []
+        visuals = [visual for visual in visuals if visual is not None]
+        if len(visuals) > 1 or not all(isinstance(v, Image.Image) for v in visuals):
+            raise ValueError(
+                f"{where}: expected one picture or none, got {len(visuals)} visual(s): "
+                f"{', '.join(type(v).__name__ for v in visuals)}"
+            )
+        _check_greedy(settings, where)
+        until = settings.get("until") or ()
+        until = (until,) if isinstance(until, str) else tuple(until)
+        longest = settings.get("max_new_tokens", MAX_NEW_TOKENS)
+        return Wanted(context, visuals[0] if visuals else None, int(longest), until)
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Is not offered: the paper's benchmarks are all answered by generation."""
+        raise NotImplementedError(
+            f"{NAME} has no loglikelihood: take tasks with output_type generate_until"
+        )
+
+    def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
+        """Is not offered: what a policy keeps is chosen once, for one question."""
+        raise NotImplementedError(
+            f"{NAME} answers one question a request: take tasks with output_type generate_until"
+        )
+
+
+def _check_greedy(settings: dict[str, Any], where: str) -> None:
+    """Refuses what is not greedy, and tells what has no effect."""
+    sampled = settings.get("temperature", 1 if settings.get("do_sample") else 0)
+    if sampled or (settings.get("num_beams") or 1) != 1:
+        names = ("do_sample", "num_beams", "temperature")
+        given = ", ".join(f"{name} {settings[name]!r}" for name in names if name in settings)
+        raise ValueError(f"{where}: answers are greedy (temperature 0, one beam), got {given}")
+    ignored = sorted(settings.keys() - _HEEDED - _HARMLESS)
+    if ignored:
+        warnings.warn(f"generation settings without effect: {', '.join(ignored)}", stacklevel=2)
+
+
+def manifest() -> ModelManifest:
+    """What lmms-eval's entry point group `lmms_eval.models` takes."""
+    return ModelManifest(model_id=NAME, simple_class_path=f"{__name__}.StepPrune")
