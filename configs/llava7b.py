@@ -89,14 +89,14 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
         return
     # All of these are those of configs/shapes.py.
     policy.text_gate = "attention"  # changed
-    policy.min_tokens = 1  # silent
+    policy.min_tokens = 4  # silent
     policy.stop = "aligned"  # changed
     policy.stop_bias = -1.0  # silent
     policy.estimator = "parallel"  # changed
     policy.score_space = "log"  # changed
-    policy.temperature = 0.5  # silent
-    policy.polarisation_temperature = 0.2  # silent
-    policy.polarisation_share = 0.5  # changed
+    policy.temperature = 1.0  # silent
+    policy.polarisation_temperature = 0.4  # silent
+    policy.polarisation_share = 0.9  # changed
     policy.soft_budget = "straight_through"  # changed
     policy.batch_budget = "probe"  # changed
     policy.random_budget = (0.02, 0.5)  # changed

@@ -63,7 +63,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
     # Of Muon, for matrices; 0: AdamW for all weights, as in the paper.
-    c.optimizer.muon_lr = 0.0 if arg == "literal" else 0.02
+    c.optimizer.muon_lr = 0.0 if arg == "literal" else 0.015
 
     c.accelerator = ConfigDict()  # read by --dry_run alone
     c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
@@ -141,8 +141,7 @@ def policy_fields(reading: str) -> ConfigDict:
     else:
         shape = PolicyConfig(
             **size, batch_budget="probe", random_budget=(0.02, 0.5), price_range=2.0,
-            length_weight=0.3, temperature=0.5, polarisation_temperature=0.2,
-            polarisation_share=0.5,
+            length_weight=0.3, min_tokens=4, polarisation_temperature=0.4, polarisation_share=0.9,
         )  # fmt: skip
     fields = dataclasses.asdict(shape)
     for name in ("feature_width", "text_width"):
