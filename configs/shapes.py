@@ -167,8 +167,8 @@ def autoselect_fields() -> ConfigDict:
     c.mlp_ratio = 4
     c.encoder_layers = 2
     c.temperature_start = 2.0
-    c.temperature_end = 0.1
-    c.temperature_steps = 0.5  # share of the steps over which it falls
+    c.temperature_end = 0.4
+    c.temperature_steps = 0.9  # share of the steps over which it falls
     c.random_budget = (0.08, 0.36)
     c.dtype = config_dict.placeholder(str)
     return c
