@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from stepprune_jax.accelerators import ACCELERATORS, known_as
 from stepprune_jax.bench import loading, torch_llama
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
@@ -43,11 +44,6 @@ PRESETS = {
     },
     "7b": MODELS["llava-7b"]["text_config"] | {"hidden_size": 4096, "intermediate_size": 11008}
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-}  # fmt: skip
-
-# Dense bfloat16 TFLOP/s from the makers' data sheets; the first name contained in the device's.
-PEAKS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165,
 }  # fmt: skip
 
 
@@ -223,8 +219,8 @@ def peak_tflops(given: float | None) -> float | None:
     """The device's peak in bfloat16: the flag's, else the data sheet's, else None."""
     if given or jax.default_backend() == "cpu":
         return given
-    kind = jax.devices()[0].device_kind
-    return next((peak for name, peak in PEAKS.items() if name in kind), None)
+    name = known_as(jax.devices()[0].device_kind)
+    return ACCELERATORS[name].flops / 1e12 if name else None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
