@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,9 +14,9 @@ from stepprune_jax.user_input import is_user_error
 
 
 def run(name: str, main: Callable[[], None]) -> None:
-    """Parses the flags `--config`, which must be given, and `--workdir`, and calls `main`.
+    """Parses the flags, among them `--config`, which must be given, and calls `main`.
 
-    Without `--workdir` the run's folder is `default_workdir`.
+    Without `--workdir`, where a program has it, the run's folder is `default_workdir`.
 
     A mistake in the flags, or an error that `main` marks as `user_input`, is told in one line on
     stderr, and the exit code is 2. Any other error is a bug and keeps its traceback.
@@ -32,7 +33,9 @@ def run(name: str, main: Callable[[], None]) -> None:
             # A configuration file that fails is quoted with its traceback, the message at the end.
             lines = str(error).strip().splitlines()
             _exit(name, lines[-1].strip().removeprefix("ValueError: "))
-        if flags.FLAGS["workdir"].value is None:
+        if "workdir" in flags.FLAGS and flags.FLAGS["workdir"].value == "":
+            _exit(name, "--workdir is empty, expected a folder")
+        if "workdir" in flags.FLAGS and flags.FLAGS["workdir"].value is None:
             flags.FLAGS["workdir"].value = default_workdir(flags.FLAGS["config"].config_filename)
         return rest
 
@@ -58,15 +61,17 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
     Raises:
         flags.Error: an unknown flag, a missing one, or a value of another type.
         OSError: there is no such configuration file.
-        ValueError: the configuration has no such field, or there are other arguments.
+        ValueError: the configuration has no such field, its file has a mistake, or there are other
+            arguments.
     """
     try:
         rest = values(arguments)
-    except AttributeError as error:  # of a ConfigDict, around what it says itself
-        if not (error.args and isinstance(error.args[0], KeyError)):
-            raise
-        said = " ".join(error.args[0].args[0].splitlines())
-        raise ValueError(f"--config has no field {said}") from error
+    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError) as error:
+        file, line = _place(error)
+        if Path(file).name == "config_dict.py":  # a KeyError, or an AttributeError around one
+            said = error.args[0] if isinstance(error, KeyError) else error.args[0].args[0]
+            raise ValueError(f"--config has no field {' '.join(said.splitlines())}") from error
+        raise ValueError(f"--config: {file}, line {line}: {_said(error)}") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
     values["config"].value.items()  # a file that could not be read says so only when it is used
@@ -89,6 +94,20 @@ def use_cores(config: Any) -> None:
         raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
     if count:
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def _place(error: Exception) -> tuple[str, int]:
+    """File and line where a configuration failed."""
+    if isinstance(error, SyntaxError):
+        return str(error.filename), error.lineno or 0
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename, frame.lineno or 0
+
+
+def _said(error: Exception) -> str:
+    """Kind and message of an error; a SyntaxError's own words have the place once more."""
+    message = error.msg if isinstance(error, SyntaxError) else error
+    return f"{type(error).__name__}: {message}"
 
 
 def default_workdir(config: str) -> str:

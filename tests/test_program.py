@@ -41,6 +41,7 @@ def test_only_errors_about_values_and_files_are_marked():
     [
         (["--config.stepz=1"], "--config has no field 'stepz' Did you mean"),
         (["--config.policy.depth=1"], "--config has no field 'depth'"),
+        (["--config.optimiser.lr=1"], "--config has no field 'optimiser' Did you mean \"optimizer"),
         (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
         (["--config=absent.py"], "No such file or directory: 'absent.py'"),
         (["--config=configs/shapes.py:loose"], "configs/shapes.py:loose: expected"),
@@ -75,6 +76,31 @@ def test_as_many_devices_as_cores_are_asked_for():
     assert found.stdout == "3\n", found.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config(:", r"mistaken\d.py, line 1: SyntaxError: invalid syntax"),
+        (
+            "def get_config():\n    return undefined",
+            r"mistaken\d.py, line 2: NameError: name 'unde",
+        ),
+        ("import absent_package", r"mistaken\d.py, line 1: ModuleNotFoundError: No module named"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_mistakes_in_a_configuration_file_are_told_with_their_line(
+    tmp_path, monkeypatch, text, message
+):
+    path = tmp_path / f"mistaken{len(text) % 10}.py"
+    path.write_text(text)
+    arguments = ["train.py", f"--config={path}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=values)
+    with pytest.raises((flags.Error, OSError, ValueError), match=message):
+        parse_flags(arguments, values)
+
+
 # One process for all: most of its time goes into imports.
 RUN_ALL = """
 import runpy, sys
@@ -99,17 +125,19 @@ def test_the_programs_end_with_one_line(tmp_path):
         f"--config.data.folder={tmp_path}",
         f"eval.py --workdir={tmp_path} --config={shapes}",
         f"train.py --workdir={tmp_path}",
+        f"train.py --workdir= --config={shapes}",
     ]
     ended = subprocess.run(
         [sys.executable, "-c", RUN_ALL], input="\n".join(lines), cwd=ROOT, capture_output=True,
         text=True,
     )  # fmt: skip
-    assert ended.stdout.split() == ["2"] * 4
-    train, pretrain, evaluate, unset = ended.stderr.splitlines()
+    assert ended.stdout.split() == ["2"] * 5
+    train, pretrain, evaluate, unset, empty = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1"
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
     assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
     assert unset.startswith("train.py: error: flag --config=None")
+    assert empty == "train.py: error: --workdir is empty, expected a folder"
 
 
 def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from stepprune_jax.accelerators import ACCELERATORS, known_as
 from stepprune_jax.bench import loading, torch_llama
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
-from stepprune_jax.checkpoints import names
+from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.compiling import CPU_OPTIONS
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.flops import llm_flops
@@ -45,11 +46,6 @@ PRESETS = {
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
 }  # fmt: skip
 
-# Dense bfloat16 TFLOP/s from the makers' data sheets; the first name contained in the device's.
-PEAKS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165,
-}  # fmt: skip
-
 
 class Case(NamedTuple):
     """One setting of the comparison: who is compared on what."""
@@ -59,34 +55,6 @@ class Case(NamedTuple):
     reference: Any
     sequence: vlm.Sequence
     tokens: np.ndarray
-
-
-def random_params(config: LlavaConfig, dtype: Any, seed: int = 0) -> dict[str, Any]:
-    """Random weights of the language model alone, drawn in their own dtype, leaf by leaf.
-
-    Args:
-        config: the model's shape.
-        dtype: of every leaf.
-        seed: of the draw.
-
-    Returns:
-        {"language": tree} as in `vlm.init_params`, scaled to keep activations near one.
-    """
-
-    @functools.partial(jax.jit, static_argnames=("shape", "deviation"))
-    def draw(key, shape, deviation):
-        return jax.random.normal(key, shape, dtype) * deviation
-
-    flat = names.flatten({"language": vlm.abstract_params(config, dtype)["language"]})
-    keys = jax.random.split(jax.random.key(seed), len(flat))
-    leaves = {}
-    for key, (path, leaf) in zip(keys, flat.items(), strict=True):
-        if path.endswith("scale"):
-            leaves[path] = jnp.ones(leaf.shape, dtype)
-        else:
-            fan = 1 if path.endswith("embedding") else leaf.shape[-2]
-            leaves[path] = draw(key, leaf.shape, fan**-0.5)
-    return names.unflatten(leaves)
 
 
 def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[Callable, float]:
@@ -223,8 +191,8 @@ def peak_tflops(given: float | None) -> float | None:
     """The device's peak in bfloat16: the flag's, else the data sheet's, else None."""
     if given or jax.default_backend() == "cpu":
         return given
-    kind = jax.devices()[0].device_kind
-    return next((peak for name, peak in PEAKS.items() if name in kind), None)
+    name = known_as(jax.devices()[0].device_kind)
+    return ACCELERATORS[name].flops / 1e12 if name else None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -287,7 +255,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     peak = peak_tflops(flags.peak_tflops)
     for dtype in flags.dtype:
-        params = random_params(config, jnp.dtype(dtype))
+        abstract = vlm.abstract_params(config, jnp.dtype(dtype))
+        params = random_weights({"language": abstract["language"]})
         reference = None
         if not flags.no_torch:
             reference = torch_llama.build(params["language"], config, device)

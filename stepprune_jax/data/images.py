@@ -19,6 +19,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # Squares with more pixels are resampled in strips: a 20,000 x 10 picture would need 1.2 GB as one.
 STRIP_PIXELS = 1 << 24
 _STRIP_ROWS = 256
+# A picture that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
+RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
 
 
 class ImageSettings(NamedTuple):
@@ -219,7 +221,8 @@ def preprocess_clip(
         float32 `[3, height, width]`, normalised; 336 x 336 for LLaVA-1.5.
 
     Raises:
-        ValueError: the picture is not in mode RGB.
+        ValueError: the picture is not in mode RGB, or so narrow that its longer edge would become
+            huge.
     """
     if image.mode != "RGB":
         raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
@@ -227,6 +230,11 @@ def preprocess_clip(
         image = _pad_and_resize(image, settings)
     elif settings.resize_to is not None:
         height, width = _target(image.height, image.width, settings.resize_to)
+        if height * width > RESIZED_PIXELS:
+            raise ValueError(
+                f"a picture of {image.width} x {image.height} pixels is too narrow: it would be "
+                f"resized to {width} x {height}"
+            )
         image = image.resize((width, height), settings.resample)
     pixels = np.asarray(image).transpose(2, 0, 1)
     if settings.crop_to is not None:

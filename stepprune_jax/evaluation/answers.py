@@ -14,7 +14,7 @@ from stepprune_jax.data.prompts import CONTEXT_LIMIT
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.timing import timed
 from stepprune_jax.generate import decoding
-from stepprune_jax.generate.placement import mesh_of, place_rows
+from stepprune_jax.generate.placement import fetch, mesh_of, place_rows
 from stepprune_jax.generate.prefix import place
 from stepprune_jax.generate.text import answer_text
 from stepprune_jax.policy import Pruned, choose_bucket
@@ -188,7 +188,7 @@ def _answer_batch(
     state = decoding.run_decode(
         model.params, model.config, state, greedy, np.int32(how.max_new_tokens), mesh=mesh
     )
-    tokens, counts = jax.device_get((state.tokens, state.count))
+    tokens, counts = fetch((state.tokens, state.count))
     return [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
 
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import CONTEXT_LIMIT
@@ -57,8 +59,6 @@ from stepprune_jax.evaluation.split import Encoded, encode_split
 from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
 from stepprune_jax.generate.placement import mesh_of, row_count
 from stepprune_jax.policy import bucket_ladder
-from stepprune_jax.training.checkpoints import model_identity
-from stepprune_jax.training.settings import model_folders
 from stepprune_jax.user_input import user_input
 
 # Questions that share a pass through the tower: with 576 tokens of width 1024 in bfloat16, 300 MB.

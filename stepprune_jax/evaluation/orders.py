@@ -19,7 +19,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.timing import timed
-from stepprune_jax.generate.placement import beside, mesh_of, place_rows
+from stepprune_jax.generate.placement import beside, fetch, mesh_of, place_rows
 from stepprune_jax.generate.prefix import pair_up
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 
@@ -109,7 +109,7 @@ def trained_order(
             )
             text = text if policy.config.text_width else (None, None)
             arguments = (params, policy.config, seen, *text, stats, steps)
-            return jax.device_get(roll_out(*arguments))
+            return fetch(roll_out(*arguments))
 
         (order, margin), taken = timed(run, pair_up.num_compiled, roll_out._cache_size)
         seconds += taken

@@ -19,6 +19,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import folder as folders
@@ -39,8 +41,7 @@ from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.evaluation.spread import differences, summarise
 from stepprune_jax.evaluation.tables import make_table, markdown
 from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import claim, file_identity, model_identity
-from stepprune_jax.training.settings import model_folders
+from stepprune_jax.training.checkpoints import claim
 
 RESULTS = "results.json"
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
 from stepprune_jax.sharding import build_mesh
-from stepprune_jax.training.settings import model_dtype, model_folders
 
 
 def load_model(config: Any) -> VLM:

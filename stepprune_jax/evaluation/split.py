@@ -25,7 +25,13 @@ from stepprune_jax.data.llava import (
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.timing import timed
-from stepprune_jax.generate.placement import constrain_rows, jit_for_weights, mesh_of, place_rows
+from stepprune_jax.generate.placement import (
+    constrain_rows,
+    fetch,
+    jit_for_weights,
+    mesh_of,
+    place_rows,
+)
 from stepprune_jax.generate.request import Request, read_request
 from stepprune_jax.models import vlm
 from stepprune_jax.user_input import user_input
@@ -163,7 +169,7 @@ def encode_split(
             found = encode_pictures(
                 model.params, model.config, pixels, tap=tap, attention=attention, mesh=mesh
             )
-            return request, *(None if x is None else np.asarray(x)[:count] for x in found)
+            return request, *(None if x is None else x[:count] for x in fetch(found))
 
         (request, found, order), taken = timed(run, encode_pictures.num_compiled)
         _fill(ids, words, rows, request)

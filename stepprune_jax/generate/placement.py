@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -124,6 +125,24 @@ def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
     return jax.tree.map(place, tree)
+
+
+def fetch(tree: Any) -> Any:
+    """Copies arrays to the host, whole; all processes that have parts of them have to ask.
+
+    Args:
+        tree: arrays on devices.
+
+    Returns:
+        Host arrays of the same shapes, in each process.
+    """
+
+    def whole(leaf):
+        if leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.tree.map(whole, tree)
 
 
 def constrain_whole(mesh: Mesh | None, tree: Any) -> Any:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
@@ -33,7 +34,7 @@ from stepprune_jax.pretrain.update import (
     tower_update,
 )
 from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
-from stepprune_jax.training.checkpoints import Checkpoints, claim, file_identity
+from stepprune_jax.training.checkpoints import Checkpoints, claim
 from stepprune_jax.training.interrupt import Interrupt
 from stepprune_jax.training.metrics import MetricsLog
 from stepprune_jax.user_input import user_input

@@ -68,7 +68,7 @@ class Batches:
             group: batches whose rows are sorted by width together; see `Order`.
             loading: how batches are made; by default with the defaults of `Loading`.
         """
-        self.pixels = pixels
+        self._pixels = pixels
         self._corpus, self._loading = corpus, loading or Loading()
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
@@ -88,16 +88,24 @@ class Batches:
         """What the rows of batch `step` are, over all hosts; see `Corpus.describe`."""
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
-    def first_images(self, count: int) -> list[Path]:
-        """Up to `count` distinct pictures that can be read, in the order that training has them."""
-        found: dict[Path, bool] = {}
+    def first_pictures(self, count: int) -> Iterator[Float[np.ndarray, "3 H W"]]:
+        """Up to `count` distinct pictures that can be read, in the order that training has them.
+
+        Raises:
+            FileNotFoundError, ValueError: as those of batches.
+        """
+        seen: set[Path] = set()
         for row in self._order.epoch(0).tolist():
-            if sum(found.values()) == count:
-                break
             path = self._corpus.image(row)
-            if path not in found:
-                found[path] = not self._loading.skip_unreadable or self._read(row) is not None
-        return [path for path, readable in found.items() if readable]
+            if path in seen:
+                continue
+            seen.add(path)
+            pixels = self._read(row)
+            if pixels is not None:
+                count -= 1
+                yield pixels
+            if not count:
+                break
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
         """The widths of a batch of these rows."""
@@ -117,7 +125,7 @@ class Batches:
         text, text_length = _padded([row.text for row in rows], widths.text)
         return Batch(pixels, text, text_length, stack_targets(rows, widths.ids, widths.targets))
 
-    @user_input()  # pictures are read while training goes on
+    @user_input()
     def _readable(
         self, indices: Int[np.ndarray, " b"]
     ) -> tuple[list[int], Float[np.ndarray, "r 3 H W"]]:
@@ -136,10 +144,11 @@ class Batches:
             pixels.append(found)
         return numbers, np.stack(pixels)
 
+    @user_input()  # pictures are read while training goes on
     def _read(self, row: int) -> Float[np.ndarray, "3 H W"] | None:
         """The pixels of a row; None if its picture cannot be read and rows may be left out."""
         try:
-            return self.pixels(self._corpus.image(row))
+            return self._pixels(self._corpus.image(row))
         except (FileNotFoundError, ValueError) as error:
             message = f'{self._corpus.where(row)}: "image": {error}'
             if not self._loading.skip_unreadable:

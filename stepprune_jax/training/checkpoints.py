@@ -1,7 +1,6 @@
 """A run's folder: what it is a run of, and states to go on from."""
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -15,8 +14,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
 from stepprune_jax import distributed
-from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.checkpoints.folder import Source, fetch_weights
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.checkpoints.identity import model_identity as model_identity  # of whose runs
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
 from stepprune_jax.training.step import State
@@ -29,8 +28,6 @@ FOLDER = "checkpoints"
 DAMAGED = "damaged"
 # Hashes of a checkpoint's files, among them.
 _HASHES = "files.json"
-# Bytes of each frozen tensor that count for the model's identity.
-_SAMPLE = 1024
 
 
 class Saved(NamedTuple):
@@ -113,33 +110,6 @@ def _handlers() -> dict[str, Any]:
     return {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
 
 
-def model_identity(source: Source) -> str:
-    """A hash that tells a frozen model from any other without reading all of it.
-
-    Of the configuration, the index of the weights (every tensor's name, type, shape and place) and
-    the bytes in the middle of each tensor, which differ between models of one architecture. A model
-    on the hub is downloaded first.
-    """
-    fetch_weights(source)
-    found = hashlib.sha256()
-    for folder in filter(None, (source.folder, source.vision_folder)):
-        found.update((folder / "config.json").read_bytes())
-        for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                for name, entry in sorted(safetensors.read_header(path).items()):
-                    about = (path.name, name, str(entry.dtype), entry.shape, entry.offset)
-                    found.update(repr(about).encode())
-                    file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
-                    found.update(file.read(min(_SAMPLE, entry.nbytes)))
-    return found.hexdigest()
-
-
-def file_identity(path: Path) -> str:
-    """A hash of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def claim(workdir: Path, config: Any, model: str, data: str) -> dict[str, Any]:
     """Makes a folder that of this run, or makes sure that it is.
 
@@ -173,7 +143,7 @@ def claim(workdir: Path, config: Any, model: str, data: str) -> dict[str, Any]:
         for part in ("model", "data"):
             if old[part] != run[part]:
                 changes.append(f"the {'frozen model' if part == 'model' else 'training file'}")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
         raise ValueError(

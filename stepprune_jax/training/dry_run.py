@@ -8,10 +8,11 @@ import jax
 from jax.sharding import Mesh
 
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.generate.placement import row_count
 from stepprune_jax.training import settings
-from stepprune_jax.training.checkpoints import file_identity
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.plan import Plan, make_plan
 from stepprune_jax.training.step import Setup
@@ -55,11 +56,11 @@ def dry_run(config: Any, workdir: str | Path) -> Plan:
         settings.check_config(config)
         settings.accelerator(config)
         mesh = settings.make_mesh(config, _devices(config))
-        source = inspect_folder(*settings.model_folders(config))
+        source = inspect_folder(*model_folders(config))
         setup = settings.make_setup(config, source.config, mesh)
         data = training_source(config, Path(workdir).expanduser().resolve())
         batches = open_batches(config, data, file_identity(data.file), source)
-    plan = make_plan(batches, setup, mesh, settings.model_dtype(config), config.batch_size)
+    plan = make_plan(batches, setup, mesh, model_dtype(config), config.batch_size)
     for line in _report(plan, config, setup, mesh):
         print(line, flush=True)
     return plan

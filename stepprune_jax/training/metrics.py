@@ -118,12 +118,14 @@ def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Lines of a log that are whole; none if there is no file."""
+    """Lines of a log that are whole and have a step; none if there is no file."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         # A run that was killed may have cut its last line short.
         with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

@@ -72,7 +72,7 @@ def make_plan(
     }
     held = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(_weights(setup, mesh, dtype))
+        for leaf in jax.tree.leaves(abstract_weights(setup, mesh, dtype))
     )
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
     memory = planned_memory(traced[widest])
@@ -106,7 +106,7 @@ def trace_update(
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
     batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    weights = _weights(setup, mesh, dtype)
+    weights = abstract_weights(setup, mesh, dtype)
     return step.update.trace(weights, state, stats, batch, key, number, setup=setup, mesh=mesh)
 
 
@@ -124,7 +124,8 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
     )  # fmt: skip
 
 
-def _weights(setup: step.Setup, mesh: Mesh | None, dtype: Any) -> Any:
+def abstract_weights(setup: step.Setup, mesh: Mesh | None, dtype: Any) -> Any:
+    """Shapes of the frozen weights, placed as a run has them."""
     return _placed(vlm.abstract_params(setup.model, dtype), mesh, VLM_RULES)
 
 

@@ -1,5 +1,6 @@
 """The training loop, from a configuration to a trained selector's file."""
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ from jax.sharding import Mesh
 
 from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
 from stepprune_jax.data.source import training_source
@@ -23,8 +26,6 @@ from stepprune_jax.training.checkpoints import (
     Checkpoints,
     Saved,
     claim,
-    file_identity,
-    model_identity,
 )
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.interrupt import Interrupt
@@ -67,7 +68,7 @@ def train(config: Any, workdir: str | Path, window: tuple[int, int] | None = Non
         settings.check_config(config)
         mesh = settings.make_mesh(config)
         check_boards(config)
-        source = inspect_folder(*settings.model_folders(config))
+        source = inspect_folder(*model_folders(config))
         setup = settings.make_setup(config, source.config, mesh)
         data = distributed.main_first(lambda: training_source(config, workdir))
         questions = read_questions(config, setup, workdir)
@@ -109,9 +110,9 @@ def _prepare(
     questions: Split | None,
 ) -> _Run:  # fmt: skip
     """Loads the model, once the data are known to be good."""
-    name, vision = settings.model_folders(config)
+    name, vision = model_folders(config)
     model = load_vlm(
-        name, mesh, settings.model_dtype(config), vision_folder=vision,
+        name, mesh, model_dtype(config), vision_folder=vision,
         progress=distributed.is_main(),
     )  # fmt: skip
     distributed.say(
@@ -142,14 +143,11 @@ def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved
 
 def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
     """Feature statistics over the pictures of the first steps."""
-    paths = run.batches.first_images(config.data.stats_images)
-    size = config.batch_size
-    for start in range(0, len(paths), size):
-        part = paths[start : start + size]
+    pictures, size = run.batches.first_pictures(config.data.stats_images), config.batch_size
+    while part := list(itertools.islice(pictures, size)):
         real = np.arange(size) < len(part)
         part += part[:1] * (size - len(part))
-        pixels = np.stack([run.batches.pixels(path) for path in part])
-        pixels, real = place_rows(run.mesh, (pixels, real))
+        pixels, real = place_rows(run.mesh, (np.stack(part), real))
         stats = step.gather_stats(
             run.model.params, stats, pixels, real, setup=run.setup, mesh=run.mesh
         )

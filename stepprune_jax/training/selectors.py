@@ -79,6 +79,9 @@ def build(config: Any, model: LlavaConfig) -> Selector:
             f"{nearest(unknown[0], known)}"
         )
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    budgets = fields.get("random_budget", (0, 1))
+    if len(budgets) != 2 or not all(isinstance(share, float | int) for share in budgets):
+        raise ValueError(f"config.{group}.random_budget is {budgets!r}, expected two shares")
     return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **fields)
 
 

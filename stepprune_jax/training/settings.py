@@ -1,15 +1,16 @@
 """Reading and checking a run's configuration, before anything is loaded or compiled."""
 
 import json
+import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from stepprune_jax.accelerators import ACCELERATORS, Accelerator
+from stepprune_jax.checkpoints.frozen import model_folders as model_folders
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.survey import REMEDIES
 from stepprune_jax.generate.placement import row_count
@@ -19,10 +20,6 @@ from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import nearest
-
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-# The model of the shapes world, used when no folder is given.
-SHAPES_MODEL = ASSETS / "shapes_llava"
 
 # Fields that may change between a run and its continuation: they do not change what is learned.
 # The model and the data are compared by their contents, not by where they lie.
@@ -63,21 +60,15 @@ _COUNTS = (
     "data.threads", "data.stats_images", "validation.questions", "validation.max_new_tokens",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "optimizer.lr",
     "optimizer.final_lr",
     "optimizer.weight_decay",
     "optimizer.muon_lr",
     "data.cache_gb",
 )
 _SHARES = ("optimizer.b1", "optimizer.b2", "text_gate_anneal")
-
-
-def model_folders(config: Any) -> tuple[str, str | None]:
-    """The frozen model's folder or hub id (without one, the model of the shapes world), and CLIP's.
-
-    The second is for the original LLaVA layout, where the tower lies elsewhere, and None otherwise.
-    """
-    return config.model.folder or str(SHAPES_MODEL), config.model.vision_folder or None
+_POSITIVE = ("optimizer.lr", "optimizer.clip")
+# Groups and fields that a configuration may do without.
+_OPTIONAL = ("eval", "accelerator", "data.side", "data.grid", "data.emphasis", "data.test_seed")
 
 
 def check_config(config: Any) -> None:
@@ -94,12 +85,14 @@ def check_config(config: Any) -> None:
     for name in _COUNTS:
         value = _get(values, name)
         _require(isinstance(value, int) and value >= 1, name, value, "an integer from 1")
-    for name in (*_NOT_NEGATIVE, *_SHARES, "optimizer.clip"):
+    for name in (*_NOT_NEGATIVE, *_SHARES, *_POSITIVE):
         value = _get(values, name)
-        _require(isinstance(value, float | int) and value >= 0, name, value, "a number from 0")
+        number = isinstance(value, float | int) and math.isfinite(value)
+        _require(number and value >= 0, name, value, "a number from 0")
     for name in _SHARES:
         _require(values[name] <= 1, name, values[name], "a share from 0 to 1")
-    _require(values["optimizer.clip"] > 0, "optimizer.clip", values["optimizer.clip"], "above 0")
+    for name in _POSITIVE:
+        _require(values[name] > 0, name, values[name], "above 0")
     warmup = _get(values, "optimizer.warmup")
     _require(
         isinstance(warmup, int) and 0 <= warmup < config.steps, "optimizer.warmup", warmup,
@@ -126,14 +119,21 @@ def check_config(config: Any) -> None:
 
 
 def _check_names(config: Any) -> None:
-    """Refuses fields that nothing reads: typing errors in a configuration file."""
+    """Refuses fields that nothing reads, as typing errors are, and fields that are missing."""
+    methods = (part for _, part in selectors.METHODS.values())
     for group, known in _FIELDS.items():
-        fields = config if not group else config.get(group, {})
-        known = (*known, *(part for _, part in selectors.METHODS.values())) if not group else known
+        if group and group in _OPTIONAL and group not in config:
+            continue
+        fields, prefix = (config[group], f"{group}.") if group else (config, "")
+        if group:
+            _require(isinstance(fields, ConfigDict), group, fields, f"a group with {known[0]}")
+        known = known if group else (*known, *methods)
         for name in fields:
             if name not in known:
-                path = f"{group}.{name}" if group else name
-                raise ValueError(f"config.{path} is no field.{nearest(name, known)}")
+                raise ValueError(f"config.{prefix}{name} is no field.{nearest(name, known)}")
+        for name in known:
+            if name not in fields and prefix + name not in _OPTIONAL:
+                raise ValueError(f"config.{prefix}{name} is missing")
 
 
 def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh | None:
@@ -215,11 +215,6 @@ def accelerator(config: Any) -> tuple[Accelerator, float]:
     _require(isinstance(count, int) and count >= 1, "accelerator.count", count, "1 or more")
     _require(0 < share <= 1, "accelerator.utilisation", share, "a share above 0, up to 1")
     return ACCELERATORS[name], float(share)
-
-
-def model_dtype(config: Any) -> Any:
-    """The floating dtype of the frozen weights."""
-    return jnp.dtype(config.model.dtype)
 
 
 def flat(config: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One update of the selector: frozen tower, soft selection, frozen language model, AdamW."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -182,16 +183,48 @@ def _update(
     mesh: Mesh | None,
 ) -> tuple[State, dict[str, Array]]:
     """Update number `step`, counted from 0; the new state, and scalars of the old one."""
+    inputs = selector_inputs(params, setup, batch, mesh)
+
+    def loss(tokens):
+        return lm_loss(params, setup.reading(mesh), tokens, batch.targets)
+
+    return learn(state, stats, inputs, loss, key, step, setup, mesh)
+
+
+def learn(
+    state: State,
+    stats: FeatureStats,
+    inputs: Inputs,
+    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+    key: Array,
+    step: Int[Array, ""],
+    setup: Setup,
+    mesh: Mesh | None = None,
+) -> tuple[State, dict[str, Array]]:
+    """The selector's part of an update: everything but the frozen model.
+
+    Args:
+        state: before it.
+        stats: of the tower's features.
+        inputs: what the selector sees.
+        lm_loss_fn: maps gated tokens to the mean language-modelling loss.
+        key: of the run.
+        step: number of the update, from 0.
+        setup: the static part.
+        mesh: what rows are split over.
+
+    Returns:
+        The new state, and scalars of the old one.
+    """
     share = step / setup.steps
     text_gate = jnp.minimum(1.0, share / max(setup.text_gate_anneal, 1e-9))
     progress = Progress(share, text_gate, state.running_count)
-    inputs = selector_inputs(params, setup, batch, mesh)
 
     def loss(trained):
         seen = {}
 
         def of_tokens(tokens):
-            seen["lm_loss"] = lm_loss(params, setup.reading(mesh), tokens, batch.targets)
+            seen["lm_loss"] = lm_loss_fn(tokens)
             return seen["lm_loss"]
 
         value, found = selectors.train_loss(

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from stepprune_jax import distributed
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.corpus import Limits, make_row
@@ -18,7 +18,7 @@ from stepprune_jax.evaluation.benchmarks.shapes import is_right
 from stepprune_jax.evaluation.orders import batches, trained_order
 from stepprune_jax.evaluation.rows import grid_shape
 from stepprune_jax.evaluation.split import Split, encode_split, read_split, thin
-from stepprune_jax.generate.placement import jit_for_weights, mesh_of, place_rows
+from stepprune_jax.generate.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import count_at_bias
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import Reading, Targets, row_losses
@@ -44,26 +44,24 @@ def read_questions(config: Any, setup: Setup, workdir: Path) -> Split | None:
 
     Raises:
         FileNotFoundError: a file or a picture is missing.
-        ValueError: a budget that cannot be kept, several processes, or a file that is not what it
-            should be; the message names file, line and field.
+        ValueError: a budget that cannot be kept, or a file that is not what it should be; the
+            message names file, line and field.
     """
     if not config.validation.every:
         return None
     budget, most = config.validation.budget, setup.selector.steps(setup.model.num_image_tokens)
     if budget > most:
         raise ValueError(f"config.validation.budget is {budget}, expected at most {most}")
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"config.validation.every is {config.validation.every}, expected 0 in a run of "
-            f"{jax.process_count()} processes: its questions are answered by one"
-        )
     folder = config.validation.folder or config.data.folder or workdir / "data"
     found = read_split(Path(folder).expanduser(), "validation")
     return thin(found, config.validation.questions)
 
 
 class Validation:
-    """Passes over the same questions, for which the tower has run once."""
+    """Passes over the same questions, for which the tower has run once.
+
+    Of several processes all have to make them; each knows all results, the main one draws.
+    """
 
     def __init__(self, config: Any, model: VLM, split: Split, workdir: Path):
         """Runs the tower and tokenises.
@@ -118,7 +116,7 @@ class Validation:
         texts = answer(self._model, self._encoded, selection, self._how).texts
         right = np.array(list(map(is_right, texts, self._split.answers)))
         losses, count = self.losses(selection), selection.count
-        if self._config.overlays:
+        if self._config.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", selection, texts)
         return {
             "step": step,
@@ -164,7 +162,7 @@ class Validation:
             losses = _losses(
                 self._model.params, reading=self._reading, kept=pruned, targets=targets
             )
-            found.append(np.asarray(losses)[:count])
+            found.append(fetch(losses)[:count])
         return np.concatenate(found)
 
     def _draw(self, path: Path, selection: Selection, texts: list[str]) -> None:

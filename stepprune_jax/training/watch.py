@@ -60,7 +60,9 @@ class Watch:
         if self._log is not None and (step % self._config.log_every == 0 or end):
             self._log.write(step, scalars)
         if self._validation is not None and (step % self._config.validation.every == 0 or end):
-            self._log.write_validation(self._validation(step, policy()))
+            found = self._validation(step, policy())  # all processes have their part in it
+            if self._log is not None:
+                self._log.write_validation(found)
 
     def close(self):
         """Closes files and boards."""

@@ -88,6 +88,13 @@ def test_single_pixels_and_very_long_pictures_are_handled():
         assert pixels.shape == (3, 336, 336) and np.isfinite(pixels).all()
 
 
+def test_what_would_grow_without_bound_if_it_is_not_padded_is_refused():
+    unpadded = images.LLAVA_SETTINGS._replace(pad_to_square=False)
+    assert preprocess_clip(Image.new("RGB", (200, 1)), unpadded).shape == (3, 336, 336)
+    with pytest.raises(ValueError, match=r"60000 x 2 pixels is too narrow: .* to 10080000 x 336"):
+        preprocess_clip(Image.new("RGB", (60_000, 2)), unpadded)
+
+
 def test_large_pictures_open_without_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "wide.png"
     Image.new("L", (20_000, 3)).save(path)

@@ -12,6 +12,7 @@ from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import LLAVA_SETTINGS, open_image, preprocess_clip
 from stepprune_jax.training.batches import Batches, Bucket, Loading, plan_buckets
 from stepprune_jax.training.pixels import PixelCache
+from stepprune_jax.user_input import is_user_error
 
 
 def lengths(*rows):
@@ -125,13 +126,19 @@ def test_processes_make_the_batches_that_threads_make():
     assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
 
 
-def test_first_images_are_distinct_and_in_the_order_of_training():
-    batches = make_batches([4, 4, 6, 8], batch_size=4)
-    first = batches.first_images(10)
-    assert sorted(first) == [Path("4.png"), Path("6.png"), Path("8.png")]
-    assert batches.first_images(2) == first[:2]
-    skipping = make_batches([4, 4, 6, 8], damaged=(6,), skip_unreadable=True)
-    assert skipping.first_images(2) == [path for path in first if path.stem != "6"]
+def test_first_pictures_are_distinct_and_in_the_order_of_training():
+    def first(count, **options):
+        batches = make_batches([4, 4, 6, 8], **options)
+        return [int(pixels[0, 0, 0]) for pixels in batches.first_pictures(count)]
+
+    found = first(10)
+    assert sorted(found) == [4, 6, 8]
+    assert first(2) == found[:2]
+    damaged = {"damaged": (6,)}
+    assert first(2, **damaged, skip_unreadable=True) == [number for number in found if number != 6]
+    with pytest.raises(ValueError, match=r'json: sample 2: "image": 6\.png is a dam') as error:
+        first(3, **damaged)
+    assert is_user_error(error.value)
 
 
 def test_an_unreadable_picture_stops_the_stream_with_its_sample():

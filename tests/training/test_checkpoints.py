@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.sharding import build_mesh
-from stepprune_jax.training.checkpoints import Checkpoints, Saved, model_identity, read_latest
+from stepprune_jax.training.checkpoints import Checkpoints, Saved, read_latest
 
 
 def tree(seed):

@@ -10,25 +10,27 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_run import make_config, metrics, write_data
+from tiny_run import looks, make_config, metrics, write_data, write_questions
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.training import train
 from stepprune_jax.training.metrics import MetricsLog
 
+# Questions in between; no number that is learned depends on them.
+WATCHED = {"validation.every": 3, "validation.overlays": 1}
 SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+    return testing.tiny_llava(folder / "model"), write_questions(write_data(folder / "data"))
 
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole")
-    train(make_config(*world), workdir)
+    train(make_config(*world, **WATCHED), workdir)
     return workdir
 
 
@@ -150,10 +152,17 @@ def free_port():
         return found.getsockname()[1]
 
 
-def test_two_processes_learn_what_one_does(world, whole, tmp_path):
+def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
     """Each has two devices that share the weights, and half of the rows."""
     plain = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    command = [sys.executable, SCRIPT, "2", *world, tmp_path, json.dumps({"mesh": "data_fsdp"})]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "2",
+        *world,
+        tmp_path,
+        json.dumps({"mesh": "data_fsdp"} | WATCHED),
+    ]
     processes = [
         subprocess.Popen(
             command,
@@ -173,3 +182,9 @@ def test_two_processes_learn_what_one_does(world, whole, tmp_path):
     for name in one[0]:
         found, expected = ([row[name] for row in rows] for rows in (two, one))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert [row["step"] for row in looks(whole)] == [3, 6]
+    for found, expected in zip(looks(tmp_path), looks(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert [path.name for path in sorted((tmp_path / "overlays").iterdir())] == [
+        "step_00000003.png", "step_00000006.png",
+    ]  # fmt: skip

@@ -1,5 +1,7 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
+import math
+
 import jax
 import pytest
 from tiny_run import ROOT, load_config, make_config, write_data
@@ -39,6 +41,9 @@ ABLATIONS = {
         ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
         ({"batch_size": -1}, "config.batch_size is -1"),
         ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number from 0"),
+        ({"optimizer.lr": 0.0}, "config.optimizer.lr is 0.0, expected above 0"),
+        ({"optimizer.lr": math.inf}, "config.optimizer.lr is inf, expected a number from 0"),
+        ({"data.cache_gb": math.inf}, "config.data.cache_gb is inf, expected a number from 0"),
         ({"optimizer.b1": 1.5}, "config.optimizer.b1 is 1.5, expected a share from 0 to 1"),
         ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
@@ -48,6 +53,7 @@ ABLATIONS = {
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
         ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
         ({"model.rows_at_once": -1}, "rows_at_once is -1, expected 0 or a count"),
+        ({"policy.random_budget": ("half",)}, r"random_budget is \('half',\), expected two shares"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
@@ -184,6 +190,23 @@ def test_unknown_fields_are_named_with_the_nearest_one():
         (config[group] if group else config)[field] = 1
         with pytest.raises(ValueError, match=message):
             check_config(config)
+
+
+@pytest.mark.parametrize("name", ["mesh", "policy", "model", "model.folder", "data.train_file"])
+def test_what_a_configuration_lacks_is_named(name):
+    config = load_config("shapes")
+    group, _, field = name.rpartition(".")
+    del (config[group] if group else config)[field]
+    with pytest.raises(ValueError, match=rf"config.{name} is missing$"):
+        check_config(config)
+
+
+def test_a_group_must_be_one():
+    config = load_config("shapes")
+    del config["optimizer"]
+    config.optimizer = 3
+    with pytest.raises(ValueError, match=r"config.optimizer is 3, expected a group with lr$"):
+        check_config(config)
 
 
 def test_one_device_needs_no_mesh():

@@ -1,6 +1,5 @@
 """What is seen of a run: questions in between, boards, a profile; none of it changes a number."""
 
-import json
 import sys
 import types
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_run import make_config, metrics, write_data
+from tiny_run import ASKED, RIGHT, looks, make_config, metrics, write_data, write_questions
 
 from stepprune_jax import generate, load_policy, load_vlm, testing
 from stepprune_jax.evaluation.answers import Selection
@@ -20,21 +19,6 @@ from stepprune_jax.training.language_loss import Reading, lm_loss
 from stepprune_jax.training.profile import read_window
 from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.validation import Validation, read_questions
-
-QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "two ?")
-ANSWERS = ("red", "no", "two", "yes dog", "no")
-
-
-def write_questions(folder):
-    """Five questions about three of the pictures."""
-    asked = [
-        {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
-        for i, text in enumerate(QUESTIONS)
-    ]
-    right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(ANSWERS)]
-    for name, lines in (("validation", asked), ("validation_answers", right)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +42,6 @@ def validation(world, tmp_path_factory):
     model = load_vlm(world[0], dtype=jnp.float32, progress=False)
     setup, workdir = make_setup(config, model.config), tmp_path_factory.mktemp("validation")
     return model, Validation(config, model, read_questions(config, setup, workdir), workdir)
-
-
-def looks(workdir):
-    lines = (workdir / "validation.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
 
 def test_questions_are_asked_every_so_often_and_at_the_end(watched):
@@ -107,10 +86,10 @@ def test_counts_and_answers_are_those_of_generate(world, watched, validation):
     model, look = validation
     policy = load_policy(watched / "policy.safetensors")
     images = [[world[1] / "images" / f"{i % 3}.png"] for i in range(5)]
-    answers = generate(model, QUESTIONS, images, policy=policy, max_tokens=3, warm_up=False)
+    answers = generate(model, ASKED, images, policy=policy, max_tokens=3, warm_up=False)
     row, count = look(6, policy), look.select(policy).count
     assert count.tolist() == [answer.kept for answer in answers]
-    right = [found.text == answer for found, answer in zip(answers, ANSWERS, strict=True)]
+    right = [found.text == answer for found, answer in zip(answers, RIGHT, strict=True)]
     assert row["accuracy"] == 20 * sum(right) and row["k_mean"] == np.mean(count)
     assert {k: v for k, v in row.items() if k != "seconds"} == looks(watched)[-1]
 

@@ -8,13 +8,16 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
-from stepprune_jax.training.checkpoints import file_identity
 from stepprune_jax.training.data import open_batches
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
 ANSWERS = ("red", "dog", "two", "yes", "no")
+# For validation.
+ASKED = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "two ?")
+RIGHT = ("red", "no", "two", "yes dog", "no")
 
 
 def load_config(name, *arguments):
@@ -41,6 +44,19 @@ def write_data(folder, count=6, side=24, entries=()):
     return folder
 
 
+def write_questions(folder):
+    """Five questions about three of the pictures."""
+    asked = [
+        {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
+        for i, text in enumerate(ASKED)
+    ]
+    right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(RIGHT)]
+    for name, lines in (("validation", asked), ("validation_answers", right)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
 def make_config(model, data, **changes):
     config = load_config("shapes")
     config.model.folder, config.model.rows_at_once = str(model), 4
@@ -64,3 +80,8 @@ def metrics(workdir):
     """Lines of a run without what depends on the machine."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
+
+
+def looks(workdir):
+    lines = (workdir / "validation.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]

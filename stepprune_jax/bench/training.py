@@ -1,0 +1,287 @@
+r"""Updates of a training run, timed at full size without weights or data of your own.
+
+    python -m stepprune_jax.bench.training --config configs/llava7b.py --model llava-7b
+
+The run is the configuration's, on all devices that jax sees, with random weights of the model's
+shape, made on the devices, and with drawn pictures and conversations in LLaVA's format, which go
+through the pipeline that a run has. Prints the time of an update, model FLOP utilisation, peak
+memory, how long an update waits for its batch, and the policy's share.
+"""
+
+import collections
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import config_flags
+
+from stepprune_jax import program
+from stepprune_jax.accelerators import ACCELERATORS, known_as
+from stepprune_jax.bench.drawn_data import write_conversations, write_model
+from stepprune_jax.bench.memory import MODELS, model_config
+from stepprune_jax.bench.timing import machine
+from stepprune_jax.bench.weights import random_weights
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.frozen import model_dtype
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.compiling import Usage, usage
+from stepprune_jax.data.source import training_source
+from stepprune_jax.flops import traced_flops
+from stepprune_jax.generate.placement import beside, place_rows
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.training import memory, plan, settings, step
+from stepprune_jax.training.batches import Batches
+from stepprune_jax.training.data import open_batches
+from stepprune_jax.user_input import user_input
+
+# Updates that are on their way before the host waits for one, as in a run.
+_IN_FLIGHT = 2
+# Updates before the clock starts: the pipeline fills.
+_WARM_UP = 3
+# Pictures that are drawn; none is kept in memory, so each is read and decoded every time.
+_PICTURES = 256
+_QUESTIONS = 4
+
+
+class Measured(NamedTuple):
+    """What was found; seconds are of one update, operations on all devices.
+
+    Attributes:
+        update: mean time from one to the next, fed by the pipeline.
+        wait: mean time in which the host has no batch; updates in flight hide some of it.
+        fed: mean time of an update whose batch is at hand.
+        policy: mean time of the policy's part alone, with inputs at hand: forward, backward and
+            optimiser, in front of a language model that costs nothing.
+        model_flops: operations of an update without those that `remat` does again.
+        flops: operations of the program.
+        policy_flops: operations of the policy's part.
+        planned: memory on each device, as the compiler plans it.
+        peak: largest memory of a device that was in use, in bytes; None where jax does not say.
+    """
+
+    update: float
+    wait: float
+    fed: float
+    policy: float
+    model_flops: float
+    flops: float
+    policy_flops: float
+    planned: Usage
+    peak: int | None
+
+
+class _Bench(NamedTuple):
+    """What is timed."""
+
+    params: Any
+    state: step.State
+    stats: FeatureStats
+    key: Any
+    setup: step.Setup
+    mesh: Mesh | None
+    batches: Batches
+
+
+def measure(config: Any, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
+    """Times updates of a run.
+
+    Args:
+        config: the run's `ConfigDict`; its model and data are replaced.
+        fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
+        steps: updates that are timed.
+        ids: of each conversation, its picture as one.
+        folder: empty; for data.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: a bad configuration.
+    """
+    with user_input():
+        settings.check_config(config)
+        mesh = settings.make_mesh(config)
+        source, batches = _open(config, fields, ids, folder)
+        setup = settings.make_setup(config, source.config, mesh)
+    (bucket,), dtype, rows = batches.buckets, model_dtype(config), config.batch_size
+    traced = plan.trace_update(setup, mesh, dtype, rows, bucket)
+    once = dataclasses.replace(setup, remat=False)
+    model_flops = traced_flops(plan.trace_update(once, mesh, dtype, rows, bucket).jaxpr)
+    update = traced.lower().compile()
+    params = random_weights(plan.abstract_weights(setup, mesh, dtype))
+    init_key, key = jax.random.split(jax.random.key(config.seed))
+    state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
+    stats = FeatureStats.start(setup.model.vision.hidden_size)
+    bench = _Bench(params, *beside(params, (state, stats, key)), setup, mesh, batches)
+    seconds, wait, bench = _through_the_pipeline(bench, update, steps)
+    peak = _peak()
+    batch = place_rows(mesh, batches[0])
+    fed, bench = _repeated(bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n))
+    compiled, policy_flops = _policy_alone(bench, batch)
+    policy, _ = _repeated(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
+    return Measured(
+        seconds, wait, fed, policy, model_flops, traced_flops(traced.jaxpr), policy_flops,
+        usage(update), peak,
+    )  # fmt: skip
+
+
+def _open(
+    config: Any, fields: dict[str, Any], ids: int, folder: Path
+) -> tuple[Source, Batches]:  # fmt: skip
+    """Writes model and data, points the configuration to them, and opens the pipeline."""
+    data = write_conversations(folder / "data", _PICTURES, _QUESTIONS, ids)
+    with config.unlocked():
+        config.model.update({"folder": str(write_model(folder / "model", fields))})
+        config.model.vision_folder = ""
+        config.data.update({
+            "name": "folder", "folder": str(data), "train_file": "", "image_folder": "",
+            "index_folder": str(folder), "split_turns": False, "cache_gb": 0.0,
+        })  # fmt: skip
+    source, found = inspect_folder(config.model.folder), training_source(config, folder)
+    batches = open_batches(config, found, file_identity(found.file), source, say=lambda line: None)
+    return source, batches
+
+
+def _through_the_pipeline(
+    bench: _Bench, update: Callable[..., Any], steps: int
+) -> tuple[float, float, _Bench]:
+    """Mean seconds of an update and of waiting for a batch; updates as a run makes them."""
+    state, flying, wait, begin = bench.state, collections.deque(), 0.0, 0.0
+    stream = bench.batches.stream(_WARM_UP + steps)
+    try:
+        for number in range(_WARM_UP + steps):
+            if number == _WARM_UP:
+                jax.block_until_ready(state)
+                begin, wait = time.perf_counter(), 0.0
+            asked = time.perf_counter()
+            batch = next(stream)
+            wait += time.perf_counter() - asked
+            batch = place_rows(bench.mesh, batch)
+            state, scalars = update(
+                bench.params, state, bench.stats, batch, bench.key, np.int32(number)
+            )
+            flying.append(scalars["loss"])
+            if len(flying) > _IN_FLIGHT:
+                jax.block_until_ready(flying.popleft())
+        jax.block_until_ready(state)
+    finally:
+        stream.close()
+    return (time.perf_counter() - begin) / steps, wait / steps, bench._replace(state=state)
+
+
+def _repeated(
+    bench: _Bench, update: Callable[[_Bench, np.int32], Any], repeats: int = 10
+) -> tuple[float, _Bench]:
+    """Mean seconds of one update after another, after one that is not timed."""
+    for number in range(repeats + 1):
+        if number == 1:
+            jax.block_until_ready(bench.state)
+            begin = time.perf_counter()
+        bench = bench._replace(state=update(bench, np.int32(number))[0])
+    jax.block_until_ready(bench.state)
+    return (time.perf_counter() - begin) / repeats, bench
+
+
+def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:
+    """The compiled policy's part of an update for one batch, and its operations."""
+    setup, mesh = bench.setup, bench.mesh
+    inputs = jax.jit(step.selector_inputs, static_argnames=("setup", "mesh"))(
+        bench.params, setup=setup, batch=batch, mesh=mesh
+    )
+
+    def learn(state, stats, inputs, key, number):
+        # Depends on every token, as a language model's loss does.
+        loss = lambda tokens: jnp.mean(tokens.astype(jnp.float32))  # noqa: E731
+        return step.learn(state, stats, inputs, loss, key, number, setup, mesh)
+
+    traced = jax.jit(learn, donate_argnums=0).trace(
+        bench.state, bench.stats, inputs, bench.key, np.int32(0)
+    )
+    compiled = traced.lower().compile()
+
+    def call(state, stats, key, number):
+        return compiled(state, stats, inputs, key, number)
+
+    return call, float(traced_flops(traced.jaxpr))
+
+
+def _peak() -> int | None:
+    """Largest memory in use on any of the devices since the start."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max(found["peak_bytes_in_use"] for found in stats) if all(stats) else None
+
+
+def report(found: Measured, devices: int, name: str | None) -> Iterator[str]:
+    """The numbers in lines.
+
+    Args:
+        found: from `measure`.
+        devices: that took part.
+        name: of them, in `ACCELERATORS`; None if their peak is not known.
+    """
+    yield f"update        {found.update:.4g} s, fed by the pipeline"
+    yield f"              {found.fed:.4g} s with the batch at hand"
+    rate = found.model_flops / found.update
+    done = f"{found.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
+    if name:
+        peak = devices * ACCELERATORS[name].flops
+        again = f"{found.flops / found.update / peak:.1%} with what remat computes again"
+        yield f"MFU           {rate / peak:.1%} of {devices} {name} ({again}); {done}"
+    else:
+        yield f"MFU           none: no peak is known of this device; {done}"
+    planned = f"the compiler planned {found.planned.total / 2**30:.2f} GiB"
+    if found.peak is None:
+        yield f"peak memory   not told by this device; {planned}"
+    else:
+        yield f"peak memory   {found.peak / 2**30:.2f} GiB on a device; {planned}"
+    share = found.wait / found.update
+    yield f"input wait    {found.wait:.4g} s an update, {share:.1%} of its time"
+    yield (
+        f"policy        {found.policy:.4g} s, {found.policy / found.fed:.1%} of an update with the "
+        f"batch at hand; {found.policy_flops / found.flops:.1%} of its operations"
+    )
+
+
+def main(config: Any, model: str, steps: int, ids: int) -> None:
+    """Measures and prints.
+
+    Args:
+        config: the run's `ConfigDict`.
+        model: name or folder of the shape.
+        steps: updates that are timed.
+        ids: of each conversation.
+    """
+    with user_input():
+        model_config(model)  # refuses what is no model
+        if ids > 1 + config.data.context_limit - model_config(model).num_image_tokens:
+            raise ValueError(f"--ids is {ids}, more than config.data.context_limit allows")
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder, memory.advice(config):
+        found = measure(config, fields, steps, ids, Path(folder))
+    mesh = settings.make_mesh(config)
+    print(machine())
+    print(f"{model}, mesh {config.mesh}, {config.batch_size} rows of {ids} ids; {steps} updates")
+    name = known_as(jax.devices()[0].device_kind)
+    for line in report(found, mesh.size if mesh else 1, name):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "Configuration of the run.", lock_config=True)
+    flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
+    flags.DEFINE_integer("steps", 50, "Updates that are timed.", lower_bound=1)
+    flags.DEFINE_integer("ids", 640, "Of each conversation, the picture as one.", lower_bound=1)
+    program.run(
+        "stepprune_jax.bench.training",
+        lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),
+    )

@@ -1,0 +1,47 @@
+"""Random weights of any size, drawn where they lie."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stepprune_jax.checkpoints import names
+
+
+def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
+    """Draws weights in their own dtype and on their own devices, leaf by leaf.
+
+    Args:
+        abstract: tree of `jax.ShapeDtypeStruct` as of `vlm.abstract_params`; a leaf that has a
+            sharding is drawn in its parts.
+        seed: of the draw.
+
+    Returns:
+        The tree: kernels and embeddings scaled to keep activations near one, scales 1, biases 0.
+    """
+    flat = names.flatten(abstract)
+    keys = jax.random.split(jax.random.key(seed), len(flat))
+    drawn = {
+        path: _program(path.rpartition("/")[2], leaf.shape, leaf.dtype, leaf.sharding)(key)
+        for key, (path, leaf) in zip(keys, flat.items(), strict=True)
+    }
+    return names.unflatten(drawn)
+
+
+@functools.cache
+def _program(kind: str, shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """The compiled draw of a leaf."""
+
+    def draw(key):
+        if kind in ("scale", "bias"):
+            return jnp.full(shape, kind == "scale", dtype)
+        if len(shape) == 3:  # layer by layer: random bits of all at once would be the memory's peak
+            return jax.lax.map(lambda key: normal(key, shape[1:]), jax.random.split(key, shape[0]))
+        return normal(key, shape)
+
+    def normal(key, shape):
+        deviation = shape[-2] ** -0.5 if kind == "kernel" else 1.0
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(deviation, dtype)
+
+    return jax.jit(draw, out_shardings=sharding)

@@ -1,0 +1,37 @@
+"""What tells a frozen model, or a file, from any other."""
+
+import hashlib
+from pathlib import Path
+
+from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.folder import Source, fetch_weights
+
+# Bytes of each tensor that count.
+_SAMPLE = 1024
+
+
+def model_identity(source: Source) -> str:
+    """A hash that tells a frozen model from any other without reading all of it.
+
+    Of the configuration, the index of the weights (every tensor's name, type, shape and place) and
+    the bytes in the middle of each tensor, which differ between models of one architecture. A model
+    on the hub is downloaded first.
+    """
+    fetch_weights(source)
+    found = hashlib.sha256()
+    for folder in filter(None, (source.folder, source.vision_folder)):
+        found.update((folder / "config.json").read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                for name, entry in sorted(safetensors.read_header(path).items()):
+                    about = (path.name, name, str(entry.dtype), entry.shape, entry.offset)
+                    found.update(repr(about).encode())
+                    file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
+                    found.update(file.read(min(_SAMPLE, entry.nbytes)))
+    return found.hexdigest()
+
+
+def file_identity(path: Path) -> str:
+    """A hash of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
