@@ -15,7 +15,6 @@ from jaxtyping import Array, UInt32
 
 from stepprune_jax import distributed
 from stepprune_jax.checkpoints.identity import file_identity
-from stepprune_jax.checkpoints.identity import model_identity as model_identity  # of whose runs
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
 from stepprune_jax.training.step import State

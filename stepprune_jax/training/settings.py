@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from stepprune_jax.accelerators import ACCELERATORS, Accelerator
-from stepprune_jax.checkpoints.frozen import model_folders as model_folders
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.survey import REMEDIES
 from stepprune_jax.generate.placement import row_count
