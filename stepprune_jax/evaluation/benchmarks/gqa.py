@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent
+from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.evaluation.benchmarks.submission import write_submission
 
 QUESTIONS = "testdev_balanced_questions.json"
@@ -141,8 +141,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         FileNotFoundError: a file is missing.
         ValueError: a file is not what it should be, or a question has no answer.
     """
-    path = layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
-    questions = read_questions(path)
+    questions = read_questions(_questions_path(root))
     warnings = layout.size_warnings(
         f"{QUESTIONS}, balanced questions", len(questions), NUM_QUESTIONS
     )
@@ -178,16 +177,15 @@ def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, An
     return mean_percent([prediction == question.answer for question, prediction in scored]), parts
 
 
+def _questions_path(root: str | Path) -> Path:
+    """The official questions of test-dev."""
+    return layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
+
+
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Whether an answer is right; see `Benchmark.worth`."""
-    path = layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
-    questions = read_questions(path)
-
-    def worth(row: Answer) -> float | None:
-        known = questions.get(row.id)
-        return None if known is None else float(predicted(row.text) == known.answer)
-
-    return worth
+    known = read_questions(_questions_path(root))
+    return worth_by_id(known, lambda text, question: predicted(text) == question.answer)
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:

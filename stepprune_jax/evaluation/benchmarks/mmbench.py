@@ -16,14 +16,20 @@ from typing import NamedTuple
 
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import OPTION_LETTER, Benchmark, Score, mean_percent
+from stepprune_jax.evaluation.benchmarks.result import (
+    OPTION_LETTER,
+    Benchmark,
+    Score,
+    mean_percent,
+    worth_by_id,
+)
 from stepprune_jax.evaluation.benchmarks.spreadsheet import xlsx
 from stepprune_jax.evaluation.benchmarks.submission import write_submission
 
 # The k-th rotation of question i has the index i + k * ROTATION.
 ROTATION = 1_000_000
 SERVER = "https://mmbench.opencompass.org.cn"
-_SOURCE = "https://download.openmmlab.com/mmclassification/datasets/mmbench/"
+SOURCE = "https://download.openmmlab.com/mmclassification/datasets/mmbench/"
 
 # What pandas, with which LLaVA reads and writes the files, takes for an empty cell.
 _EMPTY = frozenset(
@@ -211,13 +217,9 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
 def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
     """Whether an answer to one row is right; see `Benchmark.worth`."""
     table = _read_dev(root, edition)
-
-    def worth(row: Answer) -> float | None:
-        known = table.get(row.id)
-        right = known and option_letter(row.text, options_of(known)) == known["answer"]
-        return None if known is None else float(right)
-
-    return worth
+    return worth_by_id(
+        table, lambda text, row: option_letter(text, options_of(row)) == row["answer"]
+    )
 
 
 def _submit(edition: Edition) -> str:
@@ -233,7 +235,7 @@ def _read_dev(root: str | Path, edition: Edition) -> dict[str, Row]:
     path = _find(root, edition).get(edition.dev)
     if path is None:
         raise FileNotFoundError(
-            f"no {edition.dev} in {root}: get it from {_SOURCE}; {_submit(edition)}"
+            f"no {edition.dev} in {root}: get it from {SOURCE}; {_submit(edition)}"
         )
     table = _table(path)
     if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
@@ -338,7 +340,7 @@ def convert(
     paths = _find(root, edition)
     if not paths:
         names = ", ".join((edition.dev, *edition.test))
-        raise FileNotFoundError(f"none of {names} in {root}: get one from {_SOURCE}")
+        raise FileNotFoundError(f"none of {names} in {root}: get one from {SOURCE}")
     rows = _one_round(answers)
     asked = {row.id for row in rows}
     table = max((_table(path) for path in paths.values()), key=lambda t: len(asked & t.keys()))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score
+from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, worth_by_id
 
 QUESTIONS = "llava_pope_test.jsonl"
 # Splits of the published list with their sizes.
@@ -125,12 +125,7 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Whether an answer is right; see `Benchmark.worth`."""
     questions, _ = _read_questions(layout.folder(root, "pope"))
-
-    def worth(row: Answer) -> float | None:
-        known = questions.get(row.id)
-        return None if known is None else float(says_yes(row.text) == known.label)
-
-    return worth
+    return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
 def _percent(part: int, whole: int) -> float:

@@ -26,6 +26,16 @@ _IMAGE = "<image>"
 _OCR_LINE = "Reference OCR token:"
 _MMBENCH_OPTIONS = "ABCD"
 _EVAL_ZIP = "LLaVA's eval.zip"
+_COCO = "https://cocodataset.org/#download"
+# Where the pictures of a benchmark are, by its name.
+_PICTURES = {
+    "gqa": "images.zip at https://cs.stanford.edu/people/dorarad/gqa/download.html",
+    "mme": "MME's authors (github.com/BradyFU/Awesome-Multimodal-Large-Language-Models)",
+    "pope": f"val2014.zip at {_COCO}",
+    "scienceqa": "the download script of github.com/lupantech/ScienceQA",
+    "textvqa": "https://dl.fbaipublicfiles.com/textvqa/images/train_val_images.zip",
+    "vqav2": f"test2015.zip (of the validation split val2014.zip) at {_COCO}",
+}
 
 
 class Asked(NamedTuple):
@@ -83,7 +93,7 @@ def read_questions(
             questions = [_without_ocr(question) for question in questions]
     if not questions:
         raise ValueError(f"{path}: expected at least one question, found none")
-    _check_pictures(questions)
+    _check_pictures(questions, _PICTURES.get(benchmark.name))
     return questions
 
 
@@ -93,16 +103,17 @@ def _find(benchmark: Benchmark, root: Path, file: str) -> Path:
     if not file and benchmark is mmbench.BENCHMARK_CN and not wanted.is_file():
         other = root / mmbench.BENCHMARK.name / wanted.name
         wanted = other if other.is_file() else wanted
-    return layout.file(wanted, _EVAL_ZIP if benchmark.images else "MMBench's authors")
+    return layout.file(wanted, _EVAL_ZIP if benchmark.images else mmbench.SOURCE)
 
 
-def _check_pictures(questions: list[Asked]) -> None:
+def _check_pictures(questions: list[Asked], source: str | None) -> None:
     """Looks for every picture before a model is loaded."""
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise FileNotFoundError(
             f"{len(missing):,} of {len(paths):,} pictures are missing, as {missing[0]}"
+            + (f": get them from {source}" if source else "")
         )
 
 

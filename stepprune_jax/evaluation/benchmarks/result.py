@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from stepprune_jax.evaluation.benchmarks.answers import Answer, read_answers
+
+T = TypeVar("T")
 
 WORD_OR_PHRASE = "\nAnswer the question using a single word or phrase."
 OPTION_LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -76,6 +78,21 @@ class Benchmark(NamedTuple):
         """
         worth = self.worth(Path(root))
         return [worth(row) for row in read_answers(answers)]
+
+
+def worth_by_id(
+    known: Mapping[str, T], judge: Callable[[str, T], float | bool]
+) -> Callable[[Answer], float | None]:
+    """What answers are worth whose questions are found by their ids; see `Benchmark.worth`.
+
+    Args:
+        known: what there is to know of each question, by id.
+        judge: what a text is worth, given that.
+
+    Returns:
+        `judge` of an answer, None of one to an unknown question.
+    """
+    return lambda row: float(judge(row.text, known[row.id])) if row.id in known else None
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:

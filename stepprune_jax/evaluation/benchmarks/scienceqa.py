@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from stepprune_jax.data.json_files import as_object, read_json_object
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import OPTION_LETTER, Benchmark, Score
+from stepprune_jax.evaluation.benchmarks.result import OPTION_LETTER, Benchmark, Score, worth_by_id
 
 LETTERS = "ABCDE"
 QUESTIONS = 4241
@@ -102,12 +102,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Whether an answer is right; see `Benchmark.worth`."""
     problems = _read_problems(layout.folder(root, "scienceqa"))
-
-    def worth(row: Answer) -> float | None:
-        known = problems.get(row.id)
-        return None if known is None else float(letter(row.text) == known.answer)
-
-    return worth
+    return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)
 
 
 def _percent(right: set[str], names: Collection[str]) -> float:

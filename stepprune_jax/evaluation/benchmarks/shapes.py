@@ -6,7 +6,7 @@ from pathlib import Path
 from stepprune_jax.data.json_files import identity, read_json_lines, words
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent
+from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
@@ -20,12 +20,7 @@ def is_right(text: str, truth: str) -> bool:
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Whether an answer is right; see `Benchmark.worth`."""
-    truths = _read_truths(root)
-
-    def worth(row: Answer) -> float | None:
-        return float(is_right(row.text, truths[row.id])) if row.id in truths else None
-
-    return worth
+    return worth_by_id(_read_truths(root), is_right)
 
 
 def score(root: str | Path, answers: str | Path) -> Score:

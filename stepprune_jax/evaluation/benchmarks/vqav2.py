@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stepprune_jax.data.json_files import identity, read_json_lines, read_json_object
 from stepprune_jax.evaluation.benchmarks import layout
 from stepprune_jax.evaluation.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent
+from stepprune_jax.evaluation.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.evaluation.benchmarks.submission import write_submission
 from stepprune_jax.evaluation.benchmarks.vqa_answers import (
     NUM_PEOPLE,
@@ -145,12 +145,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Accuracy of an answer; see `Benchmark.worth`."""
     people = read_people(_annotations(root))
-
-    def worth(row: Answer) -> float | None:
-        known = people.get(row.id)
-        return None if known is None else accuracy(normalise(row.text), known.answers)
-
-    return worth
+    return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
 
 
 def _annotations(root: str | Path) -> Path:
