@@ -70,7 +70,7 @@ def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
             f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
             "it to True"
         )
-    for stage in ["tower"] * tower + ["language", "noise"]:
+    for stage in ["tower"] * tower + ["language"] + ["noise"] * (config.noise.steps > 0):
         size = config[stage].batch_size
         if size > len(samples):
             raise ValueError(

@@ -50,6 +50,7 @@ def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
     config.policy.update({"width": 4, "num_heads": 1, "mlp_ratio": 1, "encoder_layers": 1})
     assert config.policy.max_steps == 288
     config.steps = config.batch_size = config.model.rows_at_once = config.log_every = 1
+    config.mesh = "single"
     config.data.length_multiple, config.data.stats_images, config.optimizer.warmup = 256, 1, 0
     train(config, tmp_path / "run")
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
