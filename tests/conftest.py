@@ -11,6 +11,8 @@ import gc
 import os
 from importlib.metadata import version
 
+import hypothesis
+
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -22,3 +24,9 @@ if version("jaxlib").startswith("0.10."):  # 0.11 ends at flags that it does not
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 gc.set_threshold(50_000, 20, 50)
+
+# A deadline measures how busy the machine is, and so does the check on the time of drawing inputs.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")

@@ -124,5 +124,5 @@ def _example(
     patches = [token - first for token in row.fields["order"] if token >= first]
     return Example(
         image, patches, f"K = {row.fields['kept']}", benchmark.title,
-        question.prompt.removeprefix("<image>\n"), shorten(row.text, 40, placeholder="…"), right,
+        question.prompt.removeprefix("<image>\n"), shorten(row.text, 28, placeholder="…"), right,
     )  # fmt: skip
