@@ -90,7 +90,7 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
     # All of these are those of configs/shapes.py.
     policy.text_gate = "attention"  # changed
     policy.min_tokens = 4  # silent
-    policy.stop = "aligned"  # changed
+    policy.stop = "hazard"  # changed
     policy.stop_bias = -1.0  # silent
     policy.estimator = "parallel"  # changed
     policy.score_space = "log"  # changed

@@ -58,11 +58,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.language.muon_lr = 0.02
     c.language.thinned_share = 0.75
     c.language.kept = (2, 4, 8, 16, 32, 48, 64)
+    c.language.taste = 2.0  # how strongly the choice goes by what patches show
     c.language.train_tower = False
 
     c.noise = ConfigDict()  # every other step with noise in place of most tokens
-    c.noise.steps = 800
+    c.noise.steps = 1200
     c.noise.batch_size = 32
     c.noise.lr = 1e-3
     c.noise.muon_lr = 0.01
+    c.noise.thinned_share = 0.5  # of the other steps
+    c.noise.taste = 4.0
     return c

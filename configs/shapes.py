@@ -140,7 +140,7 @@ def policy_fields(reading: str) -> ConfigDict:
         shape = PolicyConfig.literal(**size)
     else:
         shape = PolicyConfig(
-            **size, batch_budget="probe", random_budget=(0.02, 0.5), price_range=2.0,
+            **size, stop="hazard", batch_budget="probe", random_budget=(0.02, 0.5), price_range=2.0,
             length_weight=0.3, min_tokens=4, polarisation_temperature=0.4, polarisation_share=0.9,
         )  # fmt: skip
     fields = dataclasses.asdict(shape)
@@ -154,7 +154,7 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight", "price_range", "probe_weight",
+    "length_weight", "price_range", "probe_weight", "gain_bound",
     "polarisation_start", "polarisation_share",
 )  # fmt: skip
 

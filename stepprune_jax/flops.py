@@ -77,7 +77,7 @@ def policy_flops(
         rows = n if block == config.encoder_layers - 1 else s
         encoder += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
         encoder += _matmuls(rows, (d, hidden), (hidden, d))
-    inner = config.decoder_layers - 1
+    inner = config.decoder_layers - 1 + (config.stop == "hazard")
     memory = _matmuls(m, (d, d)) * (1 + 2 * inner)
     # Attention over the cache reads all T_max rows, the masked ones too.
     cache = config.steps(n)

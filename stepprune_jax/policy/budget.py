@@ -49,9 +49,9 @@ def draw_limits(
 def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> Float[Array, "b"]:
     """Logarithm of each row's price of a token, over lambda: uniform in +-`config.price_range`.
 
-    The same number is added to the row's stop logits. Where the aligned stop is at rest, the gain
-    of the next token is its price; so l_stop - max_i l_i learns minus the logarithm of that gain,
-    and a stop bias at inference means a price.
+    The same number is added to the row's stop logits. Where the stop is at rest, the gain of
+    the next token is its price; so its margin learns minus the logarithm of that gain, and a stop
+    bias at inference means a price.
 
     Args:
       key: PRNG key; consumed.
@@ -99,8 +99,25 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
     return config.probe_weight * total / jnp.maximum(asked_times, 1)
 
 
+@jax.custom_vjp
+def bound_gradient(x: Float[Array, "*b"], bound: ArrayLike) -> Float[Array, "*b"]:
+    """x, whose gradient is clipped to +-`bound`, element by element."""
+    del bound
+    return x
+
+
+bound_gradient.defvjp(
+    lambda x, bound: (x, bound),
+    lambda bound, cotangent: (jnp.clip(cotangent, -bound, bound).astype(cotangent.dtype), None),
+)
+
+
 def soft_budget(
-    config: PolicyConfig, trajectory: Trajectory, own: Bool[Array, "b"], running: ArrayLike
+    config: PolicyConfig,
+    trajectory: Trajectory,
+    own: Bool[Array, "b"],
+    running: ArrayLike,
+    num_tokens: Int[Array, "b"],
 ) -> Float[Array, "b"]:
     """k of Eq. (12) for each row; rows at an exact budget always use that budget.
 
@@ -112,11 +129,15 @@ def soft_budget(
       trajectory: Selection of the batch.
       own: Rows that stop by themselves.
       running: From `update_running_count`.
+      num_tokens: N of each row, without its padding.
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
     soft = differentiable_count(config, trajectory)
+    # What a token is worth has heavy tails: a few rows that the model gets wrong outweigh the rest.
+    rows = jnp.maximum(num_tokens, 1) * num_tokens.shape[0]
+    through = bound_gradient(soft - jax.lax.stop_gradient(soft), config.gain_bound / rows)
     own_budget = {
-        "straight_through": hard + (soft - jax.lax.stop_gradient(soft)),
+        "straight_through": hard + through,
         "per_sample": hard,
         "batch_mean": jnp.full_like(hard, jnp.maximum(running, 1)),
     }[config.soft_budget]

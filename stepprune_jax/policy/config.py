@@ -7,7 +7,7 @@ from typing import Any
 CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
     "text_gate": ("attention", "norm", "printed"),
-    "stop": ("aligned", "softmax"),
+    "stop": ("aligned", "softmax", "hazard"),
     "estimator": ("straight_through", "parallel"),
     "aggregation": ("discounted", "alive", "uniform", "last"),
     "credit": ("soft", "straight_through"),
@@ -49,7 +49,10 @@ class PolicyConfig:
       temperature: tau of the pointer softmax, Eq. (6).
       stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
         sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
-      stop_temperature: Temperature of the aligned stop; unused by `"softmax"`.
+        `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its own
+        that reads what the pointer reads without changing it: order and stop do not disturb each
+        other.
+      stop_temperature: Temperature of the aligned stop and of the hazard.
       stop_bias: Constant added to every stop logit, so that episodes start out long.
       estimator: How `gate` differentiates the selection. `"straight_through"` carries gradients
         through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
@@ -70,6 +73,8 @@ class PolicyConfig:
         With `"probe"` every row has a random budget, and the stop learns before its end: whether
         it was worth the price to go on (`differentiable_count`).
       probe_weight: Factor on the gradient of those decisions.
+      gain_bound: Bound on a row's dL_LM/dk as the straight-through count receives it, in nats per
+        N tokens, as lambda is. The loss is taken to be the mean over the rows.
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
       gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
       length_weight: lambda of Eq. (15).
@@ -93,7 +98,7 @@ class PolicyConfig:
     max_steps: int | None = None
     min_tokens: int = 1
     temperature: Number = 1.0
-    stop: str = "aligned"
+    stop: str = "hazard"
     stop_temperature: Number = 0.5
     stop_bias: Number = -1.0
     estimator: str = "parallel"
@@ -109,6 +114,7 @@ class PolicyConfig:
     batch_budget: str = "mix"
     random_budget: tuple[Number, Number] = (0.08, 0.36)
     probe_weight: Number = 10.0
+    gain_bound: Number = 10.0
     gate: str = "vp"
     length_weight: Number = 0.3
     price_range: Number = 0.0
@@ -119,7 +125,7 @@ class PolicyConfig:
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
         positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
         positive += ("temperature", "stop_temperature")
-        positive += ("polarisation_temperature", "polarisation_start", "probe_weight")
+        positive += ("polarisation_temperature", "polarisation_start", "probe_weight", "gain_bound")
         for name in positive:
             self._require(name, getattr(self, name) > 0, "a positive number")
         self._require("text_width", self.text_width >= 0, "0 (no text) or a width")
@@ -138,10 +144,10 @@ class PolicyConfig:
                 f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "
                 f"width {self.policy_width}"
             )
-        if self.batch_budget == "probe" and self.stop != "aligned":
+        if self.batch_budget == "probe" and self.stop == "softmax":
             raise ValueError(
-                f"PolicyConfig.stop is {self.stop!r}, expected 'aligned': batch_budget='probe' "
-                "trains the margin of the stop"
+                "PolicyConfig.stop is 'softmax', expected 'aligned' or 'hazard': "
+                "batch_budget='probe' trains the margin of the stop"
             )
         if self.credit == "straight_through" and self.score_space == "log":
             raise ValueError(

@@ -28,19 +28,21 @@ class Context(NamedTuple):
 
     Attributes:
       pointer_key: Keys of the pointer logits.
-      cross_key: Cross-attention keys of each inner layer.
-      cross_value: Cross-attention values of each inner layer.
+      cross_key: Cross-attention keys of each inner layer, then of the hazard.
+      cross_value: Cross-attention values of the same.
       memory_mask: True at real slots; the stop slot is always real.
+      stop: The stop slot.
     """
 
     pointer_key: Float[Array, "b m d"]
     cross_key: tuple[Float[Array, "b h m c"], ...]
     cross_value: tuple[Float[Array, "b h m c"], ...]
     memory_mask: Bool[Array, "b m"]
+    stop: Float[Array, "b d"]
 
 
 class Cache(NamedTuple):
-    """Keys and values of the queries so far, one pair per decoder layer."""
+    """Keys and values of the queries so far: inner layers, hazard if there is one, pointer."""
 
     key: tuple[Float[Array, "b h t c"], ...]
     value: tuple[Float[Array, "b h t c"], ...]
@@ -67,14 +69,20 @@ def pointer_init(
     pointer = weights["pointer"]
     slots = layers.layer_norm(pointer["memory_norm"], memory)
     keys, values = [], []
-    for i in range(config.decoder_layers - 1):
-        cross = weights[f"layer_{i}"]["cross"]
-        inner = layers.layer_norm(cross["memory_norm"], memory)
+    readers = [(weights[f"layer_{i}"], memory) for i in range(config.decoder_layers - 1)]
+    if config.stop == "hazard":
+        readers.append((weights["hazard"], jax.lax.stop_gradient(memory)))
+    for layer, seen in readers:
+        cross = layer["cross"]
+        inner = layers.layer_norm(cross["memory_norm"], seen)
         for name, out in (("key", keys), ("value", values)):
             out.append(layers.split_heads(layers.dense(cross["attention"][name], inner), heads))
-    context = Context(layers.dense(pointer["key"], slots), tuple(keys), tuple(values), memory_mask)
+    context = Context(
+        layers.dense(pointer["key"], slots), tuple(keys), tuple(values), memory_mask, memory[:, -1]
+    )
     empty = jnp.zeros((b, heads, steps, d // heads), memory.dtype)
-    cache = Cache((empty,) * config.decoder_layers, (empty,) * config.decoder_layers)
+    histories = (empty,) * (config.decoder_layers + (config.stop == "hazard"))
+    cache = Cache(histories, histories)
     start = jnp.broadcast_to(weights["start"].astype(memory.dtype), (b, d))
     return Decoder(start, context, cache)
 
@@ -104,20 +112,38 @@ def _cross(params: Params, config: PolicyConfig, x, key, value, memory_mask):
     return x + layers.dense(weights["out"], layers.merge_heads(mixed))
 
 
-def _decode(params, config, context, x, cache, first):
-    """Pointer logits of queries `x [b, t, d]` at steps `first, first + 1, ...`."""
-    weights, keys, values = params["decoder"], [], []
-    for i in range(config.decoder_layers):
-        last = i == config.decoder_layers - 1
-        layer = weights["pointer" if last else f"layer_{i}"]
-        x, key, value = _history(layer["history"], config, x, cache.key[i], cache.value[i], first)
-        keys.append(key)
-        values.append(value)
-        if not last:
-            slots = (context.cross_key[i], context.cross_value[i], context.memory_mask)
-            x = _cross(layer["cross"], config, x, *slots)
-            x = x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x))
+def _layer(layer: Params, config: PolicyConfig, context: Context, x, cache: Cache, i: int, first):
+    """A whole decoder layer, number `i` of those with cross-attention."""
+    x, key, value = _history(layer["history"], config, x, cache.key[i], cache.value[i], first)
+    slots = (context.cross_key[i], context.cross_value[i], context.memory_mask)
+    x = _cross(layer["cross"], config, x, *slots)
+    return x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x)), key, value
+
+
+def _hazard(layer: Params, config: PolicyConfig, context: Context, x, cache: Cache, first):
+    """Stop logits of queries `x`, and the history's keys and values.
+
+    It sees queries and memory without a gradient to them. The stop slot is its readout, and the
+    step a clock, since attention over a history does not tell how long it is.
+    """
+    wide = layers.score_dtype(x.dtype)
+    elapsed = jnp.log1p((first + jnp.arange(x.shape[1])).astype(wide))[:, None]
+    x = jax.lax.stop_gradient(x) + (elapsed * layer["clock"]).astype(x.dtype)
+    x, key, value = _layer(layer, config, context, x, cache, config.decoder_layers - 1, first)
+    read = layers.layer_norm(layer["read"], x).astype(wide)
+    return jnp.einsum("btd,bd->bt", read, context.stop.astype(wide)), key, value
+
+
+def _decode(params, config, context, queries, cache, first):
+    """Pointer logits of queries `[b, t, d]` at steps `first, first + 1, ...`."""
+    weights, x, last = params["decoder"], queries, config.decoder_layers - 1
+    histories = []
+    for i in range(last):
+        x, *history = _layer(weights[f"layer_{i}"], config, context, x, cache, i, first)
+        histories.append(history)
     pointer = weights["pointer"]
+    at = (cache.key[-1], cache.value[-1], first)
+    x, *history = _history(pointer["history"], config, x, *at)
     query = layers.dense(pointer["query"], layers.layer_norm(pointer["norm"], x))
     # Full float32 also where the hardware would round products: near-ties decide the selection.
     logits = jnp.matmul(
@@ -125,8 +151,13 @@ def _decode(params, config, context, x, cache, first):
         context.pointer_key.swapaxes(-1, -2),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=layers.score_dtype(query.dtype),
-    )
-    return logits / math.sqrt(query.shape[-1]), Cache(tuple(keys), tuple(values))
+    ) / math.sqrt(query.shape[-1])
+    if config.stop == "hazard":
+        stop, *own = _hazard(weights["hazard"], config, context, queries, cache, first)
+        logits = jnp.concatenate([logits[..., :-1], stop[..., None]], axis=-1)
+        histories.append(own)
+    key, value = zip(*histories, history, strict=True)
+    return logits, Cache(key, value)
 
 
 def pointer_step(

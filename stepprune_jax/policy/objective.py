@@ -139,7 +139,8 @@ def gate(
     slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     steps = config.steps(n) if max_steps is None else max_steps
-    limits, own = draw_limits(budget_key, config, jnp.sum(real, axis=1), steps)
+    count = jnp.sum(real, axis=1)
+    limits, own = draw_limits(budget_key, config, count, steps)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(
@@ -149,7 +150,7 @@ def gate(
     )  # fmt: skip
     running = jnp.asarray(running_count, jnp.float32)
     running = update_running_count(running, trajectory.count, own)
-    k = soft_budget(config, trajectory, own, running)
+    k = soft_budget(config, trajectory, own, running, count)
     alpha = soft_topk(
         trajectory_scores(config, trajectory), k, polarisation_temperature(config, progress),
         backend=config.polarisation, where=image_mask,

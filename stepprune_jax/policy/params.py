@@ -77,15 +77,19 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
     def history():
         return {"norm": _norm(d), "attention": _attention(d)}
 
-    inner = {
-        f"layer_{i}": {
+    def layer():
+        return {
             "history": history(),
             "cross": {"norm": _norm(d), "memory_norm": _norm(d), "attention": _attention(d)},
             "norm": _norm(d),
             "mlp": _mlp(d, hidden),
         }
-        for i in range(config.decoder_layers - 1)
-    }
+
+    inner = {f"layer_{i}": layer() for i in range(config.decoder_layers - 1)}
+    if config.stop == "hazard":
+        inner["hazard"] = layer() | {
+            "clock": ParamSpec((d,), (None,), "token"), "read": _norm(d, bias=False),
+        }  # fmt: skip
     pointer = {
         "history": history(),
         "norm": _norm(d),

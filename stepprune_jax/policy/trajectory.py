@@ -31,7 +31,8 @@ class StepDistribution(NamedTuple):
       prob: p_t(i), exactly zero for those.
       stop_prob: p_t(stop): 0 before `min_tokens`, 1 from `max_tokens` on.
       log_continue: log(1 - stop_prob), computed without cancellation.
-      margin: l_stop - max_i l_i, stop bias included. The hard stop is `margin > 0`.
+      margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop is
+        `margin > 0`.
       stop: Whether the episode, if still alive, ends here.
     """
 
@@ -53,7 +54,7 @@ class Trajectory(NamedTuple):
       prob: p_t(i).
       stop_prob: p_t(stop).
       log_continue: log(1 - p_t(stop)), finite.
-      margin: l_stop - max_i l_i; see `count_at_bias`.
+      margin: As in `StepDistribution`; see `count_at_bias`.
       alive: Whether the episode had not ended before step t (the hard A_t).
       count: K, the number of tokens kept.
       selected: Whether token i is kept.
@@ -77,10 +78,11 @@ def stop_margin(
     available: Bool[Array, "*b n"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """Masked image logits, the biased stop logit, and its margin over the best token."""
+    """Masked image logits, the biased stop logit, and its margin: over the best token, or over 0."""
     image = jnp.where(available, logits[..., :-1], MASKED)
     stop = logits[..., -1] + config.stop_bias + stop_bias
-    return image, stop, stop - jnp.max(image, axis=-1)
+    rival = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
+    return image, stop, stop - rival
 
 
 def hard_stop(
@@ -110,7 +112,8 @@ def step_distribution(
 
     p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the tokens left. With `config.stop ==
     "softmax"`, p_t(stop) is the stop's share of the softmax over all N+1 slots and the product is
-    that softmax; with `"aligned"` it is sigmoid((l_stop - max_i l_i) / stop_temperature).
+    that softmax; with `"aligned"` it is sigmoid((l_stop - max_i l_i) / stop_temperature), with
+    `"hazard"` sigmoid(l_stop / stop_temperature).
 
     Args:
       config: Policy configuration.

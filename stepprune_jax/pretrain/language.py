@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
@@ -55,7 +55,7 @@ def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
 
 def noised(
     key: Array, features: Float[Array, "i n d"], score: Float[Array, "i n"]
-) -> Float[Array, "i n d"]:
+) -> tuple[Float[Array, "i n d"], Bool[Array, "i n"]]:
     """Mixes tokens with noise, Eq. (13), in most places so much that nothing of them is left.
 
     Each image keeps the tokens of its 2 to n largest scores, a number that is drawn log-uniformly,
@@ -67,16 +67,31 @@ def noised(
       score: Of each token.
 
     Returns:
-      Features of the same mean and variance by channel.
+      Features of the same mean and variance by channel, and which of them are kept.
     """
     images, n = score.shape
     count_key, gate_key, noise_key = jax.random.split(key, 3)
     count = jnp.exp(jax.random.uniform(count_key, (images, 1), maxval=jnp.log(n / 2))) * 2
     rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
     inside, outside = jax.random.uniform(gate_key, (2, images, 1))
-    alpha = jnp.where(rank < count, 0.6 + 0.4 * inside, 0.1 * outside)
+    kept = rank < count
+    alpha = jnp.where(kept, 0.6 + 0.4 * inside, 0.1 * outside)
     stats = update_stats(FeatureStats.start(features.shape[-1]), features)
-    return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats)
+    return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats), kept
+
+
+class Shown(NamedTuple):
+    """What a step shows of a picture.
+
+    Attributes:
+      kept: Visual tokens; None shows all.
+      noisy: All, most of them noise: see `noised`.
+      taste: How strongly the choice goes by what patches show: see `_favour`.
+    """
+
+    kept: int | None = None
+    noisy: bool = False
+    taste: float = 2.0
 
 
 class Words(NamedTuple):
@@ -92,10 +107,10 @@ class Words(NamedTuple):
     token: Int[Array, "c"]
 
 
-def _favour(key: Array, saliency: Array, words: Sequence[Words]) -> Array:
+def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
     """Saliency times a random factor for each class of patches: a taste, drawn for each image.
 
-    A policy keeps what a question is about and drops the rest. A model that has seen images thinned
+    The logarithm of a factor has the standard deviation `strength`. A policy keeps what a question is about and drops the rest. A model that has seen images thinned
     at random only takes the share of what is left for the share that there was, and miscounts.
     """
     factor = jnp.zeros(saliency.shape)
@@ -104,51 +119,56 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words]) -> Array:
             shape = (saliency.shape[0], named.token.shape[0])
             taste = jax.random.normal(jax.random.fold_in(key, number), shape)
             factor += jnp.take_along_axis(taste, named.label, axis=1)
-    return jnp.log(saliency + 1e-9) + 2 * factor
+    return jnp.log(saliency + 1e-9) + strength * factor
 
 
-def _see(params, config, pixels, key, words: Sequence[Words], kept: int | None, noisy: bool):
-    """Visual features and their indices: all, thinned, or all with noise."""
+def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
+    """Visual features, their indices, and which of them are no noise."""
     full = config.num_image_tokens
     everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
-    if kept is None and not noisy:
-        return vlm.encode_image(params, config, pixels)[0], everything
+    if shown.kept is None and not shown.noisy:
+        return vlm.encode_image(params, config, pixels)[0], everything, everything >= 0
     tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
     features, found = vlm.encode_image(params, config, pixels, (tap,))
     attention = jax.lax.stop_gradient(next(iter(found.values()))[..., 1:].mean(1))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with more and more weight on what stands out.
     sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-1, maxval=2))
-    favour = _favour(taste_key, attention, words)
-    if noisy:
+    favour = _favour(taste_key, attention, words, shown.taste)
+    if shown.noisy:
         score_key, noise_key = jax.random.split(draw_key)
-        return noised(noise_key, features, _scores(score_key, favour, sharpness)), everything
-    index = thinned(draw_key, favour, kept, sharpness)
-    return jnp.take_along_axis(features, index[..., None], axis=1), index
+        mixed, clear = noised(noise_key, features, _scores(score_key, favour, sharpness))
+        return mixed, everything, clear
+    index = thinned(draw_key, favour, shown.kept, sharpness)
+    return jnp.take_along_axis(features, index[..., None], axis=1), index, index >= 0
 
 
 def _alignment_loss(
     embedding: Float[Array, "v e"],
     visual: Float[Array, "i k e"],
     index: Int[Array, "i k"],
+    clear: Bool[Array, "i k"],
     words: Words,
+    silent: int,
 ) -> Float[Array, ""]:
     """Cross-entropy of each patch's word among the words of its kind, by the nearest embedding.
 
     It puts visual tokens into the space of the words that name them, so that one way of matching
     words serves all of them. A share between two words (how far to the right between "left" and
-    "right") is told by the same means.
+    "right") is told by the same means. Noise is named by a token that says nothing.
     """
-    named = words.token >= 0
-    candidates = jnp.where(named[:, None], embedding[jnp.maximum(words.token, 0)], 0)
-    logits = jnp.where(named, visual @ candidates.T, jnp.finfo(jnp.float32).min)
     label = jnp.take_along_axis(words.label, index, axis=1)
+    named = words.token >= 0
     if jnp.issubdtype(label.dtype, jnp.floating):
-        known = jnp.isfinite(label)
-        share = jnp.where(known, label, 0.5)
+        known = jnp.isfinite(label) & clear
+        share = jnp.where(jnp.isfinite(label), label, 0.5)
         target = jnp.stack([1 - share, share], axis=-1)
-        losses = optax.softmax_cross_entropy(logits, target)
+        losses = optax.softmax_cross_entropy(visual @ embedding[words.token].T, target)
     else:
+        tokens = jnp.append(jnp.maximum(words.token, 0), silent)
+        named = jnp.append(named, True)
+        logits = jnp.where(named, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
+        label = jnp.where(clear, label, tokens.shape[0] - 1)
         known = named[label]
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(known, label, jnp.argmax(named))
@@ -212,8 +232,7 @@ def language_loss(
     packed: Packed,
     told: Told | None,
     words: Sequence[Words],
-    kept: int | None,
-    noisy: bool = False,
+    shown: Shown,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
 
@@ -229,17 +248,16 @@ def language_loss(
       packed: Their exchanges.
       told: What their questions speak of; None without labels.
       words: What their patches show; none without labels.
-      kept: Visual tokens to show; `None` shows all.
-      noisy: All are shown, most of them noise: see `noised`.
+      shown: What is shown of a picture.
 
     Returns:
       The loss, the share of supervised tokens that are told right, and what `mention_loss` says.
     """
     params = frozen | trained
-    features, index = _see(params, config, pixels, key, words, kept, noisy)
+    features, index, clear = _see(params, config, pixels, key, words, shown)
     visual = vlm.project(params, config, features)
     # An image that is thinned may not show what a question speaks of.
-    told = None if noisy or kept is not None else told
+    told = None if shown.noisy or shown.kept is not None else told
     slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if told is None else told.slot
     logits, halfway = run_packed(params, config, visual, index, packed, slot)
     known = packed.label >= 0
@@ -249,7 +267,10 @@ def language_loss(
     right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
     total = jnp.sum(jnp.where(known, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
-    aligned = sum(_alignment_loss(embedding, visual, index, named) for named in words)
+    aligned = sum(
+        _alignment_loss(embedding, visual, index, clear, named, config.pad_token_id or 0)
+        for named in words
+    )
     scalars = {"lm_loss": total, "told": right}
     if told is None:
         return total + 0.25 * aligned, scalars

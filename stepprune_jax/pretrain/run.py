@@ -20,6 +20,7 @@ from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.models import vlm
 from stepprune_jax.pretrain.data import Data, batch_indices, read, word_tokens
+from stepprune_jax.pretrain.language import Shown
 from stepprune_jax.pretrain.mentions import Told, init_mention_heads, place_mentions
 from stepprune_jax.pretrain.packing import Packed, pack
 from stepprune_jax.pretrain.settings import check_config
@@ -42,6 +43,7 @@ from stepprune_jax.visualize.training import draw_training
 
 MODEL = "model"
 NOISY = "noisy"
+MENTION_HEADS = "mention_heads"
 
 
 def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
@@ -102,13 +104,11 @@ def _run_stage(
     return state
 
 
-def _recipe(
-    config: Any, model: LlavaConfig, fields: Any, kept: int | None = None, noisy: bool = False
-) -> Recipe:
+def _recipe(config: Any, model: LlavaConfig, fields: Any, shown: Shown = Shown()) -> Recipe:
     pieces = fields.batch_size // config.micro_batch
     devices = math.gcd(pieces, jax.device_count())
     muon_lr = fields.get("muon_lr", 0.0)
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, kept, muon_lr, noisy)
+    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, muon_lr, shown)
 
 
 def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict | None:
@@ -134,15 +134,15 @@ def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict 
 def kept_at(config: Any, stage: str, step: int) -> int | str | None:
     """How many visual tokens a step of a stage shows; None means all, `NOISY` all with noise.
 
-    Every other step of the stage "noise" has noise, the others are those of the stage "language"
-    once it thins.
+    Every other step of the stage "noise" has noise, and `thinned_share` of the others thins, as in
+    the stage "language" behind its first steps.
     """
     late = stage == "noise"
     if late and step % 2:
         return NOISY
     random = np.random.default_rng([config.seed, 3 if late else 1, step])
     whole = not late and step < config.language.whole_steps
-    if whole or random.random() >= config.language.thinned_share:
+    if whole or random.random() >= config[stage].thinned_share:
         return None
     return int(random.choice(config.language.kept))
 
@@ -165,15 +165,17 @@ def _wide(label: np.ndarray) -> np.ndarray:
 def _train_language(
     name, config, workdir, model, params, packed, told, tokens, data: Data, interrupt
 ):  # fmt: skip
-    """All weights after the stage "language" or "noise"."""
+    """All weights after the stage "language" or "noise", heads of mentions among them."""
     fields, number = config[name], ("language", "noise").index(name)
-    parts = ["projector", "language"] + ["vision"] * config.language.train_tower
-    trained = {name: params[name] for name in parts}
+    if told is not None and MENTION_HEADS not in params:
+        params = params | {MENTION_HEADS: init_mention_heads(told, model.text.hidden_size)}
+    parts = {"projector", "language"} | ({"vision"} if config.language.train_tower else set())
+    parts |= params.keys() & {MENTION_HEADS}
+    trained = {name: params[name] for name in params if name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
-    if told is not None:
-        trained["mention_heads"] = init_mention_heads(told, model.text.hidden_size)
-    recipes = {k: _recipe(config, model, fields, k) for k in (None, *config.language.kept)}
-    recipes[NOISY] = _recipe(config, model, fields, None, noisy=True)
+    ways = {k: Shown(k, taste=fields.taste) for k in (None, *config.language.kept)}
+    ways[NOISY] = Shown(noisy=True, taste=fields.taste)
+    recipes = {k: _recipe(config, model, fields, shown) for k, shown in ways.items()}
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
 
     def update(step, state, rows):
@@ -189,7 +191,7 @@ def _train_language(
     state = start(recipes[None], trained)
     state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
     state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
-    return None if state is None else frozen | {name: state.trained[name] for name in parts}
+    return None if state is None else frozen | state.trained
 
 
 def _first_model(config: Any, data: Data) -> tuple[dict, LlavaConfig, Any]:
@@ -252,13 +254,14 @@ def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | Non
         params = jax.device_get(params)  # stages may share the work among different devices
         if not config.init:
             params = _start_language(params, model, data)
-        for name, spoken in [("language", told)] + [("noise", None)] * (config.noise.steps > 0):
+        for name in ["language"] + ["noise"] * (config.noise.steps > 0):
             params = _train_language(
-                name, config, workdir, model, params, packed, spoken, tokens, data, interrupt
+                name, config, workdir, model, params, packed, told, tokens, data, interrupt
             )
             if params is None:
                 return None
             params = jax.device_get(params)
+    params.pop(MENTION_HEADS, None)
     draw_training(workdir / "language.png", workdir / "language" / "metrics.jsonl")
     params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
     made = _save(VLM(params, model, tokenizer, settings), workdir)

@@ -66,11 +66,16 @@ def _check_model(values: dict[str, Any]) -> None:
 
 
 def _check_thinning(values: dict[str, Any]) -> None:
-    share, kept = values.get("language.thinned_share"), values.get("language.kept")
-    valid = isinstance(share, int | float) and 0 <= share <= 1
-    _require(values, "language.thinned_share", valid, "a share from 0 to 1")
-    if not share:
+    shares = [values.get(f"{stage}.thinned_share") for stage in ("language", "noise")]
+    for stage, share in zip(("language", "noise"), shares, strict=True):
+        valid = isinstance(share, int | float) and 0 <= share <= 1
+        _require(values, f"{stage}.thinned_share", valid, "a share from 0 to 1")
+        taste = values.get(f"{stage}.taste")
+        valid = isinstance(taste, int | float) and taste >= 0
+        _require(values, f"{stage}.taste", valid, "a number from 0")
+    if not any(shares):
         return
+    kept = values.get("language.kept")
     n = grid_side(values) ** 2
     counts = isinstance(kept, list) and kept and all(_is_count(k, 1) and k <= n for k in kept)
     _require(values, "language.kept", bool(counts), f"numbers of visual tokens from 1 to {n}")

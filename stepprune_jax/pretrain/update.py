@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.generate.placement import jit_for_weights
-from stepprune_jax.pretrain.language import Words, language_loss
+from stepprune_jax.pretrain.language import Shown, Words, language_loss
 from stepprune_jax.pretrain.mentions import Told
 from stepprune_jax.pretrain.packing import Packed
 from stepprune_jax.pretrain.tower import tower_loss
@@ -35,9 +35,8 @@ class Recipe(NamedTuple):
       lr: Peak learning rate.
       micro_batch: Rows of a piece of the batch.
       devices: How many share the pieces.
-      kept: Visual tokens that the language model is shown; None shows all.
-      noisy: It is shown all, most of them noise.
       muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
+      shown: What the language model is shown of a picture.
     """
 
     model: LlavaConfig
@@ -45,9 +44,8 @@ class Recipe(NamedTuple):
     lr: float
     micro_batch: int
     devices: int
-    kept: int | None = None
     muon_lr: float = 0.0
-    noisy: bool = False
+    shown: Shown = Shown()
 
 
 def _matrices(params: Any) -> Any:
@@ -175,7 +173,7 @@ def _language_update(
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
         return language_loss(
             trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), told, named,
-            recipe.kept, recipe.noisy,
+            recipe.shown,
         )  # fmt: skip
 
     grads, scalars = _accumulate(

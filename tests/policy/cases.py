@@ -8,8 +8,10 @@ from stepprune_jax.policy import ParamSpec, PolicyConfig, param_specs
 
 
 def small_config(**fields):
-    """A float64 policy of width 8."""
-    base = dict(feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64")
+    """A float64 policy of width 8, whose stop is differentiated all the way."""
+    base = dict(
+        feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64", stop="aligned"
+    )
     return PolicyConfig(**(base | fields))
 
 

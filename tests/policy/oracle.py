@@ -124,26 +124,36 @@ def history(weights, config, x):
     return out
 
 
+def decoder_layer(layer, config, slots, x):
+    """A whole decoder layer over all queries so far."""
+    x, cross = history(layer["history"], config, x), layer["cross"]
+    seen = [layer_norm(cross["memory_norm"], slot) for slot in slots]
+    keys = [dense(cross["attention"]["key"], row) for row in seen]
+    values = [dense(cross["attention"]["value"], row) for row in seen]
+    for t, row in enumerate(x):
+        query = dense(cross["attention"]["query"], layer_norm(cross["norm"], row))
+        mixed = attend(query, keys, values, config.num_heads)
+        row = row + dense(cross["attention"]["out"], mixed)
+        x[t] = row + mlp(layer["mlp"], layer_norm(layer["norm"], row))
+    return x
+
+
 def pointer_logits(weights, config, slots, queries):
     """Logits of the last query over the real slots (the stop last), from scratch."""
     decoder, x = weights["decoder"], list(queries)
     for i in range(config.decoder_layers - 1):
-        layer = decoder[f"layer_{i}"]
-        x = history(layer["history"], config, x)
-        cross = layer["cross"]
-        seen = [layer_norm(cross["memory_norm"], slot) for slot in slots]
-        keys = [dense(cross["attention"]["key"], row) for row in seen]
-        values = [dense(cross["attention"]["value"], row) for row in seen]
-        for t, row in enumerate(x):
-            query = dense(cross["attention"]["query"], layer_norm(cross["norm"], row))
-            mixed = attend(query, keys, values, config.num_heads)
-            row = row + dense(cross["attention"]["out"], mixed)
-            x[t] = row + mlp(layer["mlp"], layer_norm(layer["norm"], row))
+        x = decoder_layer(decoder[f"layer_{i}"], config, slots, x)
     pointer = decoder["pointer"]
     x = history(pointer["history"], config, x)
     query = dense(pointer["query"], layer_norm(pointer["norm"], x[-1]))
     keys = [dense(pointer["key"], layer_norm(pointer["memory_norm"], slot)) for slot in slots]
-    return [float(query @ key) / math.sqrt(len(query)) for key in keys]
+    logits = [float(query @ key) / math.sqrt(len(query)) for key in keys]
+    if config.stop == "hazard":
+        layer = decoder["hazard"]
+        timed = [q + math.log(1 + t) * layer["clock"] for t, q in enumerate(queries)]
+        read = layer_norm(layer["read"], decoder_layer(layer, config, slots, timed)[-1])
+        logits[-1] = float(read @ slots[-1])
+    return logits
 
 
 class Row(NamedTuple):
@@ -178,7 +188,8 @@ def step_probabilities(config, logits, stop_logit, step, least, most):
         scaled = [logits[i] / config.temperature for i in left]
         full = softmax([*scaled, stop_logit / config.temperature])
         return dict(zip(left, full[:-1], strict=True)), full[-1], sum(full[:-1])
-    odds = (stop_logit - max(logits.values())) / config.stop_temperature
+    rival = 0.0 if config.stop == "hazard" else max(logits.values())
+    odds = (stop_logit - rival) / config.stop_temperature
     stop, go = 1 / (1 + math.exp(-odds)), 1 / (1 + math.exp(odds))
     return {i: go * share for i, share in shares.items()}, stop, go
 
@@ -217,8 +228,8 @@ def select_row(
         for i in left:
             row.prob[t, i], row.log_prob[t, i] = prob[i], _log(prob[i])
         row.stop_prob[t], row.log_continue[t] = stop, _log(go)
-        row.margin[t] = stop_logit - logits[best]
-        if t >= most or (t >= least and stop_logit > logits[best]):
+        row.margin[t] = stop_logit - (0.0 if config.stop == "hazard" else logits[best])
+        if t >= most or (t >= least and row.margin[t] > 0):
             alive = False
         if alive:
             row.action[t], row.selected[best], count = best, True, count + 1

@@ -47,6 +47,8 @@ GROUPS = {
     ),
     "three layers": Group(dict(num_heads=4, decoder_layers=3, text_gate="norm"), 2, 4, 2, 4),
     "causal, softmax stop": Group(dict(encoder_attention="causal", stop="softmax"), 3, 5, 4, 2),
+    "hazard": Group(dict(num_heads=2, stop="hazard", decoder_layers=1), 3, 5, 4, 4),
+    "hazard, three layers": Group(dict(stop="hazard", decoder_layers=3, text_width=0), 2, 6, 0, 5),
     "own width, exact": Group(dict(feature_width=6, width=8, num_heads=4), 2, 6, 3, 6, exact=True),
     "temperatures": Group(
         dict(num_heads=1, temperature=0.5, stop_temperature=1.5, decoder_layers=1), 2, 7, 4, 5

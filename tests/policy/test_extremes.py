@@ -23,6 +23,9 @@ CONFIGS = {
         stop="softmax",
         decoder_layers=1,
     ),
+    "hazard": cases.small_config(
+        dtype="float32", min_tokens=0, batch_budget="own", stop="hazard", decoder_layers=1
+    ),
     "literal": cases.small_literal(dtype="float32", decoder_layers=1),
     "straight-through credit": cases.small_literal(
         dtype="float32",
@@ -159,7 +162,7 @@ def compiled(stop):
     return config, run
 
 
-@pytest.mark.parametrize("stop", ["aligned", "softmax"])
+@pytest.mark.parametrize("stop", ["aligned", "softmax", "hazard"])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -133,7 +133,7 @@ def test_prune_refuses_before_compiling(params):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("stop", "hard", r"stop is 'hard', expected one of \('aligned', 'softmax'\)"),
+        ("stop", "hard", r"stop is 'hard', expected one of \('aligned', 'softmax', 'hazard'\)"),
         ("num_heads", 3, "num_heads is 3, expected a divisor of the policy width 8"),
         ("temperature", 0.0, "temperature is 0.0, expected a positive number"),
         ("decay", 1.5, "decay is 1.5"),

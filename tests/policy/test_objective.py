@@ -12,8 +12,9 @@ from stepprune_jax import policy
 from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
 
 CONFIG = PolicyConfig(
-    feature_width=32, text_width=32, num_heads=4, decoder_layers=1, batch_budget="own"
-)
+    feature_width=32, text_width=32, num_heads=4, decoder_layers=1, batch_budget="own",
+    stop="aligned",
+)  # fmt: skip
 
 
 def loss_slope_at_the_stop(config, rows=64):

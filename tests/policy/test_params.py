@@ -45,14 +45,15 @@ def test_last_decoder_layer_owns_no_dead_weights():
     specs = policy.param_specs(CONFIGS[0])["decoder"]
     assert set(specs["pointer"]) == {"history", "norm", "memory_norm", "query", "key"}
     assert "key" in specs["layer_0"]["cross"]["attention"] and "mlp" in specs["layer_0"]
-    assert set(policy.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start"}
+    assert set(policy.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start", "hazard"}
 
 
 def test_size_at_the_papers_shape():
     leaves = jax.tree.leaves(policy.abstract_policy(PolicyConfig()))
     d = 1024
     block = 12 * d * d  # four attention and eight MLP matrices
-    decoder = (4 + 4 + 8) * d * d + (4 + 2) * d * d
+    layer = (4 + 4 + 8) * d * d
+    decoder = 2 * layer + (4 + 2) * d * d  # an inner layer, the hazard's, and the pointer's
     expected = 2 * block + 4096 * d + decoder + 10 * d * d  # denoiser: value, out, MLP
     assert sum(leaf.size for leaf in leaves) == pytest.approx(expected, rel=2e-3)
 

@@ -11,7 +11,7 @@ import pytest
 from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig, objective
 
-CONFIG = PolicyConfig(feature_width=16, text_width=12, num_heads=4)
+CONFIG = PolicyConfig(feature_width=16, text_width=12, num_heads=4, stop="aligned")
 B, N, L = 4, 24, 5
 encode = jax.jit(policy.encode, static_argnames="config")
 select = jax.jit(policy.select, static_argnames=("config", "max_steps"))
@@ -216,7 +216,7 @@ def test_soft_budget_reading(params, slots, mode):
         t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
                           min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
         config = dataclasses.replace(CONFIG, soft_budget=mode)
-        return policy.soft_budget(config, t, own, jnp.array(6.5)), t
+        return policy.soft_budget(config, t, own, jnp.array(6.5), jnp.full(B, 12)), t
 
     value, t = budget(0.0, params, slots)
     hard = np.asarray(t.count, np.float32)
@@ -228,6 +228,25 @@ def test_soft_budget_reading(params, slots, mode):
         assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
     else:
         np.testing.assert_array_equal(grads, np.zeros(B))
+
+
+def test_what_a_token_is_worth_is_heard_up_to_a_bound(params, slots):
+    """Of a mean over four rows of twelve tokens, 6 nats per twelve tokens are 6 / 12 / 4 = .125."""
+    config = dataclasses.replace(CONFIG, soft_budget="straight_through", gain_bound=6.0)
+    own, worth = jnp.ones(B, bool), jnp.array([-0.1, 0.1, -9.0, 9.0])
+
+    @jax.jit
+    def slope(worth, params, slots):
+        def of(bias):
+            t = policy.select(params, CONFIG, slots, stop_bias=bias)
+            k = policy.soft_budget(config, t, own, 0.0, jnp.full(B, 12))
+            return jnp.sum(worth * k), policy.differentiable_count(CONFIG, t)
+
+        counts = jax.jacrev(lambda bias: of(bias)[1])(jnp.zeros(B))
+        return jax.grad(lambda bias: of(bias)[0])(jnp.zeros(B)), jnp.diag(counts)
+
+    found, of_count = slope(worth, params, slots)
+    np.testing.assert_allclose(found, np.array([-0.1, 0.1, -0.125, 0.125]) * of_count, rtol=1e-5)
 
 
 def test_a_probe_decides_in_the_second_half_of_its_budget(params, slots):

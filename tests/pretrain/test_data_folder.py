@@ -27,7 +27,7 @@ def small_config(folder):
     }.items():  # fmt: skip
         config.model[name] = value
     config.language.steps = config.language.batch_size = 2
-    config.language.thinned_share = 0.0
+    config.language.thinned_share = config.noise.thinned_share = 0.0
     config.noise.steps = 0
     config.language.train_tower = True
     return config

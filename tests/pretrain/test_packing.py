@@ -13,6 +13,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
 from stepprune_jax.pretrain.language import (
+    Shown,
     Words,
     _alignment_loss,
     _favour,
@@ -147,7 +148,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
     shown = np.arange(27).reshape(3, 9) % 3
     loss, scalars = jax.jit(language_loss, static_argnums=(2, 8))(
         trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None,
-        [Words(jnp.asarray(shown), jnp.asarray(token))], None,
+        [Words(jnp.asarray(shown), jnp.asarray(token))], Shown(),
     )  # fmt: skip
     visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
         params, pixels
@@ -163,7 +164,8 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
     np.testing.assert_allclose(scalars["lm_loss"], mean, rtol=1e-5)
     right = [log[pair].argmax() == label[pair] for pair in pairs]
     np.testing.assert_allclose(scalars["told"], np.mean(right), rtol=1e-6)
-    words = np.asarray(params["language"]["embed"]["embedding"])[token[1:]]
+    embedding = np.asarray(params["language"]["embed"]["embedding"])
+    words = embedding[[*token[1:], config.pad_token_id or 0]]  # the last one says nothing
     near = np.asarray(visual)[shown > 0] @ words.T
     named = near[np.arange(18), shown[shown > 0] - 1]
     naming = np.mean(np.log(np.exp(near).sum(1)) - named)
@@ -195,7 +197,8 @@ def test_noise_leaves_the_largest_scores_and_each_channels_moments():
     scale = jnp.array([0.1, 1.0, 30.0])
     features = 5 + scale * jax.random.normal(jax.random.key(0), (images, n, 3))
     score = jax.random.normal(jax.random.key(1), (images, n))
-    seen = np.asarray(noised(jax.random.key(2), features, score))
+    seen, kept = map(np.asarray, noised(jax.random.key(2), features, score))
+    assert all((score[row][kept[row]].min() > score[row][~kept[row]].max()) for row in range(9))
     np.testing.assert_allclose(seen.mean((0, 1)), features.mean((0, 1)), atol=0.01 * 30)
     np.testing.assert_allclose(seen.std((0, 1)), features.std((0, 1)), rtol=0.02)
     normal = (np.asarray(features) - 5) / np.asarray(scale)
@@ -211,7 +214,7 @@ def test_noise_leaves_the_largest_scores_and_each_channels_moments():
 def test_a_taste_is_one_factor_for_each_class_of_an_image():
     label = jnp.asarray(np.random.default_rng(0).integers(0, 3, (4, 20)))
     words = [Words(label, jnp.array([-1, 5, 6])), Words(jnp.full((4, 20), 0.5), jnp.array([7, 8]))]
-    found = np.asarray(_favour(jax.random.key(0), jnp.ones((4, 20)), words))
+    found = np.asarray(_favour(jax.random.key(0), jnp.ones((4, 20)), words, 3.0))
     for row, classes in zip(found, np.asarray(label), strict=True):
         assert all(np.ptp(row[classes == k]) < 1e-6 for k in range(3))
     assert np.unique(found.round(5)).size == 12  # three classes in four images, all different
@@ -225,8 +228,24 @@ def test_a_share_between_two_words_is_learned_as_their_log_odds():
     index = jnp.array([[0, 1]])
 
     def at(b):
-        return _alignment_loss(embedding, jnp.array([[[0.0, b], [9.0, 9.0]]]), index, words)
+        visual = jnp.array([[[0.0, b], [9.0, 9.0]]])
+        return _alignment_loss(embedding, visual, index, jnp.ones((1, 2), bool), words, 0)
 
     np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
     # H(share) = -.668 ln .668 - .332 ln .332 = .6356
     np.testing.assert_allclose(at(0.7), 0.6356, atol=1e-3)
+
+
+def test_noise_is_named_by_the_token_that_says_nothing():
+    """Words are tokens 1 and 2; the picture shows the second, no word, and two tokens of noise."""
+    embedding = jnp.eye(3)
+    words = Words(jnp.array([[2, 0, 1, 0]]), jnp.array([-1, 1, 2]))
+    visual = jnp.array([[[1.0, 2.0, 4.0], [5.0, 5.0, 5.0], [3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
+    clear = jnp.array([[True, True, False, False]])
+    found = _alignment_loss(embedding, visual, jnp.arange(4)[None], clear, words, 0)
+
+    def loss(logits, label):
+        return np.log(np.exp(logits).sum()) - logits[label]
+
+    expected = [loss([1.0, 2.0, 4.0], 2), loss([3.0, 0.0, 0.0], 0), loss([0.0, 2.0, 0.0], 0)]
+    np.testing.assert_allclose(found, np.mean(expected), rtol=1e-6)

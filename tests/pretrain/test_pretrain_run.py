@@ -48,7 +48,8 @@ def make_config(**changes):
     )  # fmt: skip
     config.tower.steps, config.tower.batch_size = 3, 4
     config.language.steps, config.language.batch_size = 4, 4
-    config.language.kept, config.language.thinned_share = (4,), 0.6
+    config.language.kept = (4,)
+    config.language.thinned_share = config.noise.thinned_share = 0.6
     config.language.lr, config.language.whole_steps = 0.05, 1
     config.noise.steps, config.noise.batch_size = 2, 4
     config.update_from_flattened_dict(changes)
@@ -196,6 +197,7 @@ def test_the_model_answers_as_in_transformers(data, whole):
         ({"model.text_heads": 16}, r"config.model.text_width is 16, expected a multiple of 2 x 16"),
         ({"model.image_size": 25}, "image_size is 25, expected a multiple of model.patch_size"),
         ({"model.feature_layer": 0}, "config.model.feature_layer is 0, expected the state after"),
+        ({"noise.taste": -1}, "noise.taste is -1, expected a number from 0"),
         ({"language.thinned_share": 1.5}, "thinned_share is 1.5, expected a share from 0 to 1"),
         ({"language.kept": (4, 10)}, r"language.kept is \[4, 10\], expected numbers .* 1 to 9"),
     ],

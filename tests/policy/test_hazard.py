@@ -1,0 +1,118 @@
+"""The stop with a decoder layer of its own: it learns without disturbing the order."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax.policy import (
+    hard_feedback,
+    param_paths,
+    plain_rollout,
+    pointer_init,
+    pointer_sequence,
+    saved_rollout,
+    select,
+    select_parallel,
+)
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(90)
+
+
+@pytest.fixture
+def case(rng):
+    config = cases.small_config(width=8, stop="hazard", decoder_layers=2)
+    x = dict(params=cases.random_weights(rng, config), memory=rng.normal(size=(2, 6, 8)))
+    return config, x
+
+
+def with_slot(x):
+    """The memory with the stop slot that `memory` would append."""
+    slots = jnp.asarray(x["memory"])
+    return slots.at[:, -1].set(jnp.broadcast_to(x["params"]["stop"], slots[:, -1].shape))
+
+
+def reached(grads):
+    """Paths of the weights with a gradient."""
+    leaves = zip(param_paths(grads), jax.tree.leaves(grads), strict=True)
+    return {path for path, leaf in leaves if np.any(np.abs(leaf) > 1e-12)}
+
+
+def test_the_margin_teaches_the_stop_alone(case, rng):
+    config, x = case
+    weights = rng.normal(size=(2, 4))
+
+    def margins(x):
+        found = select_parallel(x["params"], config, with_slot(x), max_steps=4, min_tokens=0)
+        return jnp.sum(weights * found.margin)
+
+    grads = jax.jit(jax.grad(margins))(x)
+    np.testing.assert_array_equal(grads["memory"], 0)
+    paths = reached(grads["params"])
+    assert paths == {p for p in param_paths(x["params"]) if "hazard" in p} | {"stop"}
+    # The stop slot is seen by cross-attentions, too, without gradient: it stays as it is.
+
+    def of_hazard(hazard):
+        params = x["params"] | {"decoder": x["params"]["decoder"] | {"hazard": hazard}}
+        return margins(x | {"params": params})
+
+    cases.assert_finite_differences(of_hazard, x["params"]["decoder"]["hazard"], rng)
+
+
+def test_the_order_does_not_teach_the_stop(case, rng):
+    config, x = case
+    weights = rng.normal(size=(2, 4, 5))
+
+    def order(x):
+        # An exact budget: no probability of stopping is part of it.
+        found = select_parallel(x["params"], config, with_slot(x), max_steps=4, budget=4)
+        return jnp.sum(jnp.where(found.prob > 0, weights * found.log_prob, 0))
+
+    paths = reached(jax.jit(jax.grad(order))(x)["params"])
+    assert not any("hazard" in path for path in paths)
+    assert {"decoder/start", "decoder/pointer/query/kernel"} <= paths
+
+
+def test_both_estimators_have_the_same_gradient(case, rng):
+    config, x = case
+    weights = rng.normal(size=(2, 4))
+
+    def value(chooser, **options):
+        def run(x):
+            found = chooser(
+                x["params"], config, with_slot(x), max_steps=4, min_tokens=0, **options
+            )
+            return jnp.sum(weights * (found.margin + found.prob.max(-1)))
+
+        return jax.jit(jax.grad(run))(x)
+
+    parallel = value(select_parallel)
+    for rollout in (plain_rollout, saved_rollout):
+        looped = value(select, feedback_fn=hard_feedback, rollout_fn=rollout)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), parallel, looped)
+
+
+def test_a_clock_tells_how_many_were_chosen(case):
+    """Attention over a history of equal queries is the same however long it is."""
+    config, x = case
+    real = jnp.ones((2, 6), bool)
+    queries = jnp.broadcast_to(x["memory"][:, :1], (2, 4, 8))
+
+    def stops(clock):
+        hazard = x["params"]["decoder"]["hazard"] | {"clock": clock}
+        params = x["params"] | {"decoder": x["params"]["decoder"] | {"hazard": hazard}}
+        _, context, cache = pointer_init(params, config, with_slot(x), real, 4)
+        return pointer_sequence(params, config, context, queries, cache)[..., -1]
+
+    np.testing.assert_allclose(np.ptp(stops(jnp.zeros(8)), axis=1), 0, atol=1e-12)
+    assert np.all(np.abs(np.diff(stops(jnp.linspace(-1, 1, 8)), axis=1)) > 1e-3)
