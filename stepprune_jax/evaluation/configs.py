@@ -11,16 +11,30 @@ from ml_collections import ConfigDict
 
 from stepprune_jax.evaluation.settings import DEFAULT
 
-# Row on the command line to its name in tables, and where its configuration lies: {} is that of
-# the default row, {folder} its folder.
+
+class Row(NamedTuple):
+    """How a row is trained.
+
+    Attributes:
+        method: name in tables.
+        argument: what follows the name of the configuration file.
+        change: a field, and its value in place of the configuration's.
+    """
+
+    method: str
+    argument: str = ""
+    change: tuple[str, str] | None = None
+
+
+# By its name on the command line; the last four are the files of configs/ablations.
 ROWS = {
-    "default": (DEFAULT, "{}"),
-    "literal": ("StepPrune literal", "{}:literal"),
-    "autoselect": ("AutoSelect-like", "{folder}/ablations/autoselect.py"),
-    "causal": ("causal encoder", "{folder}/ablations/causal.py"),
-    "last": ("last step's score", "{folder}/ablations/last.py"),
-    "uniform": ("uniform score", "{folder}/ablations/uniform.py"),
-    "alive": ("undiscounted score", "{folder}/ablations/alive.py"),
+    "default": Row(DEFAULT),
+    "literal": Row("StepPrune literal", ":literal"),
+    "autoselect": Row("AutoSelect-like", change=("method", "autoselect")),
+    "causal": Row("causal encoder", change=("policy.encoder_attention", "causal")),
+    "last": Row("last step's score", change=("policy.aggregation", "last")),
+    "uniform": Row("uniform score", change=("policy.aggregation", "uniform")),
+    "alive": Row("undiscounted score", change=("policy.aggregation", "alive")),
 }
 
 
@@ -118,9 +132,11 @@ def row_configs(config: str, rows: Sequence[str], changes: Sequence[str]) -> lis
     unknown = [row for row in rows if row not in ROWS]
     if unknown or not rows or len({*rows}) != len(rows):
         raise ValueError(f"--rows is {list(rows)}, expected distinct ones of {', '.join(ROWS)}")
-    folder = Path(config.partition(":")[0]).parent
-    return [
-        RowConfig(key, ROWS[key][0], load_config(ROWS[key][1].format(config, folder=folder),
-                                                 changes))
-        for key in rows
-    ]  # fmt: skip
+    found = []
+    for key in rows:
+        row = ROWS[key]
+        loaded = load_config(f"{config}{row.argument}", changes)
+        if row.change:
+            loaded.update_from_flattened_dict(dict([row.change]))
+        found.append(RowConfig(key, row.method, loaded))
+    return found

@@ -78,7 +78,7 @@ def stop_margin(
     available: Bool[Array, "*b n"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """Masked image logits, the biased stop logit, and its margin: over the best token, or over 0."""
+    """Masked image logits, the biased stop logit, and its margin over the best token or 0."""
     image = jnp.where(available, logits[..., :-1], MASKED)
     stop = logits[..., -1] + config.stop_bias + stop_bias
     rival = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)

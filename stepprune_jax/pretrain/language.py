@@ -87,11 +87,13 @@ class Shown(NamedTuple):
       kept: Visual tokens; None shows all.
       noisy: All, most of them noise: see `noised`.
       taste: How strongly the choice goes by what patches show: see `_favour`.
+      silence: Whether patches may be named by a token that says nothing, as noise is.
     """
 
     kept: int | None = None
     noisy: bool = False
     taste: float = 2.0
+    silence: bool = False
 
 
 class Words(NamedTuple):
@@ -110,8 +112,9 @@ class Words(NamedTuple):
 def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
     """Saliency times a random factor for each class of patches: a taste, drawn for each image.
 
-    The logarithm of a factor has the standard deviation `strength`. A policy keeps what a question is about and drops the rest. A model that has seen images thinned
-    at random only takes the share of what is left for the share that there was, and miscounts.
+    The logarithm of a factor has the standard deviation `strength`. A policy keeps what a question
+    is about and drops the rest. A model that has seen images thinned at random only takes the share
+    of what is left for the share that there was, and miscounts.
     """
     factor = jnp.zeros(saliency.shape)
     for number, named in enumerate(words):
@@ -149,13 +152,13 @@ def _alignment_loss(
     index: Int[Array, "i k"],
     clear: Bool[Array, "i k"],
     words: Words,
-    silent: int,
+    silent: int | None,
 ) -> Float[Array, ""]:
     """Cross-entropy of each patch's word among the words of its kind, by the nearest embedding.
 
     It puts visual tokens into the space of the words that name them, so that one way of matching
     words serves all of them. A share between two words (how far to the right between "left" and
-    "right") is told by the same means. Noise is named by a token that says nothing.
+    "right") is told by the same means. Noise is named by the token `silent`, which says nothing.
     """
     label = jnp.take_along_axis(words.label, index, axis=1)
     named = words.token >= 0
@@ -165,10 +168,11 @@ def _alignment_loss(
         target = jnp.stack([1 - share, share], axis=-1)
         losses = optax.softmax_cross_entropy(visual @ embedding[words.token].T, target)
     else:
-        tokens = jnp.append(jnp.maximum(words.token, 0), silent)
-        named = jnp.append(named, True)
+        tokens = jnp.maximum(words.token, 0)
+        if silent is not None:
+            tokens, named = jnp.append(tokens, silent), jnp.append(named, True)
+            label = jnp.where(clear, label, tokens.shape[0] - 1)
         logits = jnp.where(named, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
-        label = jnp.where(clear, label, tokens.shape[0] - 1)
         known = named[label]
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(known, label, jnp.argmax(named))
@@ -267,10 +271,8 @@ def language_loss(
     right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
     total = jnp.sum(jnp.where(known, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
-    aligned = sum(
-        _alignment_loss(embedding, visual, index, clear, named, config.pad_token_id or 0)
-        for named in words
-    )
+    silent = (config.pad_token_id or 0) if shown.silence else None
+    aligned = sum(_alignment_loss(embedding, visual, index, clear, w, silent) for w in words)
     scalars = {"lm_loss": total, "told": right}
     if told is None:
         return total + 0.25 * aligned, scalars

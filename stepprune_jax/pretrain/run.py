@@ -44,6 +44,7 @@ from stepprune_jax.visualize.training import draw_training
 MODEL = "model"
 NOISY = "noisy"
 MENTION_HEADS = "mention_heads"
+EVERYTHING = Shown()
 
 
 def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
@@ -104,7 +105,7 @@ def _run_stage(
     return state
 
 
-def _recipe(config: Any, model: LlavaConfig, fields: Any, shown: Shown = Shown()) -> Recipe:
+def _recipe(config: Any, model: LlavaConfig, fields: Any, shown: Shown = EVERYTHING) -> Recipe:
     pieces = fields.batch_size // config.micro_batch
     devices = math.gcd(pieces, jax.device_count())
     muon_lr = fields.get("muon_lr", 0.0)
@@ -173,8 +174,9 @@ def _train_language(
     parts |= params.keys() & {MENTION_HEADS}
     trained = {name: params[name] for name in params if name in parts}
     frozen = {name: params[name] for name in params if name not in parts}
-    ways = {k: Shown(k, taste=fields.taste) for k in (None, *config.language.kept)}
-    ways[NOISY] = Shown(noisy=True, taste=fields.taste)
+    often = {"taste": fields.taste, "silence": name == "noise"}
+    ways = {k: Shown(k, **often) for k in (None, *config.language.kept)}
+    ways[NOISY] = Shown(noisy=True, **often)
     recipes = {k: _recipe(config, model, fields, shown) for k, shown in ways.items()}
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
 

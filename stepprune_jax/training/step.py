@@ -38,7 +38,7 @@ class Setup:
         b1: decay of the first moment.
         b2: decay of the second moment.
         muon_lr: peak learning rate of Muon for matrices, in place of AdamW; 0 leaves all to AdamW.
-        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1.
+        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0: it is 1.
         attention: "matmul", "xla" or "cudnn" in tower and language model.
         remat: whether the backward pass recomputes the language model's blocks.
         frozen_rows: rows that the frozen model runs at a time; 0 for the whole batch.
@@ -217,7 +217,8 @@ def learn(
         The new state, and scalars of the old one.
     """
     share = step / setup.steps
-    text_gate = jnp.minimum(1.0, share / max(setup.text_gate_anneal, 1e-9))
+    opening = setup.text_gate_anneal
+    text_gate = jnp.minimum(1.0, share / opening) if opening else jnp.ones(())
     progress = Progress(share, text_gate, state.running_count)
 
     def loss(trained):

@@ -89,9 +89,7 @@ def test_both_estimators_have_the_same_gradient(case, rng):
 
     def value(chooser, **options):
         def run(x):
-            found = chooser(
-                x["params"], config, with_slot(x), max_steps=4, min_tokens=0, **options
-            )
+            found = chooser(x["params"], config, with_slot(x), max_steps=4, min_tokens=0, **options)
             return jnp.sum(weights * (found.margin + found.prob.max(-1)))
 
         return jax.jit(jax.grad(run))(x)

@@ -165,7 +165,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
     right = [log[pair].argmax() == label[pair] for pair in pairs]
     np.testing.assert_allclose(scalars["told"], np.mean(right), rtol=1e-6)
     embedding = np.asarray(params["language"]["embed"]["embedding"])
-    words = embedding[[*token[1:], config.pad_token_id or 0]]  # the last one says nothing
+    words = embedding[token[1:]]
     near = np.asarray(visual)[shown > 0] @ words.T
     named = near[np.arange(18), shown[shown > 0] - 1]
     naming = np.mean(np.log(np.exp(near).sum(1)) - named)
@@ -229,7 +229,7 @@ def test_a_share_between_two_words_is_learned_as_their_log_odds():
 
     def at(b):
         visual = jnp.array([[[0.0, b], [9.0, 9.0]]])
-        return _alignment_loss(embedding, visual, index, jnp.ones((1, 2), bool), words, 0)
+        return _alignment_loss(embedding, visual, index, jnp.ones((1, 2), bool), words, None)
 
     np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
     # H(share) = -.668 ln .668 - .332 ln .332 = .6356

@@ -9,6 +9,7 @@ from tiny_run import ROOT, load_config, make_config, write_data
 from stepprune_jax import testing
 from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.source import data_folder, training_source
+from stepprune_jax.evaluation.configs import row_configs
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
@@ -167,6 +168,8 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     literal = selectors.build(load_config("shapes", "literal"), MODEL)
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
+    for row in row_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
+        assert row.config == load_config(f"ablations/{row.key}")
     rival = selectors.build(load_config("ablations/autoselect"), MODEL)
     assert rival.policy_width == default.policy_width
     with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
