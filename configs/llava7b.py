@@ -89,7 +89,7 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
         return
     # All of these are those of configs/shapes.py.
     policy.text_gate = "attention"  # changed
-    policy.min_tokens = 4  # silent
+    policy.min_tokens = 8  # silent
     policy.stop = "hazard"  # changed
     policy.stop_bias = -1.0  # silent
     policy.estimator = "parallel"  # changed
@@ -99,5 +99,6 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
     policy.polarisation_share = 0.9  # changed
     policy.soft_budget = "straight_through"  # changed
     policy.batch_budget = "probe"  # changed
+    policy.probe_window = 0.25  # changed
     policy.random_budget = (0.02, 0.5)  # changed
     policy.price_range = 2.0  # changed

@@ -83,17 +83,19 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
     """What stands for the count in gradients: E[K], or for a probe the decisions before its budget.
 
     These are the probabilities to go on, sigmoid(-margin / stop_temperature), averaged over the
-    second half of the budget, times `config.probe_weight`. Their gradient is (dL/dk + price), the
-    cost of one more token at the budget: a policy learns to go on where the language-model loss
-    falls by more than the price, then or up to twice as far on. (Where the gain of tokens grows at
-    first, as in a vote, the next token alone is never worth it.) No row need stop there by itself:
-    all counts are visited, also by a policy that would never reach them.
+    last `config.probe_window` of the budget, times `config.probe_weight`. Their gradient is
+    (dL/dk + price), the cost of one more token at the budget: a policy learns to go on where the
+    language-model loss falls by more than the price, then or, with a window of 1/2, up to twice as
+    far on. (Where the gain of tokens grows at first, as in a vote, the next token alone is never
+    worth it.) No row need stop there by itself: all counts are visited, also by a policy that would
+    never reach them.
     """
     if config.batch_budget != "probe":
         return expected_count(trajectory.stop_prob)
     step = jnp.arange(trajectory.margin.shape[1])
     count = trajectory.count[:, None]
-    asked = (step >= config.min_tokens) & (2 * step >= count) & (step <= count)
+    first = (1 - config.probe_window) * count
+    asked = (step >= config.min_tokens) & (step >= first) & (step <= count)
     go_on = jax.nn.sigmoid(-trajectory.margin / config.stop_temperature)
     total, asked_times = jnp.sum(jnp.where(asked, go_on, 0), axis=1), jnp.sum(asked, axis=1)
     return config.probe_weight * total / jnp.maximum(asked_times, 1)

@@ -72,6 +72,7 @@ class PolicyConfig:
       batch_budget: Rows trained at their own count, at a random budget, or half and half (`"mix"`).
         With `"probe"` every row has a random budget, and the stop learns before its end: whether
         it was worth the price to go on (`differentiable_count`).
+      probe_window: Share of the budget, its last steps, whose decisions are probed.
       probe_weight: Factor on the gradient of those decisions.
       gain_bound: Bound on a row's dL_LM/dk as the straight-through count receives it, in nats per
         N tokens, as lambda is. The loss is taken to be the mean over the rows.
@@ -113,6 +114,7 @@ class PolicyConfig:
     soft_budget: str = "straight_through"
     batch_budget: str = "mix"
     random_budget: tuple[Number, Number] = (0.08, 0.36)
+    probe_window: Number = 0.5
     probe_weight: Number = 10.0
     gain_bound: Number = 10.0
     gate: str = "vp"
@@ -137,6 +139,8 @@ class PolicyConfig:
             self._require(name, getattr(self, name) >= 0, "a number >= 0")
         share = 0 <= self.polarisation_share <= 1
         self._require("polarisation_share", share, "a share from 0 to 1")
+        window = 0 <= self.probe_window <= 1
+        self._require("probe_window", window, "a share from 0 to 1")
         low, high = self.random_budget
         self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:

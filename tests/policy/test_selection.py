@@ -249,9 +249,18 @@ def test_what_a_token_is_worth_is_heard_up_to_a_bound(params, slots):
     np.testing.assert_allclose(found, np.array([-0.1, 0.1, -0.125, 0.125]) * of_count, rtol=1e-5)
 
 
-def test_a_probe_decides_in_the_second_half_of_its_budget(params, slots):
+# Steps from half, or from three quarters, of the budget to the budget, after the first and within
+# the twelve.
+@pytest.mark.parametrize(
+    ("window", "asked"),
+    [
+        (0.5, [[1], [2, 3], [3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        (0.25, [[1], [3], [4, 5], [9, 10, 11]]),
+    ],
+)
+def test_a_probe_decides_in_the_last_part_of_its_budget(params, slots, window, asked):
     config = dataclasses.replace(
-        CONFIG, batch_budget="probe", probe_weight=4.0, stop_temperature=0.5
+        CONFIG, batch_budget="probe", probe_window=window, probe_weight=4.0, stop_temperature=0.5
     )
     limits = jnp.array([1, 3, 5, 12])
 
@@ -265,8 +274,6 @@ def test_a_probe_decides_in_the_second_half_of_its_budget(params, slots):
     found, t = count(0.0, params, slots)
     np.testing.assert_array_equal(t.count, limits)
     assert t.margin.shape[1] == 12
-    # Steps from half of the budget to the budget, after the first and within the twelve.
-    asked = [[1], [2, 3], [3, 4, 5], [6, 7, 8, 9, 10, 11]]
     go_on = [1 / (1 + np.exp(np.asarray(t.margin)[row, at] / 0.5)) for row, at in enumerate(asked)]
     np.testing.assert_allclose(found, [4 * p.mean() for p in go_on], rtol=1e-5)
     # A stop bias of db lowers each probability to go on by p (1 - p) db / temperature.
