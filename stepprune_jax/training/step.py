@@ -102,6 +102,9 @@ class State(NamedTuple):
 def _optimizer(setup: Setup) -> optax.GradientTransformation:
     """AdamW, or Muon for matrices and AdamW for the rest, but for the learning rate of AdamW."""
     clip = optax.clip_by_global_norm(setup.clip)
+    if getattr(setup.selector, "stop", None) == "hazard":
+        # Of the stop by itself: its gradients reach nothing else, nor shall their size.
+        clip = optax.partition({True: clip, False: clip}, _is_stop)
     if not setup.muon_lr:
         adam = optax.scale_by_adam(setup.b1, setup.b2)
         return optax.chain(clip, adam, optax.add_decayed_weights(setup.weight_decay))
@@ -165,10 +168,19 @@ def selector_inputs(
     return Inputs(*constrain_rows(mesh, (features, text, mask)))
 
 
+def _is_stop(params: Any) -> Any:
+    """Which weights are the stop's own: the stop slot, and a hazard's layer."""
+
+    def named(path, _):
+        name = sharding.path_name(path)
+        return "stop" in name or "hazard" in name
+
+    return jax.tree_util.tree_map_with_path(named, params)
+
+
 def _norm_at_stop(grads: Any) -> Float[Array, ""]:
-    """Norm of the gradient of the stop slot and of whatever else a path calls "stop"."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(grads)
-    stop = [leaf for path, leaf in flat if "stop" in sharding.path_name(path)]
+    """Norm of the gradient of the stop's own weights."""
+    stop = jax.tree.map(lambda leaf, own: leaf if own else None, grads, _is_stop(grads))
     return optax.tree.norm(stop)
 
 
