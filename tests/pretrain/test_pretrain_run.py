@@ -197,7 +197,7 @@ def test_the_model_answers_as_in_transformers(data, whole):
         ({"model.text_heads": 16}, r"config.model.text_width is 16, expected a multiple of 2 x 16"),
         ({"model.image_size": 25}, "image_size is 25, expected a multiple of model.patch_size"),
         ({"model.feature_layer": 0}, "config.model.feature_layer is 0, expected the state after"),
-        ({"noise.taste": -1}, "noise.taste is -1, expected a number from 0"),
+        ({"noise.taste": -1}, "noise.taste is -1.0, expected a number from 0"),
         ({"language.thinned_share": 1.5}, "thinned_share is 1.5, expected a share from 0 to 1"),
         ({"language.kept": (4, 10)}, r"language.kept is \[4, 10\], expected numbers .* 1 to 9"),
     ],
