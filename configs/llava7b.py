@@ -102,3 +102,4 @@ def set_policy(policy: ConfigDict, literal: bool) -> None:
     policy.probe_window = 0.25  # changed
     policy.random_budget = (0.02, 0.5)  # changed
     policy.price_range = 2.0  # changed
+    policy.price_growth = 1.0  # changed; a penalty in K^2

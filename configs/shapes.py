@@ -143,8 +143,8 @@ def policy_fields(reading: str) -> ConfigDict:
     else:
         shape = PolicyConfig(
             **size, stop="hazard", batch_budget="probe", probe_window=0.25,
-            random_budget=(0.02, 0.5), price_range=2.0, length_weight=0.3, min_tokens=8,
-            polarisation_temperature=0.4, polarisation_share=0.9,
+            random_budget=(0.02, 0.5), price_range=2.0, price_growth=1.0, length_weight=0.3,
+            min_tokens=8, polarisation_temperature=0.4, polarisation_share=0.9,
         )  # fmt: skip
     fields = dataclasses.asdict(shape)
     for name in ("feature_width", "text_width"):
@@ -157,7 +157,7 @@ def policy_fields(reading: str) -> ConfigDict:
 
 _NUMBERS = (
     "temperature", "stop_temperature", "stop_bias", "decay", "polarisation_temperature",
-    "length_weight", "price_range", "probe_window", "probe_weight", "gain_bound",
+    "length_weight", "price_range", "price_growth", "probe_window", "probe_weight", "gain_bound",
     "polarisation_start", "polarisation_share",
 )  # fmt: skip
 

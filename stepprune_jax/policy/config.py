@@ -83,6 +83,9 @@ class PolicyConfig:
         u uniform in +-price_range, and with u added to their stop logits. The stop logit then
         learns the logarithm of what the next token is worth, and one policy stops well at every
         stop bias; 0 trains at lambda alone.
+      price_growth: Power of the count that the price of a token grows with, from lambda at a tenth
+        of the tokens on: 1 is a length penalty in K^2. Where the next tokens are worth little, a
+        constant price is met anywhere or nowhere, and counts are an accident.
       dtype: Compute dtype of encoder, decoder and denoiser; `None` is that of the features, float32
         at least. Scores, probabilities and losses are float32 at least, whatever this says.
     """
@@ -120,6 +123,7 @@ class PolicyConfig:
     gate: str = "vp"
     length_weight: Number = 0.3
     price_range: Number = 0.0
+    price_growth: Number = 0.0
     dtype: str | None = None
 
     def __post_init__(self):
@@ -135,7 +139,7 @@ class PolicyConfig:
         self._require("max_steps", self.max_steps is None or self.max_steps > 0, "None or >= 1")
         self._require("min_tokens", self.min_tokens >= 0, "a count >= 0")
         self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
-        for name in ("length_weight", "price_range"):
+        for name in ("length_weight", "price_range", "price_growth"):
             self._require(name, getattr(self, name) >= 0, "a number >= 0")
         share = 0 <= self.polarisation_share <= 1
         self._require("polarisation_share", share, "a share from 0 to 1")

@@ -27,7 +27,7 @@ from stepprune_jax.policy.params import Params
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.select import pick, read_bounds, select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
-from stepprune_jax.policy.trajectory import Trajectory, count_at_bias
+from stepprune_jax.policy.trajectory import Trajectory, count_at_bias, log_price_growth
 
 
 class Gated(NamedTuple):
@@ -39,7 +39,8 @@ class Gated(NamedTuple):
       budget: k of SoftTopK.
       trajectory: The selection behind it.
       own: Rows that stopped by themselves; the others had an exact budget.
-      price: Factor on lambda for each row, see `PolicyConfig.price_range`.
+      price: Factor on lambda for each row at its count, see `PolicyConfig.price_range` and
+        `price_growth`.
       stopped: Count at which a row stops by itself; under a probe, would at price 1.
       running_count: Updated running mean of K.
     """
@@ -159,10 +160,8 @@ def gate(
     stopped = trajectory.count
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
-    return Gated(
-        tokens, alpha, k, trajectory, own, jnp.exp(log_price), stopped,
-        jax.lax.stop_gradient(running),
-    )  # fmt: skip
+    price = jnp.exp(log_price + log_price_growth(config, trajectory.count, n))
+    return Gated(tokens, alpha, k, trajectory, own, price, stopped, jax.lax.stop_gradient(running))
 
 
 def train_loss(

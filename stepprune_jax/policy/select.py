@@ -253,7 +253,7 @@ def pick(
     def body(carry):
         step, alive, query, cache, available, action, count = carry
         logits, cache = step_fn(params, config, context, query, cache, step)
-        margin = stop_margin(config, logits, available, episode.stop_bias)[2]
+        margin = stop_margin(config, logits, available, step, episode.stop_bias)[2]
         stop = hard_stop(margin, available, step, episode.limits)[0]
         alive = alive & ~stop
         choice = best_token(logits, available)

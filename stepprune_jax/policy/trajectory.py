@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
@@ -72,15 +72,26 @@ class Trajectory(NamedTuple):
     selected: Bool[Array, "b n"]
 
 
+def log_price_growth(
+    config: PolicyConfig, count: Num[Array, "*b"], num_tokens: int
+) -> Float[Array, "*b"]:
+    """Logarithm of what the `count`-th token costs, over what it costs at a tenth of N."""
+    share = jnp.maximum(count, 1) / (0.1 * num_tokens)
+    return config.price_growth * jnp.log(share)
+
+
 def stop_margin(
     config: PolicyConfig,
     logits: Float[Array, "*b m"],
     available: Bool[Array, "*b n"],
+    step: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
     """Masked image logits, the biased stop logit, and its margin over the best token or 0."""
     image = jnp.where(available, logits[..., :-1], MASKED)
     stop = logits[..., -1] + config.stop_bias + stop_bias
+    if config.price_growth:
+        stop = stop + log_price_growth(config, step + 1, available.shape[-1]).astype(stop.dtype)
     rival = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
     return image, stop, stop - rival
 
@@ -123,7 +134,7 @@ def step_distribution(
       limits: Bounds on the count.
       stop_bias: Added to the stop logit, on top of `config.stop_bias`.
     """
-    image, stop, margin = stop_margin(config, logits, available, stop_bias)
+    image, stop, margin = stop_margin(config, logits, available, step, stop_bias)
     scaled = image / config.temperature
     if config.stop == "softmax":
         score = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)

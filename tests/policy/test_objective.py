@@ -1,6 +1,7 @@
 """The training pathway as a whole: what pushes on the count, what the metrics mean, statistics."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,27 @@ def test_every_row_pays_its_own_price():
 
     margin = shifted(params, image, jnp.log(gated.price))
     np.testing.assert_allclose(margin, gated.trajectory.margin, atol=1e-4)
+
+
+def test_a_token_costs_more_the_more_are_kept():
+    """A tenth of 12 tokens is 1.2; the price goes with the square of the count over that."""
+    free = dataclasses.replace(CONFIG, batch_budget="own", length_weight=0.4)
+    dear = dataclasses.replace(free, price_growth=2.0)
+    params = policy.init_policy(jax.random.key(0), free)
+    image, key = jax.random.normal(jax.random.key(1), (6, 12, 32)), jax.random.key(2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(config, params, image):
+        return policy.train_loss(params, config, key, image, None, lambda _: jnp.zeros(()))
+
+    loss, gated = run(dear, params, image)
+    count = np.asarray(gated.trajectory.count)
+    np.testing.assert_allclose(gated.price, (count / 1.2) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(loss, 0.4 * np.mean((count / 1.2) ** 2 * count / 12), rtol=1e-5)
+    # 2 ln(1 / 1.2), 2 ln(2 / 1.2), and so on to 2 ln(6 / 1.2).
+    growth = [-0.364643, 1.021651, 1.832581, 2.407946, 2.854233, 3.218876]
+    more = gated.trajectory.margin - run(free, params, image)[1].trajectory.margin
+    np.testing.assert_allclose(more, np.tile(growth, (6, 1)), atol=1e-4)
 
 
 def test_statistics_make_features_of_any_scale_equal():
