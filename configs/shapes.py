@@ -74,18 +74,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.validation = validation_fields()
 
-    c.eval = ConfigDict()
-    c.eval.benchmarks = "shapes"  # or public ones, as "pope,mme"
-    c.eval.data = "playground/data/eval"  # root of LLaVA's folders, for public benchmarks
-    c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
-    c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
-    c.eval.methods = ""  # rows on public benchmarks, as "all tokens,StepPrune"; all without any
-    c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
-    c.eval.budgets = (48, 32, 16)
-    c.eval.batch_size = 32
-    c.eval.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package
-    c.eval.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
-    c.eval.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
+    c.eval = eval_fields()
     return c
 
 
@@ -93,6 +82,23 @@ def check_reading(name: str, arg: str) -> None:
     """Refuses an argument of a configuration that is no reading of the paper."""
     if arg not in READINGS:
         raise ValueError(f"configs/{name}.py:{arg}: expected configs/{name}.py:literal or no :")
+
+
+def eval_fields() -> ConfigDict:
+    """What `eval.py` reads and answers: docs/evaluation.md."""
+    c = ConfigDict()
+    c.benchmarks = "shapes"  # or public ones, as "pope,mme"
+    c.data = "playground/data/eval"  # root of LLaVA's folders, for public benchmarks
+    c.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
+    c.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
+    c.methods = ""  # rows on public benchmarks, as "all tokens,StepPrune"; all without any
+    c.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
+    c.budgets = (48, 32, 16)
+    c.batch_size = 32
+    c.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package
+    c.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
+    c.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
+    return c
 
 
 def data_fields() -> ConfigDict:
