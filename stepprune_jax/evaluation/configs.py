@@ -138,7 +138,7 @@ def row_configs(config: str, rows: Sequence[str], changes: Sequence[str]) -> lis
     found = []
     for key in rows:
         row = ROWS[key]
-        loaded = load_config(f"{config}{row.argument}", changes)
+        loaded = load_config(f"{config}{row.argument}")
         loaded.update_from_flattened_dict(dict(row.changes))
-        found.append(RowConfig(key, row.method, loaded))
+        found.append(RowConfig(key, row.method, _changed(loaded, changes)))
     return found

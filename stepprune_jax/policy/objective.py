@@ -160,7 +160,7 @@ def gate(
     stopped = trajectory.count
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
-    price = jnp.exp(log_price + log_price_growth(config, trajectory.count, n))
+    price = jnp.exp(log_price + log_price_growth(config, trajectory.count, count))
     return Gated(tokens, alpha, k, trajectory, own, price, stopped, jax.lax.stop_gradient(running))
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
@@ -73,10 +73,16 @@ class Trajectory(NamedTuple):
 
 
 def log_price_growth(
-    config: PolicyConfig, count: Num[Array, "*b"], num_tokens: int
+    config: PolicyConfig, count: Int[Array, "*#b"], num_tokens: Int[Array, "*#b"]
 ) -> Float[Array, "*b"]:
-    """Logarithm of what the `count`-th token costs, over what it costs at a tenth of N."""
-    share = jnp.maximum(count, 1) / (0.1 * num_tokens)
+    """Logarithm of what the `count`-th token costs, over what it costs at a tenth of N.
+
+    Args:
+      config: Policy configuration; `price_growth` is the power.
+      count: Tokens kept, that one among them; 0 counts as 1.
+      num_tokens: N of each row, without its padding.
+    """
+    share = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
     return config.price_growth * jnp.log(share)
 
 
@@ -91,7 +97,8 @@ def stop_margin(
     image = jnp.where(available, logits[..., :-1], MASKED)
     stop = logits[..., -1] + config.stop_bias + stop_bias
     if config.price_growth:
-        stop = stop + log_price_growth(config, step + 1, available.shape[-1]).astype(stop.dtype)
+        real = step + jnp.sum(available, axis=-1)  # a step takes one of them: padding has no say
+        stop = stop + log_price_growth(config, step + 1, real).astype(stop.dtype)
     rival = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
     return image, stop, stop - rival
 

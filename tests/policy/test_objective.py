@@ -137,6 +137,13 @@ def test_a_token_costs_more_the_more_are_kept():
     growth = [-0.364643, 1.021651, 1.832581, 2.407946, 2.854233, 3.218876]
     more = gated.trajectory.margin - run(free, params, image)[1].trajectory.margin
     np.testing.assert_allclose(more, np.tile(growth, (6, 1)), atol=1e-4)
+    padded, mask = jnp.pad(image, ((0, 0), (0, 8), (0, 0))), jnp.arange(20)[None] < 12
+    gate = jax.jit(lambda params, image, mask: policy.gate(
+        params, dear, key, image, None, image_mask=jnp.tile(mask, (6, 1)), max_steps=6
+    ))  # fmt: skip
+    other = gate(params, padded, mask)
+    np.testing.assert_allclose(other.trajectory.margin, gated.trajectory.margin, atol=1e-4)
+    np.testing.assert_allclose(other.price, gated.price, rtol=1e-5)
 
 
 def test_statistics_make_features_of_any_scale_equal():

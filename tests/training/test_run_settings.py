@@ -170,6 +170,9 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
     for row in row_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
+    # What the command line changes is not taken back by a row.
+    row = row_configs(str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"])
+    assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
     rival = selectors.build(load_config("ablations/autoselect"), MODEL)
     assert rival.policy_width == default.policy_width
     with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
