@@ -22,7 +22,7 @@ demo: env
 
 # Every trained row afresh on five seeds: hours.
 report: env
-	$(PY) -m stepprune_jax.evaluation.seeds --config configs/shapes.py --workdir runs/seeds \
+	$(PY) -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
 	  --seeds 0 1 2 3 4 --processes 2
 
 test: env

@@ -12,8 +12,9 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import distributed, program
+from stepprune_jax import program
 from stepprune_jax.evaluation.run import STAGES, run
+from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)

@@ -8,7 +8,8 @@ Several processes are started with the same command each (docs/scale.md).
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import distributed, program
+from stepprune_jax import program
+from stepprune_jax.parallel import distributed
 from stepprune_jax.training import train
 from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
 from stepprune_jax.training.profile import read_window

@@ -11,7 +11,7 @@ import dataclasses
 
 from ml_collections import ConfigDict, config_dict
 
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.policy import PolicyConfig
 
 READINGS = ("", "default", "literal")
@@ -36,7 +36,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # that some things are worth a look whatever is asked: docs/experiments.md.
     c.text_gate_anneal = 0.1 if arg == "literal" else 0.0
     c.cpu_devices = 2  # cores, each a device, where jax sees no others; 0 leaves it to jax
-    c.mesh = "data"  # a preset of stepprune_jax.sharding.build_mesh, or "data=2,tensor=4"
+    c.mesh = "data"  # a preset of stepprune_jax.parallel.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
     c.checkpoint_every = 100
     c.keep_checkpoints = 2
@@ -68,7 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.muon_lr = 0.0 if arg == "literal" else 0.015
 
     c.accelerator = ConfigDict()  # read by --dry_run alone
-    c.accelerator.name = "rtx-a6000"  # of stepprune_jax.accelerators
+    c.accelerator.name = "rtx-a6000"  # of stepprune_jax.parallel.accelerators
     c.accelerator.count = 1  # devices to plan for, where jax sees no accelerators
     c.accelerator.utilisation = 0.4  # share of the peak that is assumed
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
-    from stepprune_jax.generate import Answer, generate
+    from stepprune_jax.inference import Answer, generate
     from stepprune_jax.policy import (
         Decoder,
         FeatureStats,
@@ -84,7 +84,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Finds a public name in the package that exports it."""
     if name in __all__:
-        for package in ("policy", "checkpoints", "generate"):
+        for package in ("policy", "checkpoints", "inference"):
             module = import_module(f"{__name__}.{package}")
             if name in module.__all__:
                 return getattr(module, name)
@@ -98,8 +98,8 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """Keeps `stepprune_jax.generate` the function.
 
-    Python binds a subpackage to its parent when it is imported; here the function of the same name
-    is the public one.
+    Python binds a module to its parent when it is imported; here the function of the same name is
+    the public one, and the module is the command.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

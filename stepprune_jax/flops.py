@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from stepprune_jax.config import LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava.config import LlamaConfig, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
 
 

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stepprune_jax.checkpoints import names, safetensors
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
 
 Layout = Literal["hf", "hf_new", "original"]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from stepprune_jax.bench.memory import MODELS
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.testing import tiny_hf_config
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])

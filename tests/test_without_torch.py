@@ -32,7 +32,7 @@ else:
 from PIL import Image
 from stepprune_jax.checkpoints import convert, load_vlm, save_vlm
 from stepprune_jax.data.images import open_image, preprocess_clip
-from stepprune_jax.data.prompts import place_images, tokenize_with_images, vicuna_v1
+from stepprune_jax.models.llava.prompts import place_images, tokenize_with_images, vicuna_v1
 
 model = load_vlm(sys.argv[1], progress=False)
 save_vlm(model, sys.argv[2])
@@ -40,7 +40,7 @@ prompt = vicuna_v1([place_images("What is this?", 1)])
 assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
 pixels = preprocess_clip(open_image(Image.new("L", (30, 20))), model.image_settings)
 assert pixels.shape == (3, 24, 24)
-from stepprune_jax.generate import generate
+from stepprune_jax.inference import generate
 (answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], max_tokens=2, warm_up=False)
 assert answer.kept == 9 and 1 <= len(answer.token_ids) <= 2
 open(sys.argv[2] + "/pytorch_model.bin", "wb").close()

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stepprune_jax.accelerators import ACCELERATORS, known_as
 from stepprune_jax.bench import loading, torch_llama
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.bench.weights import random_weights
-from stepprune_jax.compiling import CPU_OPTIONS
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import ATTENTIONS
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.parallel.compiling import CPU_OPTIONS
 from stepprune_jax.testing import tiny_hf_config
 
 # Text part of the model; the tower is not timed here.

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from stepprune_jax.compiling import CPU_OPTIONS, Usage, usage
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llama import Cache
-from stepprune_jax.sharding import (
+from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.compiling import CPU_OPTIONS, Usage, usage
+from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
     CACHE_RULES,
     PRESETS,

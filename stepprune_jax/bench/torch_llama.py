@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from stepprune_jax.checkpoints import names
 from stepprune_jax.checkpoints.save import hf_config
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
 
 CACHES = ("dynamic", "static")
 

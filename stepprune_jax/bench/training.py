@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from stepprune_jax import program
-from stepprune_jax.accelerators import ACCELERATORS, known_as
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.memory import MODELS, model_config
 from stepprune_jax.bench.timing import machine
@@ -33,10 +32,11 @@ from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype
 from stepprune_jax.checkpoints.identity import file_identity
-from stepprune_jax.compiling import Usage, usage
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.generate.placement import beside, place_rows
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.parallel.compiling import Usage, usage
+from stepprune_jax.parallel.placement import beside, place_rows
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, plan, settings, step
 from stepprune_jax.training.batches import Batches

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax.bench.memory import MODELS, model_config
-from stepprune_jax.compiling import Usage
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.generate.placement import row_count
+from stepprune_jax.parallel.compiling import Usage
+from stepprune_jax.parallel.placement import row_count
+from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.sharding import build_mesh
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.plan import planned_memory, trace_update
 from stepprune_jax.training.step import Setup

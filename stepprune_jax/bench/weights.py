@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stepprune_jax.checkpoints import names
+from stepprune_jax.models.llava import weights as names
 
 
 def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import huggingface_hub
 
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models.llava.config import LlavaConfig
 
 # What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
 # left out, as they are never read.

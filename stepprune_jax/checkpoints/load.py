@@ -19,12 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
-from stepprune_jax import sharding
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints import names, progress_bar, safetensors
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.checkpoints import progress_bar, safetensors
 from stepprune_jax.data import images
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel import sharding
 
 # One read, and the largest part that is put together on the host. It holds a layer's largest matrix
 # of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
@@ -89,7 +90,7 @@ def load_vlm(
 
     Args:
         folder_or_hub_id: a folder, or a Hugging Face hub id.
-        mesh: devices to shard over by `stepprune_jax.sharding.VLM_RULES`; None for the default
+        mesh: devices to shard over by `parallel.sharding.VLM_RULES`; None for the default
             device.
         dtype: floating dtype of the parameters.
         vision_folder: original layout only: the CLIP folder, in place of the configured one.

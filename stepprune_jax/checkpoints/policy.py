@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.baselines import autoselect
-from stepprune_jax.baselines.autoselect import AutoSelectConfig
-from stepprune_jax.checkpoints import names, safetensors
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
+from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 FORMAT = "stepprune_policy"
 VERSION = 1

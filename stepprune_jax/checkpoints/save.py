@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from stepprune_jax.checkpoints import names, safetensors
+from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.config import LlamaConfig, LlavaConfig
 from stepprune_jax.data import images
-from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava.prompts import IMAGE_MARK
 
 
 def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:

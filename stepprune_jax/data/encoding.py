@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepprune_jax.data.prompts import (
+from stepprune_jax.models.llava.prompts import (
     IMAGE_MARK,
     join_at_images,
     place_images,

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.prompts import CONTEXT_LIMIT
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.timing import timed
-from stepprune_jax.generate import decoding
-from stepprune_jax.generate.placement import fetch, mesh_of, place_rows
-from stepprune_jax.generate.prefix import place
-from stepprune_jax.generate.text import answer_text
+from stepprune_jax.inference import decoding
+from stepprune_jax.inference.prefix import place
+from stepprune_jax.inference.text import answer_text
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows
 from stepprune_jax.policy import Pruned, choose_bucket
 from stepprune_jax.user_input import user_input
 

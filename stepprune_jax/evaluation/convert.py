@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.command_line import Parser
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.evaluation.score import DATA
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from stepprune_jax.benchmarks.answer_files import FOLDER as ANSWERS
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation import measure
-from stepprune_jax.evaluation.answer_files import FOLDER as ANSWERS
 from stepprune_jax.evaluation.records import FOLDER, Records, digest, save_records, write_json
 from stepprune_jax.evaluation.rows import Row, grid_shape
 from stepprune_jax.evaluation.settings import (

@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stepprune_jax import distributed
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
-from stepprune_jax.checkpoints.identity import model_identity
-from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.data.prompts import CONTEXT_LIMIT
-from stepprune_jax.evaluation.answer_files import (
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import (
     FOLDER,
     AnswerFile,
     Line,
@@ -31,9 +25,13 @@ from stepprune_jax.evaluation.answer_files import (
     claim,
     outstanding,
 )
+from stepprune_jax.benchmarks.questions import Asked, read_questions
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.identity import model_identity
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.answers import Answering, Selection, answer, cut_prompts
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation.benchmarks.questions import Asked, read_questions
 from stepprune_jax.evaluation.methods import (
     Making,
     Method,
@@ -57,7 +55,9 @@ from stepprune_jax.evaluation.settings import (
 from stepprune_jax.evaluation.sources import load_model
 from stepprune_jax.evaluation.split import Encoded, encode_split
 from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
-from stepprune_jax.generate.placement import mesh_of, row_count
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input
 

@@ -8,19 +8,18 @@ import jax
 import numpy as np
 from jaxtyping import Bool
 
-from stepprune_jax.baselines import random_order
-from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.answer_files import (
+from stepprune_jax.benchmarks import shapes
+from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
     Card,
     Line,
     questions_digest,
     write_whole,
 )
+from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.answers import Answered, Answering, answer, check_lengths
-from stepprune_jax.evaluation.benchmarks import shapes
-from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import Records, trimmed
@@ -37,6 +36,7 @@ from stepprune_jax.evaluation.rows import (
 from stepprune_jax.evaluation.settings import DEFAULT, Settings
 from stepprune_jax.evaluation.split import Encoded, Split, encode_split
 from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.pruning import random_order
 
 # Guesses of what a picture costs in the tower, and a question in a rollout, in embeddings of a
 # prefill: for the time that is left only.

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Card, questions_digest
+from stepprune_jax.benchmarks.questions import Asked
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.evaluation.answer_files import AnswerFile, Card, questions_digest
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.rows import (
     CLS,
@@ -27,6 +26,7 @@ from stepprune_jax.evaluation.rows import (
 from stepprune_jax.evaluation.settings import DEFAULT, Settings
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.tables import ALL, pruning_rate
+from stepprune_jax.models.llava.config import LlavaConfig
 
 
 class Method(NamedTuple):

@@ -13,15 +13,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy as steps_of
-from stepprune_jax.baselines import autoselect
-from stepprune_jax.baselines.autoselect import AutoSelectConfig
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.timing import timed
-from stepprune_jax.generate.placement import beside, fetch, mesh_of, place_rows
-from stepprune_jax.generate.prefix import pair_up
+from stepprune_jax.inference.prefix import pair_up
+from stepprune_jax.parallel.placement import beside, fetch, mesh_of, place_rows
 from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 
 class Ordering(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from stepprune_jax.evaluation.answer_files import FOLDER, AnswerFile, read_files
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import FOLDER, AnswerFile, read_files
+from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.evaluation.records import write_json
 from stepprune_jax.evaluation.tables import pruning_rate
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from stepprune_jax.baselines import grid_order
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.evaluation.answers import Selection
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.split import Encoded
 from stepprune_jax.evaluation.tables import ALL, pruning_rate
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
+from stepprune_jax.pruning import grid_order
 
 RANDOM, GRID, CLS = "random", "grid", "[CLS] top-K"
 

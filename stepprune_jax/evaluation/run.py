@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepprune_jax import distributed
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import FOLDER, AnswerFile, questions_digest, read_files
 from stepprune_jax.evaluation import folder as folders
-from stepprune_jax.evaluation.answer_files import FOLDER, AnswerFile, questions_digest, read_files
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
 from stepprune_jax.evaluation.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers, questions_of
 from stepprune_jax.evaluation.results import score_answers
 from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, make_table, markdown, write_table
+from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 
 STAGES = ("generate", "convert", "score")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.command_line import Parser
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, Score
 
 DATA = "playground/data/eval"
 

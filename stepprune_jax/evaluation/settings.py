@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS, Benchmark, shapes
 from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
 from stepprune_jax.evaluation.score import DATA
 from stepprune_jax.evaluation.tables import ALL
-from stepprune_jax.generate.prefix import check_positions
+from stepprune_jax.inference.prefix import check_positions
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.user_input import nearest
 
 # The policy that the run in the working directory trained.

@@ -9,7 +9,7 @@ from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
-from stepprune_jax.sharding import build_mesh
+from stepprune_jax.parallel.sharding import build_mesh
 
 
 def load_model(config: Any) -> VLM:

@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 from PIL import Image
 
-from stepprune_jax.baselines import cls_order, cls_tap
+from stepprune_jax.benchmarks.questions import Asked
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import (
     Question,
@@ -22,18 +21,19 @@ from stepprune_jax.data.llava import (
     read_questions,
     read_scenes,
 )
-from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.timing import timed
-from stepprune_jax.generate.placement import (
+from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.prompts import pad_batch
+from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
     jit_for_weights,
     mesh_of,
     place_rows,
 )
-from stepprune_jax.generate.request import Request, read_request
-from stepprune_jax.models import vlm
+from stepprune_jax.pruning import cls_order, cls_tap
 from stepprune_jax.user_input import user_input
 
 # Widths of padded ids are multiples of this.

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from stepprune_jax import distributed
+from stepprune_jax.benchmarks.questions import Asked
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.measure import stops
 from stepprune_jax.evaluation.methods import Making
 from stepprune_jax.evaluation.orders import trained_order
@@ -23,6 +22,7 @@ from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import write_json
 from stepprune_jax.evaluation.rows import stop_biases
 from stepprune_jax.evaluation.split import encode_split
+from stepprune_jax.parallel import distributed
 
 FILE = "stop_biases.json"
 # Questions that share a pass through the tower.

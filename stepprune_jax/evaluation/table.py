@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.command_line import Parser
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation.paper_tables import average_retention
 from stepprune_jax.evaluation.records import write_json
 from stepprune_jax.evaluation.results import read_scores
 from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
 from stepprune_jax.evaluation.settings import DEFAULT
 from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.studies.paper_tables import average_retention
 
 NAME = "benchmarks"
 Score = Mapping[str, Any]

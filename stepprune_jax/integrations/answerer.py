@@ -9,22 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from stepprune_jax.benchmarks.questions import Asked
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.answers import Answering, Selection, answer, cut_prompts
-from stepprune_jax.evaluation.benchmarks.questions import Asked
 from stepprune_jax.evaluation.generate_stage import CHUNK, WIDTHS
 from stepprune_jax.evaluation.methods import Method, make_row, random_orders
 from stepprune_jax.evaluation.orders import trained_order
 from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
 from stepprune_jax.evaluation.split import Encoded, encode_split
 from stepprune_jax.evaluation.tables import ALL
-from stepprune_jax.generate.answer import Options, check_options
-from stepprune_jax.generate.placement import mesh_of, row_count
-from stepprune_jax.sharding import build_mesh
+from stepprune_jax.inference.answer import Options, check_options
+from stepprune_jax.parallel.placement import mesh_of, row_count
+from stepprune_jax.parallel.sharding import build_mesh
 
 POLICY = "policy"
 # What a user may ask for, to the name of the row.

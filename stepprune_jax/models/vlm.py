@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.models import clip, llama
+from stepprune_jax.models import decoder as llama
+from stepprune_jax.models.decoder import Cache, Stage
 from stepprune_jax.models.layers import Tap, activate
-from stepprune_jax.models.llama import Cache, Stage
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import LlavaConfig
 
 IMAGE_TOKEN = -200
 POSITIONS = ("original", "compact")

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy.noise_gate import (
     FeatureStats,
     noise_gate,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stepprune_jax.config import ClipConfig
-from stepprune_jax.models import clip
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import ClipConfig
 
 _STRENGTH = 1.5  # of the code, against patch content of variance about 1
 _SHARPNESS = 6.0  # of a local head: the neighbour meant gets e^5 times the weight of the next

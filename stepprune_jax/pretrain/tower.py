@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.models import clip
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import LlavaConfig
 
 Labels = dict[str, Array]
 

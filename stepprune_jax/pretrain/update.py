@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, muon
 
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generate.placement import jit_for_weights
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.placement import jit_for_weights
 from stepprune_jax.pretrain.language import Shown, Words, language_loss
 from stepprune_jax.pretrain.mentions import Told
 from stepprune_jax.pretrain.packing import Packed

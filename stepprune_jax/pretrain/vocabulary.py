@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from stepprune_jax.data.prompts import IMAGE_MARK, vicuna_v1
+from stepprune_jax.models.llava.prompts import IMAGE_MARK, vicuna_v1
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 

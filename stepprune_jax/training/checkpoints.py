@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
-from stepprune_jax import distributed
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training.settings import changed_fields, flat
 from stepprune_jax.training.step import State

@@ -11,7 +11,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
-from stepprune_jax.generate.placement import row_count
+from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.training import settings
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.plan import Plan, make_plan

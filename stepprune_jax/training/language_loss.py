@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generate.placement import constrain_rows
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
 
 

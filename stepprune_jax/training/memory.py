@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from stepprune_jax.generate.placement import row_count
-from stepprune_jax.sharding import build_mesh
+from stepprune_jax.parallel.placement import row_count
+from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.user_input import user_input
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Int
 
-from stepprune_jax import distributed
+from stepprune_jax.parallel import distributed
 from stepprune_jax.training.batches import Batches
 
 FILE = "nonfinite.json"

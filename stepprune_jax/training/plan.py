@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.accelerators import Accelerator
-from stepprune_jax.compiling import Usage, usage
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
+from stepprune_jax.parallel.accelerators import Accelerator
+from stepprune_jax.parallel.compiling import Usage, usage
+from stepprune_jax.parallel.sharding import BATCH_RULES, VLM_RULES, shardings
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.sharding import BATCH_RULES, VLM_RULES, shardings
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket
 from stepprune_jax.training.language_loss import Targets

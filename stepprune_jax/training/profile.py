@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stepprune_jax import distributed
+from stepprune_jax.parallel import distributed
 
 
 def read_window(text: str, steps: int) -> tuple[int, int]:

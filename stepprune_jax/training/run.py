@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from stepprune_jax import distributed
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
@@ -16,7 +15,8 @@ from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
 from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.split import Split
-from stepprune_jax.generate.placement import beside, local_rows, place_rows
+from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.placement import beside, local_rows, place_rows
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, nonfinite, settings, step
 from stepprune_jax.training.batches import Batches, Stream
@@ -50,7 +50,7 @@ def train(config: Any, workdir: str | Path, window: tuple[int, int] | None = Non
     Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
     `policy.safetensors`; if asked for, `validation.jsonl`, `overlays/` and `profile/`. The
     continuation of a run gives the numbers that the whole run would have given, bit for bit. On
-    Ctrl-C or SIGTERM it saves and returns. Of several processes (`stepprune_jax.distributed`) all
+    Ctrl-C or SIGTERM it saves and returns. Of several processes (`parallel.distributed`) all
     have to call it, with a folder that all of them see.
 
     Args:

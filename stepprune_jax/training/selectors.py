@@ -8,10 +8,10 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax import policy
-from stepprune_jax.baselines import autoselect
-from stepprune_jax.baselines.autoselect import AutoSelectConfig
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning.autoselect import AutoSelectConfig
 from stepprune_jax.user_input import nearest
 
 Selector = PolicyConfig | AutoSelectConfig

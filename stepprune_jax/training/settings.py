@@ -9,13 +9,13 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from stepprune_jax.accelerators import ACCELERATORS, Accelerator
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.survey import REMEDIES
-from stepprune_jax.generate.placement import row_count
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import check_attention
-from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
+from stepprune_jax.parallel.placement import row_count
+from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import selectors
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import nearest

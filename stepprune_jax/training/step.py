@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
-from stepprune_jax import sharding
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generate.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel import sharding
+from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, update_stats
 from stepprune_jax.training import selectors
 from stepprune_jax.training.language_loss import Reading, Targets, lm_loss, map_rows

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from stepprune_jax import distributed
+from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.evaluation.answers import Answering, Selection, answer, check_lengths, keep
-from stepprune_jax.evaluation.benchmarks.shapes import is_right
 from stepprune_jax.evaluation.orders import batches, trained_order
 from stepprune_jax.evaluation.rows import grid_shape
 from stepprune_jax.evaluation.split import Split, encode_split, read_split, thin
-from stepprune_jax.generate.placement import fetch, jit_for_weights, mesh_of, place_rows
+from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import count_at_bias
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import Reading, Targets, row_losses

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from stepprune_jax import distributed
 from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.parallel import distributed
 from stepprune_jax.training.boards import open_boards
 from stepprune_jax.training.metrics import MetricsLog
 from stepprune_jax.training.profile import Profile

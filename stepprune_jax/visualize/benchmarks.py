@@ -9,10 +9,10 @@ from textwrap import shorten
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.evaluation.answer_files import AnswerFile
-from stepprune_jax.evaluation.benchmarks import Benchmark
-from stepprune_jax.evaluation.benchmarks.answers import Answer, read_answers
-from stepprune_jax.evaluation.benchmarks.questions import Asked
+from stepprune_jax.benchmarks import Benchmark
+from stepprune_jax.benchmarks.answer_files import AnswerFile
+from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.questions import Asked
 from stepprune_jax.evaluation.rows import own_stop
 from stepprune_jax.evaluation.settings import DEFAULT
 from stepprune_jax.evaluation.tables import ALL

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image, ImageDraw
 
-from stepprune_jax.evaluation.benchmarks.shapes import is_right
+from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.visualize.overlays import tick_colour, wrap_pixels
 from stepprune_jax.visualize.patches import draw_panel, font
 from stepprune_jax.visualize.style import INK

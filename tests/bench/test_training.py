@@ -12,13 +12,13 @@ from stepprune_jax import testing
 from stepprune_jax.bench import training
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.weights import random_weights
-from stepprune_jax.compiling import Usage
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
-from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.compiling import Usage
+from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
 from stepprune_jax.training import plan, settings
 from stepprune_jax.training.batches import Bucket
 

@@ -13,7 +13,8 @@ from PIL import Image
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm, save_vlm
 from stepprune_jax.data.images import open_image, preprocess_batch
-from stepprune_jax.data.prompts import (
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.prompts import (
     IMAGE_TOKEN,
     expanded_length,
     pad_batch,
@@ -21,7 +22,6 @@ from stepprune_jax.data.prompts import (
     tokenize_with_images,
     vicuna_v1,
 )
-from stepprune_jax.models import vlm
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -7,11 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stepprune_jax import sharding, testing
-from stepprune_jax.checkpoints import load, names, safetensors
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import load, safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel import sharding
 
 EVEN = {"text": {"vocab_size": 448, "num_key_value_heads": 2}}  # divisible by four devices
 

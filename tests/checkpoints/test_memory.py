@@ -8,9 +8,10 @@ import sys
 import numpy as np
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import names, safetensors
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava.config import LlavaConfig
 
 # On this backend the weights themselves lie in host memory too: what the loader itself needs is
 # the growth of the high-water mark beyond them.

@@ -10,7 +10,7 @@ import safetensors.numpy
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, prune, testing
 from stepprune_jax.checkpoints import safetensors as files
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, save_policy
-from stepprune_jax.config import LlavaConfig
+from stepprune_jax.models.llava.config import LlavaConfig
 
 CONFIG = PolicyConfig(
     feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.1, 0.5)

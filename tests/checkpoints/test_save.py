@@ -9,11 +9,12 @@ import torch
 import transformers
 from PIL import Image
 
-from stepprune_jax import sharding, testing
+from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
 from stepprune_jax.checkpoints.save import hf_config
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.images import preprocess_clip
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel import sharding
 
 
 def _reference(folder):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from stepprune_jax import testing
 from stepprune_jax.data.encoding import IGNORE, encode_conversation, encode_conversations
-from stepprune_jax.data.prompts import (
+from stepprune_jax.inference.request import read_request
+from stepprune_jax.models.llava.prompts import (
     IMAGE_TOKEN,
     place_images,
     tokenize_with_images,
     vicuna_v1,
 )
-from stepprune_jax.generate.request import read_request
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
 def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
     from PIL import Image
 
-    from stepprune_jax.config import LlavaConfig
     from stepprune_jax.data.images import ImageSettings
+    from stepprune_jax.models.llava.config import LlavaConfig
 
     path = tmp_path / "a.png"
     Image.new("RGB", (24, 24)).save(path)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
-from stepprune_jax.data.prompts import (
+from stepprune_jax.models.llava.prompts import (
     IMAGE_TOKEN,
     expanded_length,
     pad_batch,

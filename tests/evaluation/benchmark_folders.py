@@ -5,8 +5,8 @@ import itertools
 import json
 import shutil
 
+from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 from stepprune_jax.data.shapes import write_world
-from stepprune_jax.evaluation.benchmarks.mme import COGNITION, PERCEPTION
 
 SHORT = "\nAnswer the question using a single word or phrase."
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")

@@ -1,6 +1,6 @@
 """An evaluation in a process of its own: `python one_process.py MODEL ROOT WORKDIR SETTINGS`.
 
-Which one of several it is stands in the environment, as `stepprune_jax.distributed` reads it.
+Which one of several it is stands in the environment, as `parallel.distributed` reads it.
 """
 
 import json
@@ -16,7 +16,7 @@ def main(model, root, workdir, settings):
     import conftest
 
     os.environ["XLA_FLAGS"] = " ".join(conftest.FLAGS[1:])
-    from stepprune_jax import distributed
+    from stepprune_jax.parallel import distributed
 
     distributed.start()
     from small_world import small_config

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from stepprune_jax import PolicyConfig, testing
-from stepprune_jax.baselines import AutoSelectConfig, autoselect
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
 from stepprune_jax.policy import FeatureStats, ParamSpec, param_specs
+from stepprune_jax.pruning import AutoSelectConfig, autoselect
 
 TEXTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
 WIDTHS = {

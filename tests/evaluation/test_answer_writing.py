@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax.evaluation.answer_files import (
+from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
     Card,
     Line,
@@ -16,8 +16,8 @@ from stepprune_jax.evaluation.answer_files import (
     read_files,
     write_whole,
 )
-from stepprune_jax.evaluation.benchmarks.answers import read_answers
-from stepprune_jax.evaluation.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.benchmarks.questions import Asked
 
 # The third has the id of the first, as TextVQA's may; the last is the second once more.
 ASKED = [

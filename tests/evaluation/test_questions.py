@@ -5,8 +5,8 @@ import pytest
 from benchmark_folders import SIZES, write_benchmarks
 from PIL import Image
 
-from stepprune_jax.evaluation.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation.benchmarks.questions import read_questions
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.questions import read_questions
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."

@@ -5,13 +5,13 @@ import pytest
 from PIL import Image
 
 from stepprune_jax import testing
-from stepprune_jax.baselines import grid_order
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
-from stepprune_jax.generate import generate
+from stepprune_jax.inference import generate
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import Wanted, answer_all, cut_at, load_answerer
 from stepprune_jax.policy import PolicyConfig, init_policy
+from stepprune_jax.pruning import grid_order
 
 QUESTIONS = ("What is this?", "two dog", "is the picture red", "yes or no")
 

@@ -11,7 +11,7 @@ from stepprune_jax.checkpoints.frozen import ASSETS, SHAPES_MODEL
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.data.shapes import write_world
-from stepprune_jax.generate import generate
+from stepprune_jax.inference import generate
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 
 torch.set_num_threads(1)
 

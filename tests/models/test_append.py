@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.models import llama
+from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.layers import append_slots
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.testing import tiny_hf_config
 
 CONFIG = LlavaConfig.from_hf(tiny_hf_config()).text

@@ -6,9 +6,9 @@ import torch
 import transformers
 from hf_reference import arrays, as_torch, assert_close, clip_pair, normal, randomise, vision_tree
 
-from stepprune_jax.config import ClipConfig
-from stepprune_jax.models import clip
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import ClipConfig
 
 encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "attention"))
 

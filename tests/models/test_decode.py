@@ -7,7 +7,8 @@ import prompts
 import pytest
 from hf_reference import assert_close, llava_pair
 
-from stepprune_jax.models import llama, vlm
+from stepprune_jax.models import decoder as llama
+from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
 
 ANSWER = [[33, 34, 35], [36, 37, 38], [39, 40, 41], [43, 44, 45], [46, 47, 48]]

@@ -16,9 +16,9 @@ from hf_reference import (
     normal,
 )
 
-from stepprune_jax.config import LlamaConfig
-from stepprune_jax.models import llama
+from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.config import LlamaConfig
 from stepprune_jax.models.rotary import rotary, rotary_frequencies
 
 

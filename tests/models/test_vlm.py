@@ -18,9 +18,9 @@ from hf_reference import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.config import LlavaConfig
 
 S = vlm.IMAGE_TOKEN
 prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("taps", "all_logits"))

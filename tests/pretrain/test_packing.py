@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
 from stepprune_jax.pretrain.language import (

@@ -15,14 +15,14 @@ import transformers
 
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.images import open_image, preprocess_batch
-from stepprune_jax.data.prompts import (
+from stepprune_jax.data.shapes import write_world
+from stepprune_jax.inference import generate
+from stepprune_jax.models.llava.prompts import (
     IMAGE_TOKEN,
     place_images,
     tokenize_with_images,
     vicuna_v1,
 )
-from stepprune_jax.data.shapes import write_world
-from stepprune_jax.generate import generate
 from stepprune_jax.pretrain.data import batch_indices, word_tokens
 from stepprune_jax.pretrain.run import NOISY, kept_at, pretrain
 from stepprune_jax.pretrain.settings import check_config, check_world

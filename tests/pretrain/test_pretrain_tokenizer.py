@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import transformers
 
-from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images, vicuna_v1
+from stepprune_jax.models.llava.prompts import IMAGE_TOKEN, tokenize_with_images, vicuna_v1
 from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 
 TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")

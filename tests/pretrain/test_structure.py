@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax.config import ClipConfig
-from stepprune_jax.models import clip
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.pretrain.structure import (
     fourier_code,
     init_tower,

@@ -1,6 +1,6 @@
 """One process of a run of several: `python one_process.py DEVICES MODEL DATA WORKDIR CHANGES`.
 
-Which one it is stands in the environment, as `stepprune_jax.distributed` reads it.
+Which one it is stands in the environment, as `stepprune_jax.parallel.distributed` reads it.
 """
 
 import json
@@ -17,7 +17,7 @@ def main(devices, model, data, workdir, changes):
 
     options = ("--xla_force_host_platform_device_count=" + devices, *conftest.FLAGS[1:])
     os.environ["XLA_FLAGS"] = " ".join(options)
-    from stepprune_jax import distributed
+    from stepprune_jax.parallel import distributed
 
     distributed.start()
     from tiny_run import make_config

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import model_identity
-from stepprune_jax.sharding import build_mesh
+from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training.checkpoints import Checkpoints, Saved, read_latest
 
 

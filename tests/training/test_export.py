@@ -12,7 +12,7 @@ from tiny_run import make_config, write_data
 from stepprune_jax import export, load_policy, testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.evaluation.settings import DEFAULT, Settings, load_policies, own_policy
-from stepprune_jax.generate.command import main as generate
+from stepprune_jax.generate import main as generate
 from stepprune_jax.training import train
 from stepprune_jax.training.checkpoints import Checkpoints
 

@@ -9,14 +9,14 @@ import pytest
 from tiny_run import ROOT, load_config, write_data
 
 from stepprune_jax import testing
-from stepprune_jax.accelerators import ACCELERATORS
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.accelerators import ACCELERATORS
+from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.sharding import build_mesh
 from stepprune_jax.training import plan, selectors
 from stepprune_jax.training.data import open_batches
 from stepprune_jax.training.dry_run import dry_run

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from stepprune_jax import testing
-from stepprune_jax.accelerators import ACCELERATORS
 from stepprune_jax.bench import update
 from stepprune_jax.bench.memory import MODELS
-from stepprune_jax.config import LlavaConfig
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import plan, selectors
 from stepprune_jax.training.batches import Bucket

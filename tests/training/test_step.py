@@ -9,11 +9,11 @@ import pytest
 from tiny_run import make_config, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
-from stepprune_jax.baselines import AutoSelectConfig
-from stepprune_jax.config import LlavaConfig
-from stepprune_jax.generate.placement import beside, place_rows
 from stepprune_jax.models import vlm
-from stepprune_jax.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.placement import beside, place_rows
+from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import selectors, settings, step
 from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
 

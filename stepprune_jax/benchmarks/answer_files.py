@@ -1,0 +1,322 @@
+"""Answer files as a run writes them: line by line, gone on with after an interruption.
+
+Beside `METHOD.jsonl` lies `METHOD.json`, its card: everything that the answers depend on. A run
+that would answer otherwise does not add to the file. Where several processes share the questions,
+all but the first write to files of their own, `METHOD.part-1.jsonl` and so on, until they are
+merged.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.evaluation.records import digest, write_json
+
+FOLDER = "answers"
+
+
+class Card(NamedTuple):
+    """What the answers of a file depend on.
+
+    Attributes:
+        benchmark: its name.
+        questions: `questions_digest` of all that is asked.
+        asked: their number.
+        method: name of the table row.
+        mode: "exact" or "adaptive".
+        pruning_rate: nominal, in percent; None where the policy stops where it learned to.
+        num_tokens: N, visual tokens of a picture.
+        stop_bias: added to the stop logits; None for exact rows.
+        model: its name.
+        made: what else the answers depend on, JSON values by name.
+    """
+
+    benchmark: str
+    questions: str
+    asked: int
+    method: str
+    mode: str
+    pruning_rate: float | None
+    num_tokens: int
+    stop_bias: float | None
+    model: str
+    made: Mapping[str, Any] = {}
+
+    @property
+    def slug(self) -> str:
+        """A name for files that tells rows apart."""
+        rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
+        words = " ".join([self.method, *rate]).lower()
+        return re.sub("[^a-z0-9.]+", "-", words).strip("-")
+
+
+def questions_digest(questions: Sequence[Asked]) -> str:
+    """A fingerprint of a question list: ids and messages, not pictures."""
+    return digest([f"{question.question_id} {question.text}" for question in questions])
+
+
+class AnswerFile(NamedTuple):
+    """The answers of one method to one benchmark.
+
+    Attributes:
+        path: the file, JSON lines.
+        card: what the answers depend on.
+    """
+
+    path: Path
+    card: Card
+
+    @property
+    def card_path(self) -> Path:
+        """Where the card lies."""
+        return self.path.with_suffix(".json")
+
+    @classmethod
+    def of(cls, folder: Path, card: Card) -> "AnswerFile":
+        """The file of a row in a folder with one folder a benchmark."""
+        return cls(folder / card.benchmark / f"{card.slug}.jsonl", card)
+
+    def part(self, number: int) -> Path:
+        """The file that a process writes to; process 0 writes to the file itself."""
+        return self.path.with_suffix(f".part-{number}.jsonl") if number else self.path
+
+    def parts(self) -> list[Path]:
+        """The file and the parts that are there."""
+        found = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
+        return [path for path in (self.path, *found) if path.is_file()]
+
+
+class Line(NamedTuple):
+    """What was answered to one question.
+
+    Attributes:
+        text: the answer.
+        kept: K, the visual tokens that were kept; 0 without a picture.
+        ms: milliseconds for it.
+        order: the kept tokens in order of choice, where they are to be looked at; or None.
+    """
+
+    text: str
+    kept: int
+    ms: float
+    order: Sequence[int] | None = None
+
+
+def check_claim(file: AnswerFile) -> None:
+    """Refuses a file that was written otherwise than this run would; changes nothing.
+
+    Args:
+        file: with the card of this run.
+
+    Raises:
+        ValueError: answers without a card, or with another one; the message names the fields.
+    """
+    if file.card_path.is_file():
+        known, mine = _flat(read_json_object(file.card_path)), _flat(file.card._asdict())
+        if file.parts():
+            changed = [
+                f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
+                for name in sorted(known.keys() | mine.keys())
+                if known.get(name) != mine.get(name)
+            ]
+            if changed:
+                raise ValueError(
+                    f"{file.path} holds answers that were made otherwise; move it and its .json "
+                    f"away, or give another --workdir. {'; '.join(changed)}"
+                )
+    elif file.parts():
+        raise ValueError(
+            f"{file.path} holds answers, but no {file.card_path.name} beside it says how they "
+            "were made; move it away"
+        )
+
+
+def claim(file: AnswerFile) -> None:
+    """Takes a file for this run: puts the card beside it.
+
+    Args:
+        file: with the card of this run.
+
+    Raises:
+        ValueError: as `check_claim`.
+    """
+    check_claim(file)
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file.card_path, file.card._asdict())
+
+
+def _flat(card: dict[str, Any]) -> dict[str, Any]:
+    """The values of a card by name."""
+    card = dict(card)
+    return {**card, **card.pop("made", {})}
+
+
+def read_files(folder: Path) -> list[AnswerFile]:
+    """The files of one benchmark, in the order of their names.
+
+    Args:
+        folder: of the benchmark.
+
+    Raises:
+        ValueError: a card that cannot be read.
+    """
+    files = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            files.append(AnswerFile(path.with_suffix(".jsonl"), Card(**read_json_object(path))))
+        except TypeError as error:
+            raise ValueError(f"{path} is not the card of an answer file: {error}") from error
+    return [file for file in files if file.path.is_file()]
+
+
+def recover(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a file that a run may have been stopped in; mends its end.
+
+    Args:
+        path: the file; a last line that is not whole is cut off, one that lacks only its end
+            gets it.
+
+    Returns:
+        The objects; none where there is no file.
+
+    Raises:
+        ValueError: another line is not a JSON object; the message names it.
+    """
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    whole, _, tail = data.rpartition(b"\n")
+    found = [
+        _object(line, f"{path}: line {number}")
+        for number, line in enumerate(whole.split(b"\n"), start=1)
+        if line.strip()
+    ]
+    if tail:
+        try:
+            found.append(_object(tail, ""))
+            data += b"\n"
+        except ValueError:
+            data = data[: len(data) - len(tail)]
+        _replace(path, data)
+    return found
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    """A line as an object that says which question it answers."""
+    try:
+        value = json.loads(line)
+        good = isinstance(value, dict) and {"question_id", "prompt", "text"} <= value.keys()
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(
+            f"{where}: expected an object with question_id, prompt and text; mend or remove the "
+            "line, and its question is asked again"
+        )
+    return value
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file by its side and puts it in place."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def outstanding(file: AnswerFile, questions: Sequence[Asked]) -> list[int]:
+    """Which questions have no answer yet; merges parts and puts lines in the questions' order.
+
+    Call it in one process only, while none writes.
+
+    Args:
+        file: claimed.
+        questions: of the benchmark.
+
+    Returns:
+        Numbers of questions, ascending. A question that is listed twice wants two lines.
+
+    Raises:
+        ValueError: a line cannot be read, or answers a question that was not asked.
+    """
+    waiting = defaultdict(list)
+    for number, question in enumerate(questions):
+        waiting[question.key].append(number)
+    answered: dict[int, dict[str, Any]] = {}
+    parts, found = file.parts(), 0
+    for path in parts:
+        for value in recover(path):
+            found += 1
+            key = str(value["question_id"]), value["prompt"]
+            if key not in waiting:
+                raise ValueError(
+                    f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
+                    "this benchmark; move the file away"
+                )
+            if waiting[key]:  # of several answers to one question the first stays
+                answered[waiting[key].pop(0)] = value
+    ordered = sorted(answered)
+    if len(parts) > 1 or found > len(answered) or list(answered) != ordered:
+        _replace(file.path, b"".join(_bytes(answered[number]) for number in ordered))
+        for path in parts:
+            if path != file.path:
+                path.unlink()
+    return [number for number in range(len(questions)) if number not in answered]
+
+
+def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Adds lines to a file, at once on the disk."""
+    with path.open("ab") as out:
+        for line in lines:
+            out.write(_bytes(line))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def as_object(file: AnswerFile, number: int, question: Asked, line: Line) -> dict[str, Any]:
+    """A line with LLaVA's fields in LLaVA's order, then ours.
+
+    Args:
+        file: where it goes.
+        number: of the question.
+        question: what was asked.
+        line: what was answered.
+
+    Returns:
+        question_id, prompt, text, answer_id, model_id and metadata (with the benchmark's further
+        fields between them), then `kept`, `ms` and, where it was recorded, `order`.
+    """
+    fields = dict(question.fields)
+    head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
+    value = {"question_id": question.question_id, **head, "prompt": question.prompt}
+    value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
+    value |= {"model_id": file.card.model, "metadata": {}}
+    value |= {"kept": line.kept, "ms": round(line.ms, 3)}
+    return value | ({} if line.order is None else {"order": list(map(int, line.order))})
+
+
+def _bytes(value: dict[str, Any]) -> bytes:
+    # An answer may hold half of a surrogate pair, which only an escape takes.
+    return json.dumps(value, ensure_ascii=True).encode() + b"\n"
+
+
+def write_whole(file: AnswerFile, questions: Sequence[Asked], lines: Sequence[Line]) -> None:
+    """Writes all answers of a method at once, in place of a file that is there.
+
+    Args:
+        file: where, and its card.
+        questions: all of the benchmark.
+        lines: one a question.
+    """
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    pairs = enumerate(zip(questions, lines, strict=True))
+    data = b"".join(_bytes(as_object(file, number, *pair)) for number, pair in pairs)
+    for path in file.parts():
+        path.unlink()
+    write_json(file.card_path, file.card._asdict())
+    _replace(file.path, data)

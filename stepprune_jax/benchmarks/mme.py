@@ -1,0 +1,324 @@
+"""MME: fourteen tasks of yes or no, two questions an image, one point more for having both right.
+
+The official program takes two consecutive lines of a task for an image. Here the two answers to an
+image are found by the image; the figures of consecutive lines stand beside them.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.result import WORD_OR_PHRASE, Benchmark, Score
+
+PERCEPTION = (
+    "existence",
+    "count",
+    "position",
+    "color",
+    "posters",
+    "celebrity",
+    "scene",
+    "landmark",
+    "artwork",
+    "OCR",
+)
+COGNITION = (
+    "commonsense_reasoning",
+    "numerical_calculation",
+    "text_translation",
+    "code_reasoning",
+)
+PAIRS = ("image", "position")
+RELEASE = "MME_Benchmark_release_version"
+QUESTIONS = 2374
+_SOURCE = "MME's authors (github.com/BradyFU/Awesome-Multimodal-Large-Language-Models)"
+_ASK = " Please answer yes or no."
+
+
+class Question(NamedTuple):
+    """A question of the release.
+
+    Attributes:
+        task: name of the task's folder.
+        file: name of the image's text file.
+        text: the question as the text file has it.
+        truth: `Yes` or `No`.
+    """
+
+    task: str
+    file: str
+    text: str
+    truth: str
+
+
+class Line(NamedTuple):
+    """A line of the official text files.
+
+    Attributes:
+        question: the question.
+        answer: the answer to it on one line.
+    """
+
+    question: Question
+    answer: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer counts as the truth."""
+        return reading(self.answer) == self.question.truth.lower()
+
+
+def reading(text: str) -> str:
+    """Reads an answer as MME's program does: by its first four characters.
+
+    Args:
+        text: the answer.
+
+    Returns:
+        "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise
+        "other", which is always wrong.
+    """
+    start = text.lower()[:4]
+    return next((word for word in ("yes", "no") if word in start), "other")
+
+
+def on_one_line(text: str) -> str:
+    """Makes an answer fit a line of tab-separated fields.
+
+    Args:
+        text: the answer.
+
+    Returns:
+        It without tabs and line ends around it; those inside are blanks.
+    """
+    return "".join(" " if mark in "\t\r\n" else mark for mark in text.strip("\t\r\n"))
+
+
+def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Score:
+    """Scores answers to MME.
+
+    Args:
+        root: LLaVA's evaluation folder; the text files of `MME/MME_Benchmark_release_version` are
+            read.
+        answers: answer file; `prompt` is needed to tell the questions of an image apart.
+        pairs: what belongs together: "image", the two answers to one image, or "position", two
+            consecutive answers of a task, as in the official program.
+
+    Returns:
+        The headline is perception + cognition, at most 2,800. A task's score is 100 x (share of
+        right answers + share of images with both right). Parts: the two sums, each task's score,
+        accuracies and number of answers that are neither yes nor no, and under `by_position`
+        the two sums of the official pairs, null where a task has an odd number of answers.
+
+    Raises:
+        FileNotFoundError: a file or a task's folder is missing.
+        ValueError: a file cannot be read, a task has no answer, or an image has only one.
+    """
+    if pairs not in PAIRS:
+        raise ValueError(f"pairs must be one of {', '.join(PAIRS)}, got {pairs!r}")
+    release = _read_release(layout.folder(root, "MME"))
+    rows = _matched(read_answers(answers), release)
+    warnings = layout.size_warnings(f"{RELEASE}, questions", len(release), QUESTIONS)
+    kept = latest(rows, release, warnings)
+    by_image = _parts(_image_pairs(_lines(kept.values(), release)))
+    position = _consecutive_pairs(_lines(rows, release))
+    by_position = None if position is None else _parts(position)
+    if by_position != by_image:
+        total = "nothing" if by_position is None else f"{_total(by_position):.2f}"
+        warnings.append(
+            "the two answers to an image do not always follow each other: the official program, "
+            f"which takes consecutive lines, would print {total}, by image it is "
+            f"{_total(by_image):.2f}"
+        )
+    if pairs == "position" and by_position is None:
+        raise ValueError(f"{answers}: a task has an odd number of answers: no pairs by position")
+    parts = by_position if pairs == "position" else by_image
+    sums = ("perception", "cognition")
+    beside = None if by_position is None else {name: by_position[name] for name in sums}
+    counts = {"questions": len(release), "answered": len(kept)}
+    return Score(_total(parts), {**parts, "by_position": beside, **counts}, warnings)
+
+
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
+    release = _read_release(layout.folder(root, "MME"))
+
+    def worth(row: Answer) -> float | None:
+        lines = _lines(_matched([row], release), release)
+        return float(lines[0].right) if lines else None
+
+    return worth
+
+
+def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
+    """Writes the text files that MME's own program reads.
+
+    Args:
+        root: LLaVA's evaluation folder.
+        answers: answer file.
+        out: folder for one file a task; made if missing. Images are in the order in which they
+            are first answered, both questions of an image together; of several answers to a
+            question the last is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: `out` is a file.
+        FileNotFoundError: a file or a task's folder is missing.
+        ValueError: as for `score`; nothing is written then.
+    """
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file: expected a folder, for one text file a task")
+    release = _read_release(layout.folder(root, "MME"))
+    rows = _matched(read_answers(answers), release)
+    kept = latest(rows, release, [])
+    first = dict.fromkeys(row.id for row in rows if row.id in kept)
+    pairs = _image_pairs(_lines([kept[name] for name in first], release))
+    out.mkdir(parents=True, exist_ok=True)
+    for task, images in pairs.items():
+        lines = [
+            "\t".join((line.question.file, line.question.text, line.question.truth, line.answer))
+            for image in images
+            for line in image
+        ]
+        # An answer may hold half of a surrogate pair, which no file takes.
+        text = "".join(f"{line}\n" for line in lines)
+        (out / f"{task}.txt").write_bytes(text.encode("utf-8", "replace"))
+    return out
+
+
+def _read_release(folder: Path) -> dict[str, Question]:
+    """All questions by name, from the text files of all tasks."""
+    release = {}
+    for task in (*PERCEPTION, *COGNITION):
+        place = folder / RELEASE / task
+        if (place / "questions_answers_YN").is_dir():
+            place = place / "questions_answers_YN"
+        files = sorted(place.glob("*.txt"))
+        if not files:
+            raise FileNotFoundError(f"no text files in {place}: get {RELEASE} from {_SOURCE}")
+        for file in files:
+            for text, truth in _read_questions(file):
+                release[_name(task, file.name, text)] = Question(task, file.name, text, truth)
+    return release
+
+
+def _name(task: str, file: str, text: str) -> str:
+    """One name a question; its image has two."""
+    return f"{task}/{file}: {text}"
+
+
+def _read_questions(file: Path) -> list[tuple[str, str]]:
+    """The two questions of an image and their truths."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8: {error.reason}") from error
+    if len(lines) != 2:
+        raise ValueError(f"{file}: expected two lines, one a question, got {len(lines)}")
+    questions = []
+    for number, line in enumerate(lines, start=1):
+        question, *answer = line.strip().split("\t")
+        if len(answer) != 1 or answer[0] not in ("Yes", "No"):
+            raise ValueError(f"{file}: line {number}: expected a question, a tab and Yes or No")
+        questions.append((question, answer[0]))
+    return questions
+
+
+def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer]:
+    """The answers with their questions' names as ids; those to no question keep theirs."""
+    rows = []
+    for answer in answers:
+        path = answer.id.split("/")
+        file = path[-1].split(".")[0] + ".txt"
+        text = answer.prompt.replace(WORD_OR_PHRASE.strip(), "").strip()
+        # Some questions of the release have two blanks before the request.
+        endings = ("",) if _ASK.strip() in text else (_ASK, " " + _ASK)
+        names = (_name(path[0], file, text + ending) for ending in endings)
+        name = next((name for name in names if name in release), answer.id)
+        rows.append(answer._replace(id=name))
+    return rows
+
+
+def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[Line]:
+    """The answers to questions of the release as lines of the official files."""
+    return [
+        Line(release[answer.id], on_one_line(answer.text))
+        for answer in answers
+        if answer.id in release
+    ]
+
+
+def _image_pairs(lines: list[Line]) -> dict[str, list[list[Line]]]:
+    """The lines of each image of each task; every task must be there and no half image."""
+    tasks: dict[str, dict[str, list[Line]]] = {task: {} for task in (*PERCEPTION, *COGNITION)}
+    for line in lines:
+        tasks[line.question.task].setdefault(line.question.file, []).append(line)
+    for task, images in tasks.items():
+        if not images:
+            raise ValueError(f"no answer to a question of task {task}")
+        for file, pair in images.items():
+            if len(pair) != 2:
+                raise ValueError(
+                    f"{task}/{file}: one of the two questions is answered, the other is not: "
+                    f"answer both (answered: {pair[0].question.text!r})"
+                )
+    return {task: list(images.values()) for task, images in tasks.items()}
+
+
+def _consecutive_pairs(lines: list[Line]) -> dict[str, list[list[Line]]] | None:
+    """The official pairs; None where a line is left over."""
+    tasks: dict[str, list[Line]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
+    for line in lines:
+        tasks[line.question.task].append(line)
+    if any(len(rows) % 2 for rows in tasks.values()):
+        return None
+    return {
+        task: [rows[start : start + 2] for start in range(0, len(rows), 2)]
+        for task, rows in tasks.items()
+    }
+
+
+def _parts(pairs: dict[str, list[list[Line]]]) -> dict[str, Any]:
+    """Figures of every task and the two sums."""
+    tasks = {}
+    for task, images in pairs.items():
+        lines = [line for image in images for line in image]
+        accuracy = 100 * sum(line.right for line in lines) / len(lines)
+        plus = 100 * sum(all(line.right for line in image) for image in images) / len(images)
+        other = sum(reading(line.answer) == "other" for line in lines)
+        tasks[task] = {
+            "score": accuracy + plus,
+            "accuracy": accuracy,
+            "accuracy_plus": plus,
+            "neither_yes_nor_no": other,
+        }
+    return {
+        "perception": sum(tasks[task]["score"] for task in PERCEPTION),
+        "cognition": sum(tasks[task]["score"] for task in COGNITION),
+        **tasks,
+    }
+
+
+def _total(parts: dict[str, Any]) -> float:
+    """Perception and cognition."""
+    return parts["perception"] + parts["cognition"]
+
+
+BENCHMARK = Benchmark(
+    name="mme",
+    title="MME",
+    headline="perception + cognition",
+    questions="MME/llava_mme.jsonl",
+    images=f"MME/{RELEASE}",
+    instruction="",
+    max_new_tokens=128,
+    score=score,
+    convert=convert,
+    options={"pairs": PAIRS},
+    worth=_worth,
+)

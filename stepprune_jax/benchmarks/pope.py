@@ -1,0 +1,239 @@
+"""POPE: is the object in the picture? Yes or no, in three splits that differ in the wrong objects.
+
+The official program joins answers and labels by their position in the files. Here both are found
+by the question; the figures of the official join stand beside them.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.result import Benchmark, Score, worth_by_id
+from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
+
+QUESTIONS = "llava_pope_test.jsonl"
+# Splits of the published list with their sizes.
+SPLITS = {"adversarial": 3000, "random": 2910, "popular": 3000}
+_SOURCE = (
+    "github.com/AoiDragon/POPE, folder output/coco at commit e3e3926, from which LLaVA's list was "
+    "made (later files differ)"
+)
+JOINS = ("question", "position")
+_MEANS = ("mean_f1", "mean_accuracy", "pooled_f1")
+_NO = frozenset(("No", "no", "not"))
+
+
+class _Question(NamedTuple):
+    """A question of LLaVA's list with its label: whether the object is there."""
+
+    id: str
+    split: str
+    label: bool
+
+
+class Counts(NamedTuple):
+    """How often prediction and label agree; "yes" is the positive class.
+
+    Attributes:
+        tp: predicted yes, labelled yes.
+        fp: predicted yes, labelled no.
+        tn: predicted no, labelled no.
+        fn: predicted no, labelled yes.
+    """
+
+    tp: int
+    fp: int
+    tn: int
+    fn: int
+
+    def figures(self) -> dict[str, float]:
+        """Accuracy, precision, recall, F1 and the share of yes, in percent; 0 where undefined."""
+        tp, fp, tn, fn = self
+        return {
+            "accuracy": _percent(tp + tn, sum(self)),
+            "precision": _percent(tp, tp + fp),
+            "recall": _percent(tp, tp + fn),
+            "f1": _percent(2 * tp, 2 * tp + fp + fn),
+            "yes_ratio": _percent(tp + fp, sum(self)),
+        }
+
+
+def says_yes(text: str) -> bool:
+    """Reads an answer as POPE's program does.
+
+    Only what precedes the first full stop counts. Commas are deleted and the rest is split at
+    single blanks: a word that is exactly `No`, `no` or `not` makes it a no, everything else is a
+    yes, the empty answer included.
+
+    Args:
+        text: the answer.
+
+    Returns:
+        Whether it counts as yes.
+    """
+    return _NO.isdisjoint(text.partition(".")[0].replace(",", "").split(" "))
+
+
+def score(root: str | Path, answers: str | Path, *, join: str = "question") -> Score:
+    """Scores answers to POPE.
+
+    Args:
+        root: LLaVA's evaluation folder; `pope/llava_pope_test.jsonl` and `pope/coco/` are read.
+        answers: answer file.
+        join: how an answer finds its label: "question", by its id, or "position", by its place
+            among the answers of its split, as the official program does.
+
+    Returns:
+        The headline is 100 x the mean of the F1 scores of the three splits. Parts: each split's
+        accuracy, precision, recall, F1 and yes ratio, the mean accuracy, the F1 of all splits
+        pooled, and under `by_position` the means of the official join.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file cannot be read, the annotations are not those of the list, or a split
+            has no answer.
+    """
+    if join not in JOINS:
+        raise ValueError(f"join must be one of {', '.join(JOINS)}, got {join!r}")
+    folder = layout.folder(root, "pope")
+    rows = read_answers(answers)
+    questions, warnings = _read_questions(folder)
+    kept = latest(rows, questions, warnings)
+    by_question = _parts(_join_by_question(kept, questions))
+    by_position = _parts(_join_by_position(rows, questions))
+    if by_question != by_position:
+        warnings.append(
+            "the answers are not one for one in the order of the questions: by position, as the "
+            f"official program joins them, the mean F1 is {by_position['mean_f1']:.2f}, by "
+            f"question {by_question['mean_f1']:.2f}"
+        )
+    parts = by_question if join == "question" else by_position
+    return Score(
+        parts["mean_f1"],
+        {
+            **parts,
+            "by_position": {name: by_position[name] for name in _MEANS},
+            "questions": len(questions),
+            "answered": len(kept),
+        },
+        warnings,
+    )
+
+
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
+    questions, _ = _read_questions(layout.folder(root, "pope"))
+    return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
+
+
+def _percent(part: int, whole: int) -> float:
+    """A share in percent, 0 of nothing."""
+    return 100 * part / whole if whole else 0.0
+
+
+def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
+    """Counts pairs of prediction and label."""
+    pairs = list(pairs)
+    cases = ((True, True), (True, False), (False, False), (False, True))
+    return Counts(*(pairs.count(case) for case in cases))
+
+
+def _join_by_question(
+    answers: dict[str, Answer], questions: dict[str, _Question]
+) -> dict[str, Counts]:
+    """Counts of each split, an answer's label being that of its question."""
+    return {
+        split: _count(
+            (says_yes(answer.text), questions[name].label)
+            for name, answer in answers.items()
+            if questions[name].split == split
+        )
+        for split in SPLITS
+    }
+
+
+def _join_by_position(rows: list[Answer], questions: dict[str, _Question]) -> dict[str, Counts]:
+    """Counts of each split, its n-th answer having the n-th label."""
+    said = {split: [] for split in SPLITS}
+    for row in rows:
+        if row.id in questions:
+            said[questions[row.id].split].append(says_yes(row.text))
+    labels = {split: [q.label for q in questions.values() if q.split == split] for split in SPLITS}
+    # As in the official program, answers beyond the last label are dropped.
+    return {split: _count(zip(said[split], labels[split], strict=False)) for split in SPLITS}
+
+
+def _parts(counts: dict[str, Counts]) -> dict[str, object]:
+    """The figures of all splits and their means."""
+    for split, count in counts.items():
+        if not sum(count):
+            raise ValueError(f"no answer to a question of split {split} of {QUESTIONS}")
+    figures = {split: count.figures() for split, count in counts.items()}
+    pooled = Counts(*(sum(column) for column in zip(*counts.values(), strict=True)))
+    return {
+        "mean_f1": sum(f["f1"] for f in figures.values()) / len(figures),
+        "mean_accuracy": sum(f["accuracy"] for f in figures.values()) / len(figures),
+        "pooled_f1": pooled.figures()["f1"],
+        **figures,
+    }
+
+
+def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
+    """Reads list and annotations; by id in the order of the labels, and what is odd about them."""
+    path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
+    rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
+    for where, row in read_json_lines(path):
+        split = words(row, "category", where)
+        if split not in rows:
+            raise ValueError(f'{where}: "category" must be one of {", ".join(rows)}, got {split!r}')
+        rows[split][_key(row, where)] = identity(row, "question_id", where)
+    warnings, questions = [], {}
+    for split, published in SPLITS.items():
+        warnings += layout.size_warnings(f"{path.name}, {split}", len(rows[split]), published)
+        for question in _labelled(folder, split, rows[split]):
+            questions[question.id] = question
+    return questions, warnings
+
+
+def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
+    """Reads the annotations of a split, in their order; refuses those of another list."""
+    path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
+    rows: list[Record] = read_json_lines(path)
+    if len(rows) != len(ids):
+        raise ValueError(
+            f"{path}: {len(rows):,} rows, but {QUESTIONS} has {len(ids):,} questions of {split}: "
+            f"another version; get the file from {_SOURCE}"
+        )
+    questions = []
+    for where, row in rows:
+        key = _key(row, where)
+        if key not in ids:
+            raise ValueError(
+                f"{where}: {key[1]!r} of {key[0]} is not in {QUESTIONS}: another version; get "
+                f"the file from {_SOURCE}"
+            )
+        questions.append(_Question(ids[key], split, words(row, "label", where) != "no"))
+    return questions
+
+
+def _key(row: dict[str, object], where: str) -> tuple[str, str]:
+    """Image and question, without the line that asks for a short answer."""
+    question = words(row, "text", where).partition("\n")[0].strip()
+    return words(row, "image", where), question
+
+
+BENCHMARK = Benchmark(
+    name="pope",
+    title="POPE",
+    headline="100 x mean F1 of the three splits",
+    questions=f"pope/{QUESTIONS}",
+    images="pope/val2014",
+    instruction="",
+    max_new_tokens=128,
+    score=score,
+    convert=None,
+    options={"join": JOINS},
+    worth=_worth,
+)

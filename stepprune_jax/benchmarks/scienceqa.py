@@ -1,0 +1,152 @@
+"""ScienceQA: questions of school science with two to five choices, about half with an image.
+
+The figure in papers is the accuracy on questions with an image ("SQA", "ScienceQA-IMG").
+"""
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.result import OPTION_LETTER, Benchmark, Score, worth_by_id
+from stepprune_jax.data.json_files import as_object, read_json_object
+
+LETTERS = "ABCDE"
+QUESTIONS = 4241
+WITH_IMAGE = 2017
+_SOURCE = "github.com/lupantech/ScienceQA, folder data/scienceqa"
+# The official pattern wants one more character after the letter, whatever it is.
+_SENTENCE = re.compile("The answer is ([A-Z]).")
+
+
+class Problem(NamedTuple):
+    """What scoring needs of a question.
+
+    Attributes:
+        answer: letter of the right choice.
+        has_image: whether the question comes with an image.
+    """
+
+    answer: str
+    has_image: bool
+
+
+def letter(text: str) -> str | None:
+    """Finds the option letter of an answer as LLaVA's program does.
+
+    Args:
+        text: the answer.
+
+    Returns:
+        The letter if the answer is exactly one of A to E; or starts with one, a stop and a blank;
+        or says "The answer is X", with one more character after X, exactly once (this X may be
+        any capital). None otherwise.
+    """
+    if text in tuple(LETTERS):
+        return text
+    if text[:1] in tuple(LETTERS) and text[1:3] == ". ":
+        return text[0]
+    found = _SENTENCE.findall(text)
+    return found[0] if len(found) == 1 else None
+
+
+def score(root: str | Path, answers: str | Path) -> Score:
+    """Scores answers to ScienceQA.
+
+    Args:
+        root: LLaVA's evaluation folder; `scienceqa/pid_splits.json` and `scienceqa/problems.json`
+            are read.
+        answers: answer file; a question counts as one with an image if the `prompt` of its answer
+            holds `<image>`.
+
+    Returns:
+        The headline is the accuracy in percent over the answers with an image; an unanswered
+        question is not among them. Parts: the accuracy over the whole test split, in which
+        unanswered questions are wrong; the accuracy over the problems with an image likewise; how
+        many questions there are, how many have no answer and how many answers no letter.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file cannot be read, or no answer has an image.
+    """
+    problems = _read_problems(layout.folder(root, "scienceqa"))
+    illustrated = [name for name, problem in problems.items() if problem.has_image]
+    warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
+    warnings += layout.size_warnings("its problems with an image", len(illustrated), WITH_IMAGE)
+    kept = latest(read_answers(answers), problems, warnings)
+    seen = [name for name, answer in kept.items() if "<image>" in answer.prompt]
+    if not seen:
+        raise ValueError(f"{answers}: no prompt holds <image>: were the images shown?")
+    differ = set(seen) ^ {name for name in illustrated if name in kept}
+    if differ:
+        warnings.append(
+            f"{len(differ):,} answers have <image> in the prompt but no image in problems.json, "
+            f"or the reverse, as {min(differ)!r}"
+        )
+    letters = {name: letter(answer.text) for name, answer in kept.items()}
+    right = {name for name, found in letters.items() if found == problems[name].answer}
+    parts = {
+        "accuracy_all": _percent(right, problems),
+        "accuracy_problems_with_image": _percent(right, illustrated),
+        "questions": len(problems),
+        "answered": len(kept),
+        "answered_with_image": len(seen),
+        "problems_with_image": len(illustrated),
+        "without_letter": sum(found is None for found in letters.values()),
+    }
+    return Score(_percent(right, seen), parts, warnings)
+
+
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
+    problems = _read_problems(layout.folder(root, "scienceqa"))
+    return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)
+
+
+def _percent(right: set[str], names: Collection[str]) -> float:
+    """How many of these questions are right, in percent; 0 of none."""
+    return 100 * len(right.intersection(names)) / max(len(names), 1)
+
+
+def _read_problems(folder: Path) -> dict[str, Problem]:
+    """The problems of the test split, in its order."""
+    splits, table = (
+        layout.file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
+    )
+    names = read_json_object(splits).get("test")
+    if not isinstance(names, list) or not names:
+        raise ValueError(f'{splits}: expected a list of ids as "test": get it from {_SOURCE}')
+    values, problems = read_json_object(table), {}
+    for name in map(str, names):
+        where = f"{table}: problem {name!r}"
+        if name not in values:
+            raise ValueError(f"{where} of the test split is missing: get the file from {_SOURCE}")
+        problems[name] = _problem(as_object(values[name], where), where)
+    return problems
+
+
+def _problem(value: dict[str, Any], where: str) -> Problem:
+    """Checks a problem."""
+    choices, answer = value.get("choices"), value.get("answer")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
+        raise ValueError(f'{where}: "choices" must be a list of 2 to {len(LETTERS)}')
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f'{where}: "answer" must be a number from 0 to {len(choices) - 1}')
+    return Problem(LETTERS[answer], value.get("image") is not None)
+
+
+BENCHMARK = Benchmark(
+    name="scienceqa",
+    title="ScienceQA-IMG",
+    headline="accuracy on the answers with an image, in percent",
+    questions="scienceqa/llava_test_CQM-A.json",
+    images="scienceqa/images/test",
+    instruction=OPTION_LETTER,
+    max_new_tokens=1024,
+    score=score,
+    convert=None,
+    options={},
+    worth=_worth,
+)

@@ -1,0 +1,80 @@
+"""The shapes world, and any data folder in the same form: exact match, one word an answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.data.json_files import identity, read_json_lines, words
+
+QUESTIONS = "test.jsonl"
+ANSWERS = "test_answers.jsonl"
+_SOURCE = "python -m stepprune_jax.data.shapes"
+
+
+def is_right(text: str, truth: str) -> bool:
+    """Whether an answer is the right one, without regard to case and outer white space."""
+    return text.strip().casefold() == truth.strip().casefold()
+
+
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Whether an answer is right; see `Benchmark.worth`."""
+    return worth_by_id(_read_truths(root), is_right)
+
+
+def score(root: str | Path, answers: str | Path) -> Score:
+    """Scores answers to the test split.
+
+    Args:
+        root: data folder; `test.jsonl` and `test_answers.jsonl` are read.
+        answers: answer file.
+
+    Returns:
+        The headline is the accuracy in percent over all questions; one without an answer is
+        wrong. Parts: the accuracy per `category`, the number of `questions` and of those
+        `answered`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be, or answers none of the questions.
+    """
+    truths, warnings = _read_truths(Path(root)), []
+    kept = latest(read_answers(answers), truths, warnings)
+    right = {name: name in kept and is_right(kept[name].text, truths[name]) for name in truths}
+    kinds: dict[str, list[bool]] = {}
+    for where, row in read_json_lines(layout.file(Path(root) / QUESTIONS, _SOURCE)):
+        name, kind = identity(row, "question_id", where), row.get("category", "default")
+        if name not in right:
+            raise ValueError(f"{where}: no answer to question {name!r} in {ANSWERS}")
+        kinds.setdefault(kind, []).append(right[name])
+    parts = {
+        "category": {kind: mean_percent(kinds[kind]) for kind in sorted(kinds)},
+        "questions": len(truths),
+        "answered": len(kept),
+    }
+    return Score(mean_percent(right.values()), parts, warnings)
+
+
+def _read_truths(root: Path) -> dict[str, str]:
+    """The right answers by question."""
+    path = layout.file(root / ANSWERS, _SOURCE)
+    return {
+        identity(row, "question_id", where): words(row, "answer", where)
+        for where, row in read_json_lines(path)
+    }
+
+
+BENCHMARK = Benchmark(
+    name="shapes",
+    title="shapes",
+    headline="accuracy in percent",
+    questions=QUESTIONS,
+    images="images",
+    instruction="",
+    max_new_tokens=3,
+    score=score,
+    convert=None,
+    options={},
+    worth=_worth,
+)

@@ -1,0 +1,240 @@
+"""VQAv2: the submission to the server, and soft accuracy on the validation split.
+
+Tables print test-dev, whose answers are not public: only the server scores it. Validation answers
+are. Goyal et al., "Making the V in VQA Matter" (CVPR 2017).
+"""
+
+import json
+import warnings as notes
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.submission import write_submission
+from stepprune_jax.benchmarks.vqa_answers import (
+    NUM_PEOPLE,
+    normalise,
+    official,
+    one_line,
+    soft_accuracy,
+)
+from stepprune_jax.data.json_files import identity, read_json_lines, read_json_object
+
+QUESTIONS = "llava_vqav2_mscoco_test2015.jsonl"
+NUM_QUESTIONS = 447_793
+ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
+NUM_ANNOTATIONS = 214_354
+SERVER = "https://eval.ai/web/challenges/challenge-page/830"
+_SOURCE = "https://visualqa.org/download.html"
+_SUBMIT = (
+    f"test-dev is scored by the server only: write a submission with `python -m "
+    f"stepprune_jax.evaluation.convert vqav2` and upload it at {SERVER}"
+)
+
+
+class People(NamedTuple):
+    """What people answered to one question.
+
+    Attributes:
+        answers: ten answers, each on one line.
+        question_type: its first words, as "what is".
+        answer_type: "yes/no", "number" or "other".
+    """
+
+    answers: tuple[str, ...]
+    question_type: str
+    answer_type: str
+
+
+def read_people(path: Path) -> dict[str, People]:
+    """Reads the official annotations.
+
+    Args:
+        path: a JSON object whose `annotations` is a list of records.
+
+    Returns:
+        The people's answers by question id, in the order of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no such file; a record, which is numbered from 1, does not have ten
+            answers.
+    """
+    records = read_json_object(path).get("annotations")
+    if not isinstance(records, list) or not records:
+        raise ValueError(f'{path}: expected a list under "annotations"; get it from {_SOURCE}')
+    people = {}
+    for number, record in enumerate(records, start=1):
+        where = f"{path}: annotation {number}"
+        try:
+            answers = tuple(one_line(answer["answer"]) for answer in record["answers"])
+            people[identity(record, "question_id", where)] = People(
+                answers, record["question_type"], record["answer_type"]
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{where}: expected question_id, question_type, answer_type and answers with "
+                f"answer ({error!r})"
+            ) from error
+        if len(answers) != NUM_PEOPLE:
+            raise ValueError(f"{where}: expected {NUM_PEOPLE} answers, got {len(answers)}")
+    return people
+
+
+def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
+    """The official accuracy of one prediction.
+
+    Only where people disagree are prediction and answers normalised: "Yes" and "2." are wrong
+    where all ten said "yes" and "2".
+
+    Args:
+        prediction: as the server receives it.
+        answers: ten answers, each on one line.
+
+    Returns:
+        0, 0.3, 0.6, 0.9 or 1.
+    """
+    prediction = one_line(prediction)
+    if len(set(answers)) > 1:
+        prediction, answers = official(prediction), tuple(official(answer) for answer in answers)
+    return soft_accuracy(prediction, answers)
+
+
+def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
+    """Scores answers to the validation questions.
+
+    Args:
+        root: LLaVA's evaluation folder; `vqav2/v2_mscoco_val2014_annotations.json` is read.
+        answers: answer file.
+        missing: "refuse" where the answered questions are not exactly the annotated ones, as the
+            official program does, or "leave-out" to score those that are both.
+
+    Returns:
+        The headline is the accuracy in percent of the answers as LLaVA submits them, normalised.
+        Parts: the same per `question_type` and `answer_type`, `as_written`, the three figures of
+        the answers as the file has them, and the number of `questions`. All are rounded to two
+        decimals, as the official program does.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be, or the answers are to other questions.
+    """
+    people = read_people(_annotations(root))
+    rows = read_answers(answers)
+    known = sum(row.id in people for row in rows)
+    if not known:
+        raise ValueError(f"{answers}: no answer is to a question of {ANNOTATIONS}; {_SUBMIT}")
+    warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
+    kept = latest(rows, people, warnings)
+    if missing == "refuse" and (known < len(rows) or len(kept) < len(people)):
+        raise ValueError(
+            f"{answers}: {len(people) - len(kept):,} of {len(people):,} questions have no answer "
+            f"and {len(rows) - known:,} lines answer other questions: the official program refuses "
+            "this; leave both out with --missing leave-out"
+        )
+    overall, parts = _accuracies(kept, people, normalise)
+    as_written, written_parts = _accuracies(kept, people, str)
+    parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(kept)}
+    return Score(overall, parts, warnings)
+
+
+def _worth(root: Path) -> Callable[[Answer], float | None]:
+    """Accuracy of an answer; see `Benchmark.worth`."""
+    people = read_people(_annotations(root))
+    return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
+
+
+def _annotations(root: str | Path) -> Path:
+    """The validation split's annotations, the only ones that are public."""
+    path = layout.folder(root, "vqav2") / ANNOTATIONS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file at {path}: only the validation split can be scored here, with the "
+            f"annotations of {_SOURCE}; {_SUBMIT}"
+        )
+    return path
+
+
+def _accuracies(
+    kept: dict[str, Answer], people: dict[str, People], normaliser: Callable[[str], str]
+) -> tuple[float, dict]:
+    """Accuracy over all questions, and per type of question and of answer."""
+    every, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
+    for name, answer in kept.items():
+        found = accuracy(normaliser(answer.text), people[name].answers)
+        every.append(found)
+        for kind, table in tables.items():
+            table[getattr(people[name], kind)].append(found)
+    parts = {
+        kind: {name: _rounded(values) for name, values in sorted(table.items())}
+        for kind, table in tables.items()
+    }
+    return _rounded(every), parts
+
+
+def _rounded(values: list[float]) -> float:
+    """The mean in percent, to two decimals."""
+    return round(mean_percent(values), 2)
+
+
+def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
+    """Writes a submission to the server: test-dev answers in a list of all test questions.
+
+    Lines that are not JSON are skipped with a warning, the last answer to a question counts, and
+    a question that was not asked has the empty answer.
+
+    Args:
+        root: LLaVA's evaluation folder; `vqav2/llava_vqav2_mscoco_test2015.jsonl` is read.
+        answers: answer file.
+        out: the file to write; LLaVA calls it vqav2/answers_upload/SPLIT/MODEL.json.
+
+    Returns:
+        `out`: a JSON list of `question_id` and normalised `answer`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it should be, or no answer is to a question of the list.
+    """
+    path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
+    ids = [_number(row, where) for where, row in read_json_lines(path)]
+    broken: list[str] = []
+    found = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
+    kept = {row.id: row.text for row in read_answers(answers, broken)}
+    if kept.keys().isdisjoint(map(str, ids)):
+        raise ValueError(f"{answers}: no answer is to a question of {path}")
+    if broken:
+        found.append(f"{len(broken):,} lines skipped, as {broken[0]}")
+    for message in found:
+        notes.warn(message, stacklevel=2)
+    lines = [
+        {"question_id": number, "answer": normalise(kept[name]) if name in kept else ""}
+        for number, name in zip(ids, map(str, ids), strict=True)
+    ]
+    return write_submission(out, json.dumps(lines).encode())
+
+
+def _number(row: dict[str, Any], where: str) -> int:
+    """The number of a question, which the server wants as one."""
+    name = identity(row, "question_id", where)
+    if not name.isdecimal():
+        raise ValueError(f'{where}: "question_id" must be a whole number, got {name!r}')
+    return int(name)
+
+
+BENCHMARK = Benchmark(
+    name="vqav2",
+    title="VQAv2",
+    headline="accuracy in percent, validation; test-dev is scored by the server",
+    questions="vqav2/llava_vqav2_mscoco_test-dev2015.jsonl",
+    images="vqav2/test2015",
+    instruction="",
+    max_new_tokens=128,
+    score=score,
+    convert=convert,
+    options={"missing": ("refuse", "leave-out")},
+    worth=_worth,
+)

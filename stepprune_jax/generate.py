@@ -1,0 +1,183 @@
+"""Answers questions about pictures from the command line.
+
+    python -m stepprune_jax.generate --model DIR --image x.jpg --prompt "What is this?"
+
+The answer is written as it comes; then how many visual tokens were kept, the time to the first
+token and the decoding speed. `--json` prints one JSON object instead.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+from PIL import Image
+
+from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.checkpoints.load import VLM, load_params
+from stepprune_jax.checkpoints.policy import check_fits, load_policy
+from stepprune_jax.command_line import Parser
+from stepprune_jax.data.images import image_settings, open_image
+from stepprune_jax.inference.answer import Answer, Options, check_options, generate
+from stepprune_jax.inference.request import read_request
+from stepprune_jax.models.layers import ATTENTIONS
+from stepprune_jax.models.vlm import POSITIONS
+from stepprune_jax.parallel.sharding import PRESETS, build_mesh
+
+_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
+# What a user can do wrong; anything else is a bug and keeps its traceback.
+_USER_ERRORS = (ValueError, OSError, ImportError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = Parser(prog="stepprune_jax.generate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, help="checkpoint folder or Hugging Face hub id")
+    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
+    add("--image", action="append", default=[], help="picture; may be given several times")
+    add("--prompt", help="the question; with --interactive, the first one")
+    add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
+    add("--policy", help="policy file that prunes visual tokens")
+    add("--budget", type=int, help="exact number of tokens to keep of each image")
+    add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
+    add("--positions", choices=POSITIONS, default="original", help="ids of kept tokens")
+    add("--max_tokens", type=int, default=128, help="longest answer")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_p", type=float, default=1.0, help="probability mass to sample from")
+    add("--seed", type=int, default=0, help="of the sampling")
+    add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights and computation")
+    add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
+    add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Options]:
+    """Checks every input, and only then loads the weights."""
+    if arguments.prompt is None and not arguments.interactive:
+        raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
+    if arguments.json and arguments.interactive:
+        raise ValueError("--json prints the answer to one --prompt: not with --interactive")
+    pictures = [open_image(path) for path in arguments.image]
+    source = folders.inspect_folder(arguments.model, arguments.vision_folder)
+    tokenizer = folders.load_tokenizer(source.folder)
+    settings = image_settings(source.vision_folder or source.folder)
+    options = Options(
+        policy=load_policy(arguments.policy) if arguments.policy is not None else None,
+        **{name: getattr(arguments, name) for name in _OPTIONS},
+    )
+    if options.policy is not None:
+        check_fits(options.policy, source.config)
+    check_options(source.config, options)
+    question = "?" if arguments.prompt is None else arguments.prompt
+    read_request(tokenizer, settings, source.config, [question], [pictures])
+    mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
+    params = load_params(source, mesh, _DTYPES[arguments.dtype])
+    return VLM(params, source.config, tokenizer, settings, source.folder), pictures, options
+
+
+_OPTIONS = (
+    "budget",
+    "stop_bias",
+    "positions",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "attention",
+)
+
+
+def _summary(answer: Answer) -> str:
+    """One line of figures."""
+    return (
+        f"[kept {answer.kept} of {answer.visual_tokens} visual tokens, first token after "
+        f"{answer.ttft_ms:.1f} ms, {answer.tokens_per_s:.1f} tokens/s]"
+    )
+
+
+def _say(model: VLM, turns: Sequence[str], pictures: list[Image.Image], options: Options) -> Answer:
+    """Writes an answer as it comes, and its figures."""
+
+    def write(row: int, token: int, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    (answer,) = generate(model, [turns], [pictures], on_token=write, **options._asdict())
+    print(f"\n{_summary(answer)}", flush=True)
+    return answer
+
+
+def _questions(first: str | None) -> Iterator[str]:
+    """The first question if there is one, then lines of stdin until its end or "exit"."""
+    if first is not None:
+        yield first
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "exit":
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _converse(model: VLM, first: str | None, pictures: list[Image.Image], options: Options) -> None:
+    """Answers question after question; the pictures and what was said stay."""
+    turns: list[str] = []
+    for question in _questions(first):
+        try:
+            answer = _say(model, [*turns, question], pictures, options)
+        except ValueError as error:
+            _complain(error)
+            continue
+        turns += [question, answer.text]
+
+
+def _complain(error: Exception) -> None:
+    """Prints an error without a traceback."""
+    print(f"stepprune_jax.generate: error: {error}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: of the command line, by default those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for a mistake in the input, which is reported on stderr.
+    """
+    parsed = _parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        # A warning is for the user to read: its message, without the line of code.
+        warnings.showwarning = lambda message, *_, **__: print(
+            f"warning: {message}", file=sys.stderr
+        )
+        return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Runs the parsed command and returns its exit status."""
+    try:
+        model, pictures, options = _prepare(parsed)
+    except _USER_ERRORS as error:
+        _complain(error)
+        return 2
+    if parsed.interactive:
+        try:
+            _converse(model, parsed.prompt, pictures, options)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+    elif parsed.json:
+        (answer,) = generate(model, [parsed.prompt], [pictures], **options._asdict())
+        print(json.dumps(answer._asdict()))
+    else:
+        _say(model, [parsed.prompt], pictures, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""From prompts and pictures to ids and pixels: everything that needs no weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.data.images import ImageSettings, open_image, preprocess_batch
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.prompts import (
+    IMAGE_MARK,
+    place_images,
+    question_ids,
+    tokenize_with_images,
+    vicuna_v1,
+)
+
+Picture = str | Path | Image.Image
+# A question, or a conversation: user first, then alternating.
+Prompt = str | Sequence[str]
+
+
+class Request(NamedTuple):
+    """A batch of prompts, read and checked.
+
+    Attributes:
+        ids: of each prompt, -200 where an image stands.
+        question_ids: of each prompt's user words alone, for the policy.
+        pixels: float32 [i, 3, H, W] of the distinct images, or None.
+        image_of: for each prompt, the row in `pixels` of each of its images.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    question_ids: tuple[tuple[int, ...], ...]
+    pixels: np.ndarray | None
+    image_of: tuple[tuple[int, ...], ...]
+
+
+def read_request(
+    tokenizer: Any,
+    image_settings: ImageSettings | None,
+    config: LlavaConfig,
+    prompts: Sequence[Prompt],
+    images: Sequence[Sequence[Picture] | Picture | None] | None = None,
+) -> Request:
+    """Checks and prepares prompts and pictures, without touching the model's weights.
+
+    Args:
+        tokenizer: the model's `transformers` tokenizer.
+        image_settings: of the model; None only if there are no images.
+        config: the model's configuration.
+        prompts: a question each, or the turns of a conversation that ends with one. `<image>` may
+            say where the images stand; without it they come first.
+        images: for each prompt its pictures: paths or Pillow images; one alone needs no list. The
+            same path or object is read and encoded once.
+
+    Returns:
+        The request.
+
+    Raises:
+        FileNotFoundError: a picture is missing.
+        TypeError: a prompt is neither a string nor strings.
+        ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
+            picture, images of another size than the model takes. The message says which prompt.
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts is a string, expected a list of prompts")
+    if not len(prompts):
+        raise ValueError("prompts is empty, expected at least one")
+    rows = [None] * len(prompts) if images is None else list(images)
+    if len(rows) != len(prompts):
+        raise ValueError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
+    numbers: dict[Any, int] = {}
+    pictures: list[Image.Image] = []
+    ids, questions, image_of = [], [], []
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        row = _as_pictures(row)
+        try:
+            turns = _turns(prompt, len(row))
+            ids.append(tuple(tokenize_with_images(tokenizer, vicuna_v1(turns), len(row))))
+        except (TypeError, ValueError) as error:
+            where = f"prompt {number}: " if len(prompts) > 1 else ""
+            raise type(error)(f"{where}{error}") from error
+        questions.append(question_ids(tokenizer, turns))
+        for picture in row:
+            key = id(picture) if isinstance(picture, Image.Image) else str(picture)
+            if key not in numbers:
+                numbers[key] = len(pictures)
+                pictures.append(open_image(picture))
+        image_of.append(
+            tuple(numbers[id(p) if isinstance(p, Image.Image) else str(p)] for p in row)
+        )
+    pixels = None
+    if pictures:
+        if image_settings is None:
+            raise ValueError("images are given, but the model has no image settings")
+        pixels = preprocess_batch(pictures, image_settings)
+        side = config.vision.image_size
+        if pixels.shape[2:] != (side, side):
+            raise ValueError(
+                f"the image processor makes {pixels.shape[2]} x {pixels.shape[3]} pixels, the "
+                f"model takes {side} x {side}: crop_size of preprocessor_config.json is wrong"
+            )
+    return Request(tuple(ids), tuple(questions), pixels, tuple(image_of))
+
+
+def _as_pictures(row: Sequence[Picture] | Picture | None) -> list[Picture]:
+    """The pictures of one prompt as a list."""
+    if row is None:
+        return []
+    return [row] if isinstance(row, (str, Path, Image.Image)) else list(row)
+
+
+def _turns(prompt: Prompt, num_images: int) -> list[str]:
+    """The turns of a conversation with image marks where the model expects them."""
+    turns = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
+    if len(turns) % 2 == 0:
+        raise ValueError(
+            f"a conversation of {len(turns)} turns ends with an answer, not a question"
+        )
+    # An answer cannot bring an image; a model may still have written the word.
+    turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
+    marks = sum(turn.count(IMAGE_MARK) for turn in turns)
+    if marks not in (0, num_images):
+        raise ValueError(
+            f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
+        )
+    if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
+        raise ValueError("the question is empty")
+    if marks == turns[0].count(IMAGE_MARK):  # else the marks in later turns stay where they are
+        turns[0] = place_images(turns[0], num_images)
+    return turns

@@ -1,0 +1,198 @@
+"""The CLIP vision transformer, as pure functions over a tree of stacked weights.
+
+Radford and others, "Learning transferable visual models from natural language supervision"
+(https://arxiv.org/abs/2103.00020). Pre-norm blocks over a class token and the patches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from stepprune_jax.models.layers import (
+    BlockOutput,
+    LayerNorm,
+    Segment,
+    Tap,
+    activate,
+    attend,
+    attention_weights,
+    check_attention,
+    checkpoint_layer,
+    fused_attend,
+    merge_heads,
+    resolve_taps,
+    scan_layers,
+    split_heads,
+    take_layer,
+)
+from stepprune_jax.models.llava.config import ClipConfig
+
+TAP_KINDS = ("hidden", "attention", "keys")
+
+
+class ClipAttention(nn.Module):
+    """Unmasked multi-head self-attention with biases."""
+
+    config: ClipConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "i t d"], attention: str = "matmul") -> BlockOutput:
+        """Returns the projected result as `hidden`, with queries, keys and values."""
+        width, heads = self.config.hidden_size, self.config.num_heads
+        query, key, value = (
+            split_heads(nn.Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
+        )
+        if attention == "matmul":
+            mixed = attend(query, [Segment(key, value, None)])
+        else:
+            mixed = fused_attend(query, key, value, causal=False, implementation=attention)
+        mixed = nn.Dense(width, name="out")(merge_heads(mixed))
+        return BlockOutput(mixed, query, key, value)
+
+
+class ClipMlp(nn.Module):
+    """Two projections with an activation between."""
+
+    config: ClipConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "i t d"]) -> Float[Array, "i t d"]:
+        """Applies the MLP."""
+        x = nn.Dense(self.config.intermediate_size, name="up")(x)
+        return nn.Dense(self.config.hidden_size, name="down")(activate(self.config.activation, x))
+
+
+class ClipBlock(nn.Module):
+    """One pre-norm block."""
+
+    config: ClipConfig
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "i t d"], attention: str = "matmul") -> BlockOutput:
+        """Runs the block on [i, t, d], t the class token and the patches."""
+        eps = self.config.layer_norm_eps
+        mixed = ClipAttention(self.config, name="attention")(
+            LayerNorm(eps, name="norm1")(hidden), attention
+        )
+        hidden = hidden + mixed.hidden
+        hidden = hidden + ClipMlp(self.config, name="mlp")(LayerNorm(eps, name="norm2")(hidden))
+        return mixed._replace(hidden=hidden)
+
+
+def init_vision(key: Array, config: ClipConfig) -> dict[str, Any]:
+    """Random float32 weights of the tower.
+
+    Args:
+        key: PRNG key; consumed.
+        config: the tower's shape.
+
+    Returns:
+        The tree under "vision" of the whole model's parameters.
+    """
+    keys = iter(jax.random.split(key, 4))
+    d, p = config.hidden_size, config.patch_size
+    norm = {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
+    block, sample = ClipBlock(config), jnp.zeros((1, 1, d))
+    return {
+        "class_embedding": jax.random.normal(next(keys), (d,)) * d**-0.5,
+        "patch_embedding": {
+            "kernel": jax.random.normal(next(keys), (p * p * 3, d)) * (p * p * 3) ** -0.5
+        },
+        "position_embedding": jax.random.normal(next(keys), (config.num_patches + 1, d)) * 0.02,
+        "pre_norm": norm,
+        "post_norm": norm,
+        "layers": jax.vmap(lambda k: block.init(k, sample)["params"])(
+            jax.random.split(next(keys), config.num_layers)
+        ),
+    }
+
+
+def embed_patches(
+    params: dict[str, Any], config: ClipConfig, pixels: Float[Array, "i 3 H W"]
+) -> Float[Array, "i t d"]:
+    """Patches and class token with positions, after the first norm: hidden state 0.
+
+    Args:
+        params: the tower's weights.
+        config: the tower's shape.
+        pixels: [i, 3, H, W] normalised images, channel first.
+
+    Returns:
+        [i, n + 1, d], class token first, patches row by row, in the dtype of the weights.
+
+    Raises:
+        ValueError: the images do not have the tower's size.
+    """
+    i, _, height, width = pixels.shape
+    if (height, width) != (config.image_size, config.image_size):
+        raise ValueError(
+            f"pixels are {height}x{width}, but this tower takes "
+            f"{config.image_size}x{config.image_size}"
+        )
+    kernel = params["patch_embedding"]["kernel"]
+    p, side = config.patch_size, config.image_size // config.patch_size
+    # A strided convolution without overlap is one matrix product over cut-out patches, whose
+    # values run over (row, column, channel). An incomplete patch at the border is left out.
+    patches = pixels[:, :, : side * p, : side * p].astype(kernel.dtype)
+    patches = patches.reshape(i, 3, side, p, side, p).transpose(0, 2, 4, 3, 5, 1)
+    patches = patches.reshape(i, side * side, p * p * 3) @ kernel
+    first = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
+    hidden = jnp.concatenate([first, patches], axis=1) + params["position_embedding"]
+    return LayerNorm(config.layer_norm_eps).apply({"params": params["pre_norm"]}, hidden)
+
+
+def encode(
+    params: dict[str, Any],
+    config: ClipConfig,
+    pixels: Float[Array, "i 3 H W"],
+    layer: int = -2,
+    taps: Sequence[Tap] = (),
+    attention: str = "matmul",
+) -> tuple[Float[Array, "i t d"], dict[str, Array]]:
+    """Runs the tower up to a hidden state; later blocks run only if a tap needs them.
+
+    Args:
+        params: the tower's weights.
+        config: the tower's shape.
+        pixels: [i, 3, H, W] normalised images.
+        layer: which hidden state to return, 0 to L or negative from the end, without the last norm.
+        taps: "hidden" [i, n+1, d]; "attention": the class token's row of softmax weights, heads
+            kept, [i, h, n+1] float32; "keys" [i, h, n+1, c].
+        attention: "matmul", "xla" or "cudnn".
+
+    Returns:
+        The hidden state [i, n+1, d], and the taps by name, as in {"attention.22": ...}.
+
+    Raises:
+        ValueError: wrong image size, unknown tap or attention.
+    """
+    check_attention(attention)
+    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
+    result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))
+    cuts = [at for kind, at in [*named.values(), result] if kind == "hidden"]
+    watched = [at for kind, at in named.values() if kind != "hidden"]
+    last = max([*cuts, *(at + 1 for at in watched)])
+    block = ClipBlock(config)
+
+    def body(hidden, index):
+        weights = take_layer(params["layers"], index)
+        output = block.apply({"params": weights}, hidden, attention)
+        return output.hidden, output
+
+    hidden = embed_patches(params, config, pixels)
+    body = checkpoint_layer(body, remat=False)
+    _, outputs, states = scan_layers(body, hidden, 0, last, watched, cuts)
+    found = {}
+    for name, (kind, at) in named.items():
+        if kind == "hidden":
+            found[name] = states[at]
+        elif kind == "keys":
+            found[name] = outputs[at].key
+        else:
+            _, query, key, value = outputs[at]
+            found[name] = attention_weights(query[:, :, :1], [Segment(key, value, None)])[:, :, 0]
+    return states[result[1]], found

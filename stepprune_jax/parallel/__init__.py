@@ -1,0 +1,1 @@
+"""Devices: meshes and sharding rules, placement of arrays, processes, compiler options."""

@@ -1,0 +1,177 @@
+"""Where arrays of a generation lie, and how its programs are compiled, given the weights."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax.models.decoder import Cache
+from stepprune_jax.parallel.compiling import CPU_OPTIONS
+from stepprune_jax.parallel.sharding import BATCH
+
+
+def jit_for_weights(
+    function: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """`jax.jit` for a function whose first argument are the weights.
+
+    Args:
+        function: to be compiled.
+        static: names of its static arguments.
+        donate: names of its donated arguments.
+
+    Returns:
+        The compiled function; for weights on a CPU it is compiled with `CPU_OPTIONS`. It has the
+        attributes `num_compiled`, a function that returns the number of programs compiled so far,
+        and `trace`, that of `jax.jit`, which takes abstract weights that have a sharding, too.
+    """
+    options = {"static_argnames": static, "donate_argnames": donate}
+    plain = jax.jit(function, **options)
+    on_cpu = jax.jit(function, **options, compiler_options=CPU_OPTIONS)
+
+    def chosen(params):
+        device = next(iter(jax.tree.leaves(params)[0].sharding.device_set))
+        return on_cpu if device.platform == "cpu" else plain
+
+    @functools.wraps(function)
+    def call(params, *args, **kwargs):
+        return chosen(params)(params, *args, **kwargs)
+
+    call.num_compiled = lambda: plain._cache_size() + on_cpu._cache_size()
+    call.trace = lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
+    return call
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that weights are sharded over, or None on a single device."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def beside(params: Any, tree: Any) -> Any:
+    """Copies arrays to where the weights are, whole to each device; no copy if they are there."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, P())
+    if not sharding.is_fully_addressable:  # over several processes, each of which has the arrays
+        return jax.jit(lambda tree: tree, out_shardings=sharding)(tree)
+    return jax.device_put(tree, sharding)
+
+
+def row_count(mesh: Mesh | None) -> int:
+    """Number of devices that the rows of a batch are split over."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
+    """Mesh axes that rows are split over; None if they do not divide them."""
+    return None if rows % row_count(mesh) else BATCH
+
+
+def local_rows(mesh: Mesh | None, rows: int) -> slice:
+    """The rows of a batch that this process has to bring: those that lie on its own devices.
+
+    Args:
+        mesh: what rows are split over; None for a single device.
+        rows: of the whole batch.
+
+    Returns:
+        A slice of the rows. Processes that share rows (a "tensor" axis across them) get the same.
+
+    Raises:
+        ValueError: the mesh deals out devices so that this process has rows here and there.
+    """
+    if mesh is None:
+        return slice(0, rows)
+    sharding = NamedSharding(mesh, P(_row_axes(mesh, rows)))
+    cuts = sharding.addressable_devices_indices_map((rows,)).values()
+    spans = sorted({cut.indices(rows)[:2] for (cut,) in cuts})
+    if any(end != start for (_, end), (start, _) in itertools.pairwise(spans)):
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} gives process {jax.process_index()} rows that do not "
+            "follow each other; build it with the processes in order along its first axes"
+        )
+    return slice(spans[0][0], spans[-1][1])
+
+
+def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
+    """Puts arrays that begin with a row axis on a mesh, row by row where its axes divide them.
+
+    Args:
+        mesh: what rows are split over; None leaves the arrays where they are.
+        tree: host arrays of the whole batch or, in each process, of its `local_rows`.
+        rows: of the whole batch; by default each array is whole.
+
+    Returns:
+        The arrays, whole, over all processes of the mesh.
+    """
+    if mesh is None:
+        return tree
+
+    def place(leaf):
+        count = leaf.shape[0] if rows is None else rows
+        sharding = NamedSharding(mesh, P(_row_axes(mesh, count)))
+        if sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        shape = (count, *leaf.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
+
+    return jax.tree.map(place, tree)
+
+
+def fetch(tree: Any) -> Any:
+    """Copies arrays to the host, whole; all processes that have parts of them have to ask.
+
+    Args:
+        tree: arrays on devices.
+
+    Returns:
+        Host arrays of the same shapes, in each process.
+    """
+
+    def whole(leaf):
+        if leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.tree.map(whole, tree)
+
+
+def constrain_whole(mesh: Mesh | None, tree: Any) -> Any:
+    """Inside a program: fixes arrays to lie whole on each device."""
+    return (
+        tree if mesh is None else jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
+    )
+
+
+def constrain_rows(mesh: Mesh | None, tree: Any) -> Any:
+    """Inside a program: fixes the layout of caches by heads and rows, of anything else by rows."""
+    if mesh is None:
+        return tree
+
+    def fixed(leaf, spec):
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    def by_rows(leaf):
+        return fixed(leaf, P(_row_axes(mesh, leaf.shape[0])) if jnp.ndim(leaf) else P())
+
+    def by_heads(leaf):
+        rows, heads = leaf.shape[1:3]
+        axis = None if heads % mesh.shape["tensor"] else "tensor"
+        return fixed(leaf, P(None, _row_axes(mesh, rows), axis))
+
+    def place(node):
+        if isinstance(node, Cache):
+            following = (by_rows(node.length), by_rows(node.next_position))
+            return Cache(by_heads(node.key), by_heads(node.value), *following)
+        return by_rows(node)
+
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Cache))

@@ -1,0 +1,1 @@
+"""Questions about the method itself: seeds, ablations, the paper's tables, worked examples."""

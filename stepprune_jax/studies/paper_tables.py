@@ -1,0 +1,264 @@
+"""The tables of the StepPrune paper as data, with their averages recomputed from their cells.
+
+    python -m stepprune_jax.studies.paper_tables --out docs/paper-tables.md
+
+"Avg." is average retention: 100 x the unweighted mean over the benchmarks of score / upper bound.
+A printed figure is said not to follow when no rounding of the printed scores gives it.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.command_line import Parser
+
+DATA = Path(__file__).parents[1] / "assets" / "paper_tables.json"
+
+
+class Row(NamedTuple):
+    """A method at one budget.
+
+    Attributes:
+        method: its name.
+        scores: as printed, one a benchmark.
+        average: as printed, in percent.
+    """
+
+    method: str
+    scores: list[Decimal]
+    average: Decimal
+
+
+class Table(NamedTuple):
+    """One model's results.
+
+    Attributes:
+        title: the model.
+        benchmarks: names of the columns.
+        upper_bound: scores of the model with all its tokens.
+        blocks: rows by budget.
+    """
+
+    title: str
+    benchmarks: list[str]
+    upper_bound: list[Decimal]
+    blocks: dict[str, list[Row]]
+
+
+def read_paper(path: str | Path = DATA) -> dict[str, Any]:
+    """Reads the tables as they are printed.
+
+    Args:
+        path: JSON; numbers keep the decimals they are written with.
+
+    Returns:
+        "retention", a list of `Table`; "efficiency" and "ablation" as they stand in the file.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    paper = json.loads(text, parse_float=Decimal, parse_int=Decimal)
+    for number, table in enumerate(paper["retention"]):
+        blocks = {
+            block["label"]: [Row(**row) for row in block["rows"]] for block in table["blocks"]
+        }
+        paper["retention"][number] = Table(**(table | {"blocks": blocks}))
+    return paper
+
+
+def average_retention(
+    scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
+) -> float:
+    """Computes "Avg.", the mean share of the unpruned model's scores.
+
+    Args:
+        scores: one a benchmark, in any unit.
+        upper_bound: the unpruned model's, in the same order and units.
+
+    Returns:
+        100 x the unweighted mean of the ratios, which may exceed 100.
+
+    Raises:
+        ValueError: there is no score, or not one upper bound a score.
+    """
+    if not scores:
+        raise ValueError("average retention needs at least one score")
+    ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
+    return 100 * sum(ratios) / len(ratios)
+
+
+def follows(row: Row, upper_bound: Sequence[Decimal]) -> bool:
+    """Says whether a printed average can come from the printed scores.
+
+    Args:
+        row: the printed row.
+        upper_bound: the printed scores of the unpruned model.
+
+    Returns:
+        Whether some scores that round to the printed ones give an average that does.
+    """
+    low = average_retention([s - _half(s) for s in row.scores], [u + _half(u) for u in upper_bound])
+    high = average_retention(
+        [s + _half(s) for s in row.scores], [u - _half(u) for u in upper_bound]
+    )
+    half = float(_half(row.average))
+    return low <= float(row.average) + half and float(row.average) - half <= high
+
+
+def page(paper: dict[str, Any]) -> str:
+    """Writes the tables as a page.
+
+    Args:
+        paper: what `read_paper` returns.
+
+    Returns:
+        Markdown.
+    """
+    sections = [
+        _HEAD.format(source=paper["source"]),
+        *(_retention(table) for table in paper["retention"]),
+    ]
+    first = paper["retention"][0]
+    sections.append(_efficiency(paper["efficiency"], first))
+    sections.append(_ablation(paper["ablation"], first))
+    return "\n\n".join(sections) + "\n"
+
+
+_HEAD = """# The paper's tables, recomputed
+
+Written by `python -m stepprune_jax.studies.paper_tables` from
+[paper_tables.json](../stepprune_jax/assets/paper_tables.json), which holds the figures as they are
+printed in {source}. They are the paper's own: this library measured none of them.
+
+"Avg." is 100 x the unweighted mean over the benchmarks of score / upper bound. A printed average
+*follows* if some scores that round to the printed ones give an average that rounds to it. Scores
+above the upper bound are in italics."""
+
+
+def _half(value: Decimal) -> Decimal:
+    """Half a unit of the last printed place."""
+    return Decimal(5).scaleb(value.as_tuple().exponent - 1)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _verdict(row: Row, upper_bound: Sequence[Decimal]) -> str:
+    """Whether the printed average follows, and if not by how much it is off."""
+    if follows(row, upper_bound):
+        return "yes"
+    return f"**no**, {float(row.average) - average_retention(row.scores, upper_bound):+.2f}"
+
+
+def _retention(table: Table) -> str:
+    """All blocks of a model, and by how much StepPrune leads the others on each benchmark."""
+    header = ["kept", "method", *table.benchmarks, "Avg. printed", "Avg. recomputed", "follows"]
+    rows = [["all", "upper bound", *table.upper_bound, "100", "100.00", "yes"]]
+    leads, wrong, total = [], [], 0
+    for label, block in table.blocks.items():
+        for row in block:
+            total += 1
+            recomputed = average_retention(row.scores, table.upper_bound)
+            verdict = _verdict(row, table.upper_bound)
+            if verdict != "yes":
+                wrong.append(f"{row.method} at {label}")
+            cells = [
+                f"*{s}*" if s > u else str(s)
+                for s, u in zip(row.scores, table.upper_bound, strict=True)
+            ]
+            rows.append([label, row.method, *cells, row.average, f"{recomputed:.2f}", verdict])
+        leads.append([label, *_lead(block, table.upper_bound)])
+    found = f"All {total} printed averages follow."
+    if wrong:
+        found = f"{len(wrong)} of {total} printed averages do not follow: {', '.join(wrong)}."
+    parts = [
+        f"## {table.title}",
+        _markdown(header, rows),
+        found,
+        "StepPrune's score minus the best other one of its block, and the same for the recomputed "
+        "average:",
+        _markdown(["kept", *table.benchmarks, "Avg. recomputed"], leads),
+    ]
+    return "\n\n".join(parts)
+
+
+def _lead(block: list[Row], upper_bound: list[Decimal]) -> list[str]:
+    """By how much StepPrune leads, benchmark by benchmark, and in the recomputed average."""
+    ours = next(row for row in block if row.method == "StepPrune")
+    others = [row for row in block if row is not ours]
+    leads = [
+        f"{score - max(row.scores[column] for row in others):+}"
+        for column, score in enumerate(ours.scores)
+    ]
+    best = max(average_retention(row.scores, upper_bound) for row in others)
+    return [*leads, f"{average_retention(ours.scores, upper_bound) - best:+.2f}"]
+
+
+def _efficiency(efficiency: dict[str, Any], table: Table) -> str:
+    """Speed-ups from latencies, and averages from the table of results."""
+    block = {row.method: row for row in table.blocks[efficiency["average_of"]]}
+    slowest = efficiency["rows"][0]["latency_ms"]
+    rows = []
+    for row in efficiency["rows"]:
+        scores = block[row["method"]].scores if row["method"] in block else table.upper_bound
+        recomputed = [
+            f"{slowest / row['latency_ms']:.2f}",
+            f"{average_retention(scores, table.upper_bound):.2f}",
+            _verdict(Row(row["method"], scores, row["average"]), table.upper_bound),
+        ]
+        rows.append([*row.values(), *recomputed])
+    header = ["method", "tokens", "TFLOPs", "latency, ms", "speed-up", "Avg. printed"]
+    header += ["speed-up recomputed", "Avg. recomputed", "follows"]
+    title = f"## Prefill of {table.title}, {efficiency['average_of']}"
+    return f"{title}\n\n{_markdown(header, rows)}"
+
+
+def _ablation(ablation: dict[str, Any], table: Table) -> str:
+    """The ablations, and the same mean of four benchmarks from the table of results."""
+    rows, defaults = [], []
+    for block in ablation["blocks"]:
+        averages = {row["variant"]: row["average"] for row in block["rows"]}
+        default = averages[block["default"]]
+        defaults.append(default)
+        for variant, average in averages.items():
+            name = f"{variant} (default)" if variant == block["default"] else variant
+            rows.append([block["label"], name, average, f"{average - default:+}"])
+    columns = [table.benchmarks.index(name) for name in ablation["benchmarks"]]
+    bounds = [table.upper_bound[column] for column in columns]
+    means = []
+    for label, block in table.blocks.items():
+        ours = next(row for row in block if row.method == "StepPrune")
+        scores = [ours.scores[column] for column in columns]
+        verdicts = [_verdict(Row(label, scores, default), bounds) for default in defaults]
+        means.append([label, f"{average_retention(scores, bounds):.2f}", *verdicts])
+    names = ", ".join(ablation["benchmarks"])
+    return "\n\n".join(
+        [
+            "## Ablations",
+            f"The paper gives each as the average retention over {names}.",
+            _markdown(["block", "variant", "Avg. printed", "minus default"], rows),
+            f"The same mean of StepPrune's rows of {table.title}, and whether the printed defaults "
+            "follow from it:",
+            _markdown(["kept", f"mean over {names}", *(f"{d}" for d in defaults)], means),
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the page; one line on mistakes, exit code 2."""
+    parser = Parser(prog="stepprune_jax.studies.paper_tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="docs/paper-tables.md", help="file to write")
+    arguments = parser.parse_args(argv)
+    try:
+        Path(arguments.out).write_text(page(read_paper()), encoding="utf-8")
+    except OSError as error:
+        parser.error(str(error))
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+r"""Trains and evaluates every trained row on several seeds; means and standard deviations.
+
+    python -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
+        --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
+
+Each run lies in WORKDIR/ROW-SEED. The same command again goes on where it was stopped.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import logging
+from ml_collections import ConfigDict
+
+from stepprune_jax.benchmarks.answer_files import FOLDER as ANSWERS
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.identity import file_identity, model_identity
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.data.source import TRAIN_FILE
+from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation import measure
+from stepprune_jax.evaluation.evaluate import calibration_split
+from stepprune_jax.evaluation.records import Records, digest, write_json
+from stepprune_jax.evaluation.settings import (
+    POLICY_FILE,
+    Settings,
+    check_policies,
+    read_settings,
+)
+from stepprune_jax.evaluation.sources import load_model, split_folders
+from stepprune_jax.evaluation.split import Split, read_split
+from stepprune_jax.evaluation.tables import make_table, markdown
+from stepprune_jax.studies.configs import ROWS, RowConfig, load_config, row_configs
+from stepprune_jax.studies.processes import Job, run_jobs
+from stepprune_jax.studies.spread import differences, summarise
+from stepprune_jax.training import train
+from stepprune_jax.training.checkpoints import claim
+
+RESULTS = "results.json"
+
+
+class Run(NamedTuple):
+    """One training run.
+
+    Attributes:
+        key: of its row on the command line.
+        method: of its row in tables.
+        config: with its seed.
+        folder: its working directory.
+    """
+
+    key: str
+    method: str
+    config: ConfigDict
+    folder: Path
+
+    @property
+    def seed(self) -> int:
+        """Of training."""
+        return self.config.seed
+
+    @property
+    def policy_file(self) -> Path:
+        """What training writes at its end."""
+        return self.folder / POLICY_FILE
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the arguments, trains what is missing, evaluates; one line on mistakes, exit code 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="configuration of the default row")
+    parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="changes",
+        help="fields to change in every configuration, such as steps=100",
+    )  # fmt: skip
+    # For the processes that this one starts: only train, on these processors.
+    parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+    try:
+        run_seeds(**vars(options))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def run_seeds(
+    config: str,
+    workdir: str | Path,
+    seeds: Sequence[int],
+    rows: Sequence[str],
+    *,
+    processes: int = 1,
+    changes: Sequence[str] = (),
+    train_only: bool = False,
+    cpus: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Trains every row on every seed, unless that is done, and evaluates all of them.
+
+    Args:
+        config: path of the default row's configuration; those of the others lie beside it.
+        workdir: folder for runs, data and report.
+        seeds: of the runs.
+        rows: of `configs.ROWS`.
+        processes: runs trained at a time, each on its share of the processors.
+        changes: "field=value" for every configuration.
+        train_only: trains in this process and evaluates nothing.
+        cpus: processors to run on.
+
+    Returns:
+        What report/seeds.json holds: "rows" and "differences". Empty if only trained.
+
+    Raises:
+        FileNotFoundError: a configuration, a model or data are missing.
+        ValueError: bad arguments, or a run that failed.
+    """
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+    workdir = Path(workdir).resolve()
+    if processes < 1:
+        raise ValueError(f"--processes is {processes}, expected at least 1")
+    base = load_config(config, changes)
+    settings = read_settings(base)
+    planned = row_configs(config, rows, changes)
+    places = split_folders(base, workdir)
+    runs = plan(planned, workdir, seeds, places["validation"])
+    if processes > 1 and not train_only:
+        shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
+        shared += ["--set", *changes] if changes else []
+        todo = [run for run in runs if not run.policy_file.is_file()]
+        run_jobs([_job(run, shared) for run in todo], processes)
+    else:
+        for run in runs:
+            _train(run)
+    return {} if train_only else evaluate_runs(base, workdir, runs, settings, places)
+
+
+def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: Path) -> list[Run]:
+    """Every run, seed by seed, all on the same data.
+
+    Args:
+        rows: what to train.
+        workdir: folder of all runs.
+        seeds: of the runs.
+        data: folder with the training file.
+
+    Raises:
+        FileNotFoundError: the model or the data are not there.
+        ValueError: bad seeds, or a run's folder is that of another run.
+    """
+    if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
+        raise ValueError(f"--seeds is {list(seeds)}, expected distinct numbers from 0")
+    runs, identity = [], file_identity(data / TRAIN_FILE)
+    models: dict[Any, str] = {}
+    for seed in seeds:
+        for row in rows:
+            config = row.config.copy_and_resolve_references()
+            config.seed, config.data.folder, config.data.test_seed = seed, str(data), None
+            run = Run(row.key, row.method, config, workdir / f"{row.key}-{seed}")
+            place = model_folders(config)
+            if place not in models:
+                models[place] = model_identity(inspect_folder(*place))
+            # Before anything is trained: a finished run with other settings is not taken for it.
+            claim(run.folder, config, models[place], identity)
+            runs.append(run)
+    return runs
+
+
+def _job(run: Run, shared: list[str]) -> Job:
+    """The run as a process of its own."""
+    own = ["--rows", run.key, "--seeds", str(run.seed)]
+    command = [sys.executable, "-m", "stepprune_jax.studies.seeds", *shared, *own]
+    return Job(run.folder.name, command, run.folder / "train.log", run.policy_file)
+
+
+def _train(run: Run) -> None:
+    """Trains one run in this process, unless it is done."""
+    if run.policy_file.is_file():
+        return
+    print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
+    train(run.config, run.folder)
+    if not run.policy_file.is_file():
+        raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
+
+
+def evaluate_runs(
+    base: Any, workdir: Path, runs: Sequence[Run], settings: Settings, places: dict[str, Path]
+) -> dict[str, Any]:
+    """Evaluates finished runs on one test split; results that are there already are kept.
+
+    Args:
+        base: the default row's `ConfigDict`.
+        workdir: folder of all runs.
+        runs: finished.
+        settings: of the evaluation.
+        places: from `split_folders`.
+
+    Returns:
+        What report/seeds.json holds.
+    """
+    report = folders.open_folder(workdir / "report")
+    test = read_split(places["test"], "test")
+    marks = [_mark(run, test, settings) for run in runs]
+    first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
+    todo = [
+        (run, mark)
+        for run, mark in zip(runs, marks, strict=True)
+        if _known(run.folder / RESULTS, mark) is None
+    ]
+    if todo or _known(*first) is None:
+        _evaluate_missing(base, test, places, settings, todo, first)
+    tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
+    result = {
+        "seeds": sorted({run.seed for run in runs}),
+        "questions": len(test.questions),
+        "rows": summarise(_known(*first), tables),
+        "differences": differences(tables),
+    }
+    write_json(report / "seeds.json", result)
+    parts = [markdown(part) for part in (result["rows"], result["differences"]) if part]
+    (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
+    print("\n".join(parts), end="")
+    return result
+
+
+def _evaluate_missing(
+    base: Any,
+    test: Split,
+    places: dict[str, Path],
+    settings: Settings,
+    todo: Sequence[tuple[Run, str]],
+    first: tuple[Path, str],
+) -> None:
+    """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
+    model = load_model(base)
+    policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
+    for run, _ in todo:
+        check_policies({run.method: policies[run.folder]}, model.config, settings)
+    needed = {run.method: policies[run.folder] for run, _ in todo}
+    spare = calibration_split(places["validation"], needed, settings)
+    files = measure.Files(first[0].parent / ANSWERS, places["test"])
+    bench = measure.make_bench(model, test, spare, settings, files, base.model.attention)
+    whole = _baselines(bench, *first, base.seed)
+    for run, mark in todo:
+        print(f"evaluating {run.method}, seed {run.seed}", flush=True)
+        policy = policies[run.folder]
+        rows = measure.trained_rows(bench, {run.method: policy})[run.method]
+        own = bench._replace(files=files._replace(folder=run.folder / ANSWERS))
+        table = make_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
+        _save(run.folder / RESULTS, mark, table)
+
+
+def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Records:
+    """The row of all tokens; with the other untrained rows, saved unless that is done."""
+    rows = measure.baseline_rows(bench, seed)
+    if _known(path, mark) is not None:
+        rows = rows[:1]
+    records = measure.answer_rows(bench, rows)
+    if len(rows) > 1:
+        _save(path, mark, make_table(records, seed))
+    return records[0]
+
+
+def _mark(run: Run | None, test: Split, settings: Settings) -> str:
+    """Changes with whatever a result depends on: questions, settings and the policy's bytes."""
+    parts = [f"{q.image.name} {q.text} {a}" for q, a in zip(test.questions, test.answers,
+                                                            strict=True)]  # fmt: skip
+    free = {"rows": {}, "ablations": {}, "batch_size": 0}
+    parts.append(repr(settings._replace(**free)))
+    if run is not None:
+        parts.append(hashlib.sha256(run.policy_file.read_bytes()).hexdigest())
+    return digest(parts)
+
+
+def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
+    """A saved table, if it is about the same questions, settings and policy."""
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["table"] if found["mark"] == mark else None
+
+
+def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"mark": mark, "table": table})
+
+
+if __name__ == "__main__":
+    main()

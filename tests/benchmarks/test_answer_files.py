@@ -1,0 +1,72 @@
+import pytest
+from benchmark_files import answer, write_lines
+
+from stepprune_jax.benchmarks.answers import latest, read_answers
+
+
+def test_order_text_and_ids_are_kept(tmp_path):
+    rows = [answer(7, "Yes"), answer("b", ""), answer("a", "dö \u2028 \ud800")]
+    read = read_answers(write_lines(tmp_path / "a.jsonl", rows))
+    assert [(a.id, a.text) for a in read] == [("7", "Yes"), ("b", ""), ("a", "dö \u2028 \ud800")]
+    assert read[0].prompt == "Is it there?" and read[2].fields["answer_id"] == "aa"
+
+
+def test_windows_files_and_blank_lines_read_the_same(tmp_path):
+    rows = [answer(1, "Yes"), answer(2, "Nö")]
+    plain = write_lines(tmp_path / "a.jsonl", rows)
+    windows = tmp_path / "b.jsonl"
+    text = plain.read_text().replace("\n", "\r\n").replace("\\u00f6", "ö")
+    windows.write_bytes(b"\xef\xbb\xbf" + text.encode() + b"\r\n\n")
+    assert [a[1:] for a in read_answers(windows)] == [a[1:] for a in read_answers(plain)]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "got an empty file"),
+        ('{"question_id": 1, "text": "Yes"}\n{"question_id": 2, "te', "line 2.*was the file cut"),
+        ('{"question_id": 1, "text": "Yes"\n{"question_id": 2, "text": ""}', "line 1.*not JSON"),
+        ('{"text": "Yes"}', 'line 1: "question_id" is missing'),
+        ('{"question_id": true, "text": "Yes"}', 'line 1: "question_id" must be a string'),
+        ('{"question_id": 1, "text": null}', 'line 1: "text" must be a string.*question 1'),
+        ('["Yes"]', "line 1: expected a JSON object"),
+    ],
+)
+def test_bad_files_are_refused_by_line(tmp_path, text, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_answers(file)
+
+
+def test_broken_lines_can_be_skipped_and_are_told(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question_id": 1, "te\n{"question_id": 2, "text": "No"}\n{"question_id"')
+    broken = []
+    (kept,) = read_answers(file, broken)
+    assert kept.id == "2"
+    assert ["line 1" in broken[0], "cut short" in broken[1], len(broken)] == [True, True, 2]
+
+
+def test_a_line_without_prompt_says_so_when_it_is_needed(tmp_path):
+    (read,) = read_answers(write_lines(tmp_path / "a", [{"question_id": 1, "text": "Yes"}]))
+    with pytest.raises(ValueError, match='line 1: "prompt" is missing'):
+        _ = read.prompt
+
+
+def test_the_last_answer_to_a_known_question_counts(tmp_path):
+    rows = [answer(2, "old"), answer(9, "?"), answer(1, "one"), answer(2, "new")]
+    warnings = []
+    kept = latest(read_answers(write_lines(tmp_path / "a", rows)), ["1", "2", "3"], warnings)
+    assert [(name, a.text) for name, a in kept.items()] == [("1", "one"), ("2", "new")]
+    assert warnings == [
+        "1 questions answered again: the later answer counts",
+        "1 answers to unknown questions ignored, as '9'",
+        "1 of 3 questions have no answer, as '3'",
+    ]
+
+
+def test_answers_to_another_benchmark_are_refused(tmp_path):
+    rows = read_answers(write_lines(tmp_path / "a", [answer(9, "?")]))
+    with pytest.raises(ValueError, match=r"no answer is to a question .*'1'"):
+        latest(rows, ["1"], [])

@@ -1,0 +1,163 @@
+import json
+
+import pytest
+from benchmark_files import answer, write_json, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.benchmarks.gqa import convert, distribution, predicted, score
+
+
+def question(right, structural="query", group=None, semantic="attr", program=(), balanced=True):
+    operations = [{"operation": o, "argument": a, "dependencies": []} for o, a in program]
+    return {
+        "question": "What colour is it?",
+        "imageId": "n1",
+        "answer": right,
+        "isBalanced": balanced,
+        "types": {"structural": structural, "semantic": semantic, "detailed": "x"},
+        "groups": {"global": group, "local": None},
+        "semantic": operations,
+        "entailed": [],
+        "equivalent": [],
+        "fullAnswer": right,
+    }
+
+
+QUESTIONS = {
+    "1": question("red", group="colour", program=[("select", "cup"), ("query: name", "color")]),
+    "2": question("blue", group="colour", semantic="rel"),
+    "3": question("yes", "verify", program=[("exist", "?"), ("relate", "cat"), ("filter", "a")]),
+    "4": question("no", balanced=False),
+    "5": question("no", "choose", program=[("choose name", "a|b")]),
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_json(tmp_path / "gqa" / "data" / "testdev_balanced_questions.json", QUESTIONS)
+    return tmp_path
+
+
+def write(root, said):
+    return write_lines(root / "a.jsonl", [answer(name, text) for name, text in said])
+
+
+@pytest.mark.parametrize(
+    "text, prediction",
+    [
+        ("Red.", "red"),
+        ("red...", "red"),
+        ("Red. ", "red. "),  # the stops are not at the end
+        (".red", ".red"),
+        ("A red, old Cup", "a red, old cup"),
+        ("", ""),
+        ("ROT。", "rot。"),
+    ],
+)
+def test_only_trailing_stops_and_case_go(text, prediction):
+    assert predicted(text) == prediction
+
+
+def test_figures_by_hand(root):
+    said = [("1", "Red."), ("2", "the blue"), ("3", "No"), ("5", "no"), ("3", "YES"), ("9", "no")]
+    found = score(root, write(root, said))
+    # 1, 3 (its later answer) and 5 are right, 2 is wrong for its article; 4 does not count.
+    assert found.headline == 75
+    assert found.parts == {
+        "binary": 100,
+        "open": 50,
+        "structural": {"choose": 100, "query": 50, "verify": 100},
+        "semantic": {"attr": 100, "rel": 0},
+        # Naming and existence are no steps: 1 has one, 3 has two, 2 and 5 have none.
+        "steps": {"0": 50, "1": 100, "2": 100},
+        "words": {"4": 75},
+        "questions": 4,
+        # Of red and blue one each was right, and one each was said of red and nothing known:
+        # (1 - 1)^2 / 1 + (0 - 1)^2 / 1, over 100.
+        "distribution": 0.01,
+    }
+    assert any("4 here, 12,578" in warning for warning in found.warnings)
+    assert any("'9'" in warning for warning in found.warnings)
+    assert any("answered again" in warning for warning in found.warnings)
+
+
+def test_distribution_by_hand():
+    # Group g: right 2 x a and 1 x b, said 1 x a and 2 x c: (1-2)^2/2 + (0-1)^2/1 = 1.5, weight 3.
+    # Group h: right and said 1 x d: 0, weight 1. (3 x 1.5 + 0) / 4 / 100.
+    pairs = [("g", "a", "a"), ("g", "a", "c"), ("g", "b", "c"), ("h", "d", "d")]
+    assert distribution(pairs) == pytest.approx(0.01125)
+
+
+def test_an_unanswered_question_is_refused_unless_it_is_left_out(root):
+    answers = write(root, [("1", "red"), ("2", "red")])
+    with pytest.raises(ValueError, match="2 of 4 questions have no answer, as '3'"):
+        score(root, answers)
+    found = score(root, answers, missing="leave-out")
+    assert found.headline == 50 and found.parts["questions"] == 2
+    assert any("2 of 4 questions have no answer" in warning for warning in found.warnings)
+
+
+def test_submission_has_each_line(root):
+    answers = write(root, [("1", "Red."), ("7", "x"), ("1", "Blue")])
+    out = convert(root, answers, root / "new" / "p.json")
+    assert json.loads(out.read_text()) == [
+        {"questionId": "1", "prediction": "red"},
+        {"questionId": "7", "prediction": "x"},
+        {"questionId": "1", "prediction": "blue"},
+    ]
+
+
+def test_a_submission_stands_until_the_next_one_is_whole(root):
+    out = convert(root, write(root, [("1", "Red")]), root / "p.json")
+    before = out.read_bytes()
+    (root / "a.jsonl").write_text('{"question_id": "1", "te')
+    with pytest.raises(ValueError, match="line 1"):
+        convert(root, root / "a.jsonl", out)
+    assert out.read_bytes() == before
+    with pytest.raises(IsADirectoryError, match="expected the name of a file"):
+        convert(root, write(root, [("1", "Red")]), root)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "expected a JSON object, got a list"),
+        ("{}", "expected questions with isBalanced true"),
+        ('{"1": {"isBalanced": true}}', "question '1': expected isBalanced, question"),
+        ('{"1": 7}', "question '1': expected isBalanced, question"),
+        ('{"1": ', "line 1, column"),
+    ],
+)
+def test_other_question_files_are_refused_by_name(root, content, message):
+    path = root / "gqa" / "data" / "testdev_balanced_questions.json"
+    path.write_text(content)
+    with pytest.raises(ValueError) as refused:
+        score(root, write(root, [("1", "red")]))
+    assert str(refused.value).startswith(str(path)) and message in str(refused.value)
+
+
+def test_a_missing_question_file_says_where_to_get_it(tmp_path):
+    (tmp_path / "gqa").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"testdev_balanced_questions.json.*questions1.2"):
+        score(tmp_path, tmp_path / "a.jsonl")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gqa")
+    write_json(root / "gqa" / "data" / "testdev_balanced_questions.json", QUESTIONS)
+    return root
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(), min_size=4, max_size=4))
+def test_any_text_is_an_answer(written, texts):
+    root = written
+    answers = write(root, zip("1235", texts, strict=True))
+    right = sum(
+        text.rstrip(".").lower() == QUESTIONS[name]["answer"]
+        for name, text in zip("1235", texts, strict=True)
+    )
+    assert score(root, answers).headline == 25 * right
+    assert len(json.loads(convert(root, answers, root / "p.json").read_text())) == 4

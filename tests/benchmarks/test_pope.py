@@ -1,0 +1,173 @@
+import json
+
+import pytest
+from benchmark_files import answer, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.benchmarks.pope import Counts, says_yes, score
+
+# Labels of the questions of each split, and an answer to each.
+LABELS = {
+    "adversarial": ["yes", "yes", "no", "no"],
+    "random": ["yes", "no", "no"],
+    "popular": ["yes", "no"],
+}
+SAID = {
+    "adversarial": ["Yes", "No", "Yes", "No"],
+    "random": ["yes.", "No", "No."],
+    "popular": ["Yes", "Yes"],
+}
+OFFSETS = {"adversarial": 0, "random": 10_000_000, "popular": 20_000_000}
+
+
+def layout(root):
+    """A list with these labels in LLaVA's layout; its answers, in its order."""
+    questions, answers = [], []
+    for split, labels in LABELS.items():
+        rows = []
+        for number, label in enumerate(labels, start=1):
+            text = f"Is there a thing {number} in the image?"
+            image = f"COCO_val2014_{number // 3:012d}.jpg"
+            rows.append({"question_id": number, "image": image, "text": text, "label": label})
+            name = OFFSETS[split] + number
+            text += "\nAnswer the question using a single word or phrase."
+            questions.append({"question_id": name, "image": image, "text": text, "category": split})
+            answers.append(answer(name, SAID[split][number - 1], text))
+        write_lines(root / "pope" / "coco" / f"coco_pope_{split}.json", rows)
+    write_lines(root / "pope" / "llava_pope_test.jsonl", questions)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "text, yes",
+    [
+        ("Yes", True),
+        ("No", False),
+        ("no", False),
+        ("not", False),
+        ("No.", False),
+        ("No, there is not", False),
+        ("There is no dog. Yes", False),
+        ("Yes. No.", True),  # the first sentence only
+        ("NO", True),
+        ("no!", True),
+        ("Nope", True),
+        ("Not really", True),
+        ("No,thanks", True),
+        ("", True),
+        ("\nNo", True),  # split at blanks, not at white space
+        ("It is, no", False),
+    ],
+)
+def test_answers_are_read_as_the_official_program_reads_them(text, yes):
+    assert says_yes(text) is yes
+
+
+@given(st.text())
+def test_any_text_is_an_answer(text):
+    assert says_yes(text) in (True, False)
+
+
+def test_figures_by_hand():
+    # 3 of 4 predicted yes are right, 1 yes was missed: precision 3/4, recall 3/4, F1 3/4.
+    assert Counts(tp=3, fp=1, tn=5, fn=1).figures() == {
+        "accuracy": 80.0,
+        "precision": 75.0,
+        "recall": 75.0,
+        "f1": 75.0,
+        "yes_ratio": 40.0,
+    }
+    # Never yes: the official program divides by zero, here precision and F1 are 0.
+    assert Counts(tp=0, fp=0, tn=5, fn=5).figures()["f1"] == 0.0
+
+
+def test_the_headline_is_the_mean_of_three_f1(tmp_path):
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    result = score(tmp_path, answers)
+    # adversarial TP 1 FP 1 TN 1 FN 1, F1 1/2; random all right, F1 1; popular TP 1 FP 1, F1 2/3.
+    assert result.headline == pytest.approx(100 * (1 / 2 + 1 + 2 / 3) / 3)
+    assert result.parts["mean_accuracy"] == pytest.approx(100 * (1 / 2 + 1 + 1 / 2) / 3)
+    # Pooled: TP 3, FP 2, FN 1.
+    assert result.parts["pooled_f1"] == pytest.approx(100 * 6 / 9)
+    assert result.parts["adversarial"]["f1"] == 50.0
+    assert result.parts["by_position"]["mean_f1"] == result.headline
+    assert (result.parts["questions"], result.parts["answered"]) == (9, 9)
+    assert result.warnings == [
+        "llava_pope_test.jsonl, adversarial: 4 here, 3,000 in the published list",
+        "llava_pope_test.jsonl, random: 3 here, 2,910 in the published list",
+        "llava_pope_test.jsonl, popular: 2 here, 3,000 in the published list",
+    ]
+
+
+def test_order_does_not_matter_unless_asked(tmp_path):
+    rows = layout(tmp_path)
+    straight = score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
+    turned = write_lines(tmp_path / "b.jsonl", rows[::-1])
+    result = score(tmp_path, turned)
+    assert result.headline == straight.headline
+    # Reversed: adversarial no yes no yes on yes yes no no, F1 1/2; random no no yes on yes no no,
+    # F1 0; popular yes yes on yes no, F1 2/3.
+    official = pytest.approx(100 * (1 / 2 + 0 + 2 / 3) / 3)
+    assert result.parts["by_position"]["mean_f1"] == official
+    assert "the mean F1 is 38.89, by question 72.22" in result.warnings[-1]
+    assert score(tmp_path, turned, join="position").headline == official
+    with pytest.raises(ValueError, match="join must be one of question, position"):
+        score(tmp_path, turned, join="row")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.randoms(use_true_random=False), st.lists(st.text(max_size=8), min_size=9, max_size=9))
+def test_shuffled_answers_score_the_same(tmp_path_factory, shuffler, texts):
+    root = tmp_path_factory.mktemp("pope")
+    rows = [row | {"text": text} for row, text in zip(layout(root), texts, strict=True)]
+    straight = score(root, write_lines(root / "a.jsonl", rows))
+    shuffler.shuffle(rows)
+    assert score(root, write_lines(root / "b.jsonl", rows)).headline == straight.headline
+
+
+def test_duplicates_missing_and_unknown_answers_are_told(tmp_path):
+    rows = layout(tmp_path)
+    rows = [answer(1, "No"), *rows[:-1], answer(77, "No")]
+    result = score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
+    # Popular without its second answer: one true positive.
+    assert result.parts["popular"]["f1"] == 100.0 and result.parts["answered"] == 8
+    assert [w.split(" by")[0] for w in result.warnings[3:6]] == [
+        "1 questions answered again: the later answer counts",
+        "1 answers to unknown questions ignored, as '77'",
+        "1 of 9 questions have no answer, as '20000002'",
+    ]
+
+
+def test_a_split_without_answers_is_refused(tmp_path):
+    rows = layout(tmp_path)[:7]
+    with pytest.raises(ValueError, match="no answer to a question of split popular"):
+        score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
+
+
+def test_annotations_of_another_version_are_refused(tmp_path):
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    file = tmp_path / "pope" / "coco" / "coco_pope_random.json"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    write_lines(file, [*rows, rows[0] | {"text": "Is there a sea in the image?"}])
+    with pytest.raises(ValueError, match=r"coco_pope_random.json: 4 rows, but .* 3 .*e3e3926"):
+        score(tmp_path, answers)
+    write_lines(file, [*rows[:-1], rows[0] | {"text": "Is there a sea in the image?"}])
+    with pytest.raises(ValueError, match=r"line 3: 'Is there a sea .* is not in .*e3e3926"):
+        score(tmp_path, answers)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"coco_pope_random.json: get it from .*e3e3926"):
+        score(tmp_path, answers)
+
+
+def test_another_layout_is_refused(tmp_path):
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no folder pope/ in .*playground/data/eval"):
+        score(tmp_path / "pope", answers)
+    list_file = tmp_path / "pope" / "llava_pope_test.jsonl"
+    list_file.write_text(list_file.read_text().replace("popular", "common"))
+    with pytest.raises(ValueError, match=r"line 8: .category. must be .* got 'common'"):
+        score(tmp_path, answers)
+    list_file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"llava_pope_test.jsonl: get it from LLaVA's"):
+        score(tmp_path, answers)

@@ -1,0 +1,175 @@
+import json
+
+import pytest
+from benchmark_files import answer, write_json, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.benchmarks.scienceqa import letter, score
+
+# Problems of the test split: choices, index of the right one, image.
+PROBLEMS = {
+    "1": (2, 0, None),
+    "2": (3, 2, "image.png"),
+    "5": (4, 1, "image.png"),
+    "11": (5, 4, "image.png"),
+}
+
+
+def layout(root):
+    """These problems, and another of the training split."""
+    problems = {
+        name: {
+            "question": "Which one?",
+            "choices": [f"choice {n}" for n in range(choices)],
+            "answer": right,
+            "hint": "",
+            "image": image,
+            "split": "test",
+        }
+        for name, (choices, right, image) in PROBLEMS.items()
+    }
+    problems["3"] = problems["1"] | {"split": "train"}
+    write_json(root / "scienceqa" / "problems.json", problems)
+    write_json(root / "scienceqa" / "pid_splits.json", {"train": ["3"], "test": list(PROBLEMS)})
+    return [
+        answer(name, "ABCDE"[right], ("<image>\n" if image else "") + "Which one?\nA. one\nB. two")
+        for name, (_, right, image) in PROBLEMS.items()
+    ]
+
+
+def scored(root, rows):
+    return score(root, write_lines(root / "a.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("A", "A"),
+        ("E", "E"),
+        ("B. north", "B"),
+        ("B. ", "B"),
+        ("The answer is C.", "C"),
+        ("So, the rest. The answer is C, of course", "C"),
+        ("The answer is Z!", "Z"),
+        ("B.", None),
+        ("(B)", None),
+        ("b", None),
+        ("F", None),
+        ("F. north", None),
+        ("B) text", None),
+        ("B.north", None),
+        ("The answer is B", None),
+        ("The answer is B\n", None),  # any character but a line end
+        ("The answer is A. The answer is B.", None),
+        ("", None),
+        ("AB", None),
+    ],
+)
+def test_letters_are_found_as_the_official_program_finds_them(text, found):
+    assert letter(text) == found
+
+
+def test_accuracies_by_hand(tmp_path):
+    rows = layout(tmp_path)
+    rows[1]["text"] = "C. three"
+    rows[2]["text"] = "A"
+    rows[3]["text"] = "e"
+    result = scored(tmp_path, rows)
+    assert result.headline == pytest.approx(100 / 3)
+    assert result.parts == {
+        "accuracy_all": 50.0,
+        "accuracy_problems_with_image": pytest.approx(100 / 3),
+        "questions": 4,
+        "answered": 4,
+        "answered_with_image": 3,
+        "problems_with_image": 3,
+        "without_letter": 1,
+    }
+    assert result.warnings == [
+        "test split of pid_splits.json: 4 here, 4,241 in the published list",
+        "its problems with an image: 3 here, 2,017 in the published list",
+    ]
+
+
+def test_a_letter_beyond_the_choices_is_wrong(tmp_path):
+    rows = layout(tmp_path)
+    rows[1]["text"] = "D"  # three choices
+    assert scored(tmp_path, rows).headline == pytest.approx(200 / 3)
+
+
+def test_an_unanswered_question_leaves_the_image_accuracy_only(tmp_path):
+    rows = layout(tmp_path)[:3]
+    rows[0]["text"] = "B"
+    result = scored(tmp_path, rows)
+    assert result.headline == 100.0
+    assert result.parts["accuracy_all"] == 50.0
+    assert result.parts["accuracy_problems_with_image"] == pytest.approx(200 / 3)
+    assert result.warnings[-1] == "1 of 4 questions have no answer, as '11'"
+
+
+def test_the_prompt_says_what_has_an_image(tmp_path):
+    rows = layout(tmp_path)
+    rows[1]["prompt"] = "Which one?"
+    rows[2]["text"] = "A"
+    result = scored(tmp_path, rows)
+    assert result.headline == 50.0 and result.parts["answered_with_image"] == 2
+    assert result.warnings[-1] == (
+        "1 answers have <image> in the prompt but no image in problems.json, or the reverse, as '2'"
+    )
+    for row in rows:
+        row["prompt"] = "Which one?"
+    with pytest.raises(ValueError, match="no prompt holds <image>: were the images shown"):
+        scored(tmp_path, rows)
+
+
+def test_later_answers_count(tmp_path):
+    rows = layout(tmp_path)
+    result = scored(tmp_path, [rows[1] | {"text": "A"}, *rows[::-1]])
+    assert result.headline == result.parts["accuracy_all"] == 100.0
+    assert result.warnings[-1] == "1 questions answered again: the later answer counts"
+
+
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("pid_splits.json", {"test": None}, r'expected a list of ids as "test": get it from'),
+        ("pid_splits.json", {"test": ["7"]}, r"problems.json: problem '7' .* is missing: get"),
+        ("problems.json", {"5": {"choices": ["a"]}}, r"'5': \"choices\" must be a list of 2 to 5"),
+        (
+            "problems.json",
+            {"5": {"choices": ["a", "b"], "answer": 2}},
+            r"'5': \"answer\" must be a number from 0 to 1",
+        ),
+        ("problems.json", {"5": ["a"]}, r"'5': expected a JSON object, got a list"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, file, change, message):
+    rows = layout(tmp_path)
+    path = tmp_path / "scienceqa" / file
+    write_json(path, json.loads(path.read_text()) | change)
+    with pytest.raises(ValueError, match=message):
+        scored(tmp_path, rows)
+
+
+def test_a_missing_file_is_named_with_its_source(tmp_path):
+    rows = layout(tmp_path)
+    (tmp_path / "scienceqa" / "problems.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"problems.json: get it from github.com/lupantech"):
+        scored(tmp_path, rows)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.text(max_size=6) | st.sampled_from(["A", "B. ", "The answer is C."]),
+        min_size=4,
+        max_size=4,
+    )
+)
+def test_any_answers_can_be_scored(tmp_path_factory, texts):
+    root = tmp_path_factory.mktemp("scienceqa")
+    rows = [row | {"text": text} for row, text in zip(layout(root), texts, strict=True)]
+    result = scored(root, rows)
+    assert result.headline == result.parts["accuracy_problems_with_image"]
+    assert 0 <= result.headline <= 100

@@ -1,0 +1,100 @@
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import test_mme
+from benchmark_files import write_lines
+from test_pope import layout
+
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.evaluation import convert as convert_command
+from stepprune_jax.evaluation import score as score_command
+
+# Fails at the first import of anything that computes with a model.
+_HIDE = """
+import sys
+for name in ("jax", "flax", "transformers", "torch", "optax", "matplotlib"):
+    sys.modules[name] = None
+"""
+
+
+def test_json_and_summary_say_the_same(tmp_path, capsys):
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    out = tmp_path / "o.json"
+    score_command.main(
+        ["pope", "--data", str(tmp_path), "--answers", str(answers), "--json", str(out)]
+    )
+    written = json.loads(out.read_text())
+    assert list(written) == ["headline", "parts", "warnings"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"POPE  {written['headline']:.2f}  (100 x mean F1 of the three splits)"
+    assert f"  random/f1  {written['parts']['random']['f1']:.2f}" in lines
+    assert [line for line in lines if line.startswith("warning: ")] == [
+        f"warning: {warning}" for warning in written["warnings"]
+    ]
+
+
+def test_scoring_needs_no_jax(tmp_path):
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    program = _HIDE + "from stepprune_jax.evaluation import convert, score\n"
+    program += f"score.main(['pope', '--data', {str(tmp_path)!r}, '--answers', {str(answers)!r}])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("POPE  72.22")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["pop"], "invalid choice: 'pop' (choose from "),
+        (["pope"], "the following arguments are required: --answers"),
+        (["pope", "--answers", "none.jsonl"], "no file at none.jsonl"),
+        (["pope", "--answers", "a", "--json", "none/o.json"], "--json: no folder none"),
+        (["pope", "--answers", "a", "--join", "row"], "argument --join: invalid choice: 'row'"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    layout(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        score_command.main([*arguments, *(["--data", "."] if arguments[1:] else [])])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("stepprune_jax.evaluation.score") and message in error
+
+
+def test_a_benchmark_without_submission_is_not_offered(capsys):
+    with pytest.raises(SystemExit) as left:
+        convert_command.main(["pope", "--answers", "a", "--out", "b"])
+    assert left.value.code == 2 and "invalid choice: 'pope'" in capsys.readouterr().err
+
+
+def test_converting_says_where(tmp_path, capsys):
+    answers = write_lines(tmp_path / "a.jsonl", test_mme.layout(tmp_path))
+    options = ["mme", "--data", str(tmp_path), "--answers", str(answers), "--out"]
+    convert_command.main([*options, str(tmp_path / "new" / "mine")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'mine'}\n"
+    assert len(list((tmp_path / "new" / "mine").iterdir())) == 14
+    with pytest.raises(SystemExit) as left:
+        convert_command.main([*options, str(answers)])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.count("\n") == 1 and "expected a folder" in error
+
+
+def test_names_of_the_registry_are_those_of_the_benchmarks():
+    for name, benchmark in BENCHMARKS.items():
+        assert benchmark.name == name
+        assert all(values for values in benchmark.options.values())
+
+
+def test_the_public_names_are_found_without_being_imported():
+    package = importlib.import_module("stepprune_jax")
+    module = importlib.import_module("stepprune_jax.generate")
+    # The function, not the package of the same name.
+    assert package.generate is module.generate
+    assert set(package.__all__) <= set(dir(package))
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        _ = package.generat

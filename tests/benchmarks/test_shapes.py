@@ -1,0 +1,58 @@
+import pytest
+from benchmark_files import answer, write_lines
+
+from stepprune_jax.benchmarks import shapes
+from stepprune_jax.evaluation import score as score_command
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four questions of two kinds."""
+    kinds = ["count", "colour", "colour", None]
+    questions = [
+        {"question_id": n, "image": "a.png", "text": "?", **({"category": kind} if kind else {})}
+        for n, kind in enumerate(kinds)
+    ]
+    write_lines(tmp_path / "test.jsonl", questions)
+    truths = ["2", "red", "Straße", "no"]
+    pairs = [{"question_id": n, "answer": truth} for n, truth in enumerate(truths)]
+    write_lines(tmp_path / "test_answers.jsonl", pairs[::-1])
+    return tmp_path
+
+
+def said(folder, *pairs):
+    return write_lines(folder / "said.jsonl", [answer(name, text) for name, text in pairs])
+
+
+def test_case_and_outer_space_do_not_count(folder):
+    file = said(folder, (3, "yes"), (0, " 2\n"), (1, "RED"), (2, "strasse"))
+    score = shapes.score(folder, file)
+    assert score.headline == 75 and score.warnings == []
+    assert score.parts == {
+        "category": {"colour": 100.0, "count": 100.0, "default": 0.0},
+        "questions": 4, "answered": 4,
+    }  # fmt: skip
+    assert shapes.BENCHMARK.judge(folder, file) == [0, 1, 1, 1]
+
+
+def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
+    file = said(folder, (1, "red"), (1, "blue"), (0, "2"), (9, "red"))
+    score = shapes.score(folder, file)
+    assert score.headline == 25 and score.parts["answered"] == 2
+    assert [warning.partition(":")[0] for warning in score.warnings] == [
+        "1 questions answered again", "1 answers to unknown questions ignored, as '9'",
+        "2 of 4 questions have no answer, as '3'",
+    ]  # fmt: skip
+    assert shapes.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
+
+
+def test_the_command_scores_a_folder(folder, capsys):
+    file = said(folder, (0, "2"), (1, "red"), (2, "x"), (3, "x"))
+    score_command.main(["shapes", "--data", str(folder), "--answers", str(file)])
+    assert capsys.readouterr().out.startswith("shapes  50.00  (accuracy in percent)\n")
+
+
+def test_questions_without_truths_are_named(folder):
+    write_lines(folder / "test.jsonl", [{"question_id": "x", "image": "a.png", "text": "?"}])
+    with pytest.raises(ValueError, match=r"test.jsonl: line 1: no answer to question 'x'"):
+        shapes.score(folder, said(folder, (0, "2")))

@@ -1,0 +1,185 @@
+import json
+
+import pytest
+from benchmark_files import answer, write_json, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.benchmarks.vqav2 import accuracy, convert, score
+from stepprune_jax.evaluation import convert as convert_command
+
+ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
+TEST = "llava_vqav2_mscoco_test2015.jsonl"
+
+
+def annotation(number, people, question_type="what is", answer_type="other"):
+    return {
+        "question_id": number,
+        "image_id": 1,
+        "question_type": question_type,
+        "answer_type": answer_type,
+        "multiple_choice_answer": people[0],
+        "answers": [
+            {"answer": text, "answer_confidence": "yes", "answer_id": n}
+            for n, text in enumerate(people, start=1)
+        ],
+    }
+
+
+PEOPLE = [
+    annotation(1000, ["yes"] * 10, "is the", "yes/no"),
+    annotation(1001, ["2"] * 8 + ["two", "3"], "how many", "number"),
+    annotation(1002, ["mcdonald's"] * 3 + ["burger\tking"] * 7),
+]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_json(tmp_path / "vqav2" / ANNOTATIONS, {"annotations": PEOPLE})
+    write_lines(tmp_path / "vqav2" / TEST, [{"question_id": n} for n in (1002, 5, 1000, 1001)])
+    return tmp_path
+
+
+def write(root, said):
+    return write_lines(root / "a.jsonl", [answer(number, text) for number, text in said])
+
+
+@pytest.mark.parametrize(
+    "prediction, people, expected",
+    [
+        # All ten agree: compared as it is written.
+        ("yes", ["yes"] * 10, 1),
+        ("Yes", ["yes"] * 10, 0),
+        ("2.", ["2"] * 10, 0),
+        ("new\tyork\n", ["new york"] * 10, 1),
+        # They do not: all are normalised.
+        ("Yes.", ["yes"] * 9 + ["no"], 1),
+        ("Two", ["2"] * 2 + ["two"] + ["no"] * 7, 0.9),
+        ("the kite", ["a kite"] + ["bird"] * 9, 0.3),
+        ("kite", ["Kite"] * 9 + ["kite"], 1),
+        # Differing only before they are normalised is not agreeing.
+        ("KITE", ["Kite"] * 9 + ["kite"], 1),
+    ],
+)
+def test_accuracy_by_hand(prediction, people, expected):
+    assert accuracy(prediction, tuple(people)) == pytest.approx(expected)
+
+
+def test_figures_by_hand(root):
+    found = score(root, write(root, [(1000, "Yes,"), (1001, "the two"), (1002, "McDonald's")]))
+    # As submitted: "yes" 1, "2" 1 (nine of ten), "mcdonald 's" 0.
+    # As written: "Yes," 0, "2" 1, "mcdonald's" 0.9 (three of ten).
+    assert found.headline == 66.67
+    assert found.parts == {
+        "question_type": {"how many": 100, "is the": 100, "what is": 0},
+        "answer_type": {"number": 100, "other": 0, "yes/no": 100},
+        "as_written": {
+            "overall": 63.33,
+            "question_type": {"how many": 100, "is the": 0, "what is": 90},
+            "answer_type": {"number": 100, "other": 90, "yes/no": 0},
+        },
+        "questions": 3,
+    }
+    assert any("3 here, 214,354" in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ((1000, 1001), "1 of 3 questions have no answer and 0 lines answer other questions"),
+        ((1000, 1001, 1002, 7), "0 of 3 questions have no answer and 1 lines answer other"),
+    ],
+)
+def test_other_questions_are_refused_unless_they_are_left_out(root, numbers, message):
+    answers = write(root, [(number, "no") for number in numbers])
+    with pytest.raises(ValueError, match=message):
+        score(root, answers)
+    found = score(root, answers, missing="leave-out")
+    assert found.headline == 0 and found.parts["questions"] == len({*numbers} - {7})
+
+
+def test_test_dev_is_refused_with_the_way_to_the_server(root):
+    with pytest.raises(ValueError, match=r"convert vqav2` and upload it at https://eval\.ai/"):
+        score(root, write(root, [(5, "no")]))
+    (root / "vqav2" / ANNOTATIONS).unlink()
+    with pytest.raises(FileNotFoundError, match=r"convert vqav2` and upload it at https://eval"):
+        score(root, write(root, [(5, "no")]))
+
+
+def test_submission_by_hand(root):
+    answers = write(
+        root, [(1000, "No"), (1001, "The Two, dogs"), (1000, "Yes, McDonald's"), (9, "x")]
+    )
+    with answers.open("a") as lines:
+        lines.write('{"question_id": 1002, "te')
+    with pytest.warns(UserWarning) as told:
+        out = convert(root, answers, root / "new" / "s.json")
+    # In the order of the list; 5 was not asked and 1002 is on the broken line.
+    assert json.loads(out.read_text()) == [
+        {"question_id": 1002, "answer": ""},
+        {"question_id": 5, "answer": ""},
+        {"question_id": 1000, "answer": "yes mcdonald 's"},
+        {"question_id": 1001, "answer": "2 dogs"},
+    ]
+    messages = [str(warning.message) for warning in told]
+    assert messages[0].endswith("4 here, 447,793 in the published list")
+    assert messages[1].startswith(f"1 lines skipped, as {answers}: line 5")
+
+
+def test_command_tells_what_is_odd_and_where_the_submission_is(root, capsys):
+    answers, out = write(root, [(1000, "yes")]), root / "s.json"
+    convert_command.main(
+        ["vqav2", "--data", str(root), "--answers", str(answers), "--out", str(out)]
+    )
+    told = capsys.readouterr()
+    assert told.out == f"wrote {out}\n" and out.is_file()
+    assert told.err == (f"warning: {TEST}, questions: 4 here, 447,793 in the published list\n")
+
+
+@pytest.mark.parametrize(
+    "question, said, message",
+    [
+        ({"question_id": 1000}, [(9, "x")], "no answer is to a question of"),
+        ({"question_id": "x7"}, [(9, "x")], "must be a whole number, got 'x7'"),
+        ({"question": 1000}, [(9, "x")], '"question_id" is missing'),
+    ],
+)
+def test_other_lists_are_refused(root, question, said, message):
+    write_lines(root / "vqav2" / TEST, [question])
+    with pytest.raises(ValueError, match=message):
+        convert(root, write(root, said), root / "s.json")
+    assert not (root / "s.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({}, 'expected a list under "annotations"'),
+        ({"annotations": [PEOPLE[0], {"question_id": 1}]}, "annotation 2: expected question_id"),
+        ({"annotations": [annotation(1, ["a"] * 9)]}, "annotation 1: expected 10 answers, got 9"),
+        ({"annotations": [{**PEOPLE[0], "question_id": None}]}, "annotation 1: "),
+    ],
+)
+def test_other_annotations_are_refused_by_name(root, content, message):
+    path = write_json(root / "vqav2" / ANNOTATIONS, content)
+    with pytest.raises(ValueError) as refused:
+        score(root, write(root, [(1000, "yes")]))
+    assert str(refused.value).startswith(str(path)) and message in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("vqav2")
+    write_json(root / "vqav2" / ANNOTATIONS, {"annotations": PEOPLE})
+    write_lines(root / "vqav2" / TEST, [{"question_id": 1000}])
+    return root
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(), min_size=3, max_size=3))
+def test_any_text_is_an_answer(written, texts):
+    answers = write(written, zip((1000, 1001, 1002), texts, strict=True))
+    assert 0 <= score(written, answers).headline <= 100
+    with pytest.warns(UserWarning, match="1 here"):
+        out = convert(written, answers, written / "s.json")
+    assert len(json.loads(out.read_text())) == 1

@@ -1,0 +1,128 @@
+"""A tiny LLaVA as ours and as the torch model of `transformers`, and questions to ask it."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import VLM, load_vlm
+from stepprune_jax.inference import read_request
+from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
+from stepprune_jax.policy import Pruned
+
+torch.set_num_threads(1)
+
+SAID = "What is in this picture? Is the red dog in a chat? No, two: yes, the helpful user."
+
+
+class Pair(NamedTuple):
+    ours: VLM
+    theirs: transformers.LlavaForConditionalGeneration
+
+
+def pair(folder, seed=0, **fields):
+    """Both models on the same folder, in float32."""
+    testing.tiny_llava(folder, seed=seed, **fields)
+    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    theirs.generation_config.pad_token_id, theirs.generation_config.eos_token_id = 0, 2
+    return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs.eval())
+
+
+def picture(seed):
+    random = np.random.default_rng(seed)
+    width, height = random.integers(5, 60, 2)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def question(random):
+    words = SAID.split()
+    return " ".join(random.choice(words, random.integers(1, 12)))
+
+
+def ask(count, seed=0):
+    """Questions with no, one or two pictures."""
+    random = np.random.default_rng(seed)
+    prompts = [question(random) for _ in range(count)]
+    images = [[picture(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)]
+    return prompts, images
+
+
+def request(model, prompt, images):
+    return read_request(model.tokenizer, model.image_settings, model.config, [prompt], [images])
+
+
+@torch.no_grad()
+def reference_answer(pair, prompt, images, max_tokens, **options):
+    """New ids of the reference's own generation, the stop id included."""
+    ours, theirs = pair
+    asked = request(ours, prompt, images)
+    n, token = ours.config.num_image_tokens, theirs.config.image_token_index
+    ids = [t for x in asked.ids[0] for t in ([token] * n if x == IMAGE_TOKEN else [x])]
+    ids = torch.tensor([ids])
+    pixels = {}
+    if images:
+        pixels["pixel_values"] = torch.tensor(asked.pixels)
+    found = theirs.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **pixels, max_new_tokens=max_tokens,
+        do_sample=False, **options,
+    )  # fmt: skip
+    return tuple(found[0, ids.shape[1] :].tolist())
+
+
+def keep(features, text, text_mask):
+    """Keeps a number of tokens of each image that depends on the question, down to none."""
+    n = features.shape[1]
+    asked, tokens = np.asarray(text_mask).sum(1), np.asarray(features)
+    index = [chosen(n, int(length)) for length in asked]
+    width = n  # more than needed, and the same for all
+    padded = np.array([[*row, *[-1] * (width - len(row))] for row in index], np.int32)
+    valid = padded >= 0
+    kept = np.take_along_axis(tokens, np.maximum(padded, 0)[..., None], 1) * valid[..., None]
+    return Pruned(padded, kept, valid, valid.sum(1).astype(np.int32))
+
+
+def chosen(n, question_length):
+    """Indices of what `keep` keeps."""
+    return sorted((7 * i + question_length) % n for i in range(question_length % (n - 1)))
+
+
+@torch.no_grad()
+def pruned_answer(pair, prompt, images, positions, max_tokens):
+    """Greedy ids from kept tokens at their position ids, everything recomputed for each token."""
+    ours, theirs = pair
+    asked, core = request(ours, prompt, images), theirs.model
+    n, table = ours.config.num_image_tokens, theirs.get_input_embeddings()
+    kept = chosen(n, len(asked.question_ids[0]))
+    embeddings, places, place, image = [], [], 0, 0
+    for token in asked.ids[0]:
+        if token == IMAGE_TOKEN:
+            pixels = torch.tensor(asked.pixels[asked.image_of[0][image]][None])
+            states = core.vision_tower(pixels, output_hidden_states=True).hidden_states
+            visual = core.multi_modal_projector(states[-2][:, 1:])[0]
+            for slot, index in enumerate(kept):
+                embeddings.append(visual[index])
+                places.append(place + (index if positions == "original" else slot))
+            place += n if positions == "original" else len(kept)
+            image += 1
+        else:
+            embeddings.append(table(torch.tensor(token)))
+            places.append(place)
+            place += 1
+    answer = []
+    for _ in range(max_tokens):
+        # Without a mask, gaps between positions would be taken for borders of sequences.
+        hidden = core.language_model(
+            inputs_embeds=torch.stack(embeddings)[None], position_ids=torch.tensor(places)[None],
+            attention_mask=torch.ones(1, len(places)), use_cache=False,
+        ).last_hidden_state  # fmt: skip
+        answer.append(int(theirs.lm_head(hidden[0, -1]).argmax()))
+        if answer[-1] in ours.config.eos_token_ids:
+            break
+        embeddings.append(table(torch.tensor(answer[-1])))
+        places.append(place)
+        place += 1
+    return tuple(answer)

@@ -1,0 +1,356 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generation_reference import ask, keep, pair, picture, pruned_answer, reference_answer, request
+
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.inference import generate, prepare, read_request, stream
+from stepprune_jax.inference.decoding import run_decode, run_start
+from stepprune_jax.inference.prefix import encode_images, place
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
+from stepprune_jax.parallel.sharding import build_mesh
+
+SHAPES = {
+    "grouped": {},
+    "one_head_each": {"text": {"num_key_value_heads": 4, "num_hidden_layers": 3}},
+    "wide_heads": {"text": {"num_key_value_heads": 1, "head_dim": 16}, "vision": {"patch_size": 6}},
+    "stretched": {
+        "text": {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            }
+        }
+    },
+}  # fmt: skip
+PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")
+IMAGES = ([picture(1)], None, [picture(2), picture(3)], [picture(4)])
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return pair(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def model(llava):
+    return llava.ours
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
+    # Sharp pointers: counts differ between rows.
+    params = jax.tree.map(lambda leaf: 3 * leaf, init_policy(jax.random.key(1), config))
+    return Policy(params, config, FeatureStats.start(32), 0.5)
+
+
+def ids(answers):
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_ids_equal_the_reference(tmp_path, shape):
+    both = pair(tmp_path, seed=3, **SHAPES[shape])
+    prompts, images = ask(13, seed=len(shape))
+    # One batch against one prompt at a time: rows are padded, and its 14 images to 16.
+    answers = generate(both.ours, prompts, images, max_tokens=10)
+    expected = [
+        reference_answer(both, prompt, pictures, 10)
+        for prompt, pictures in zip(prompts, images, strict=True)
+    ]
+    assert ids(answers) == expected
+    n = both.ours.config.num_image_tokens
+    assert [a.visual_tokens for a in answers] == [n * len(row) for row in images]
+    assert all(a.kept == a.visual_tokens for a in answers)
+
+
+@pytest.mark.parametrize("positions", vlm.POSITIONS)
+def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava, positions):
+    answers = generate(
+        llava.ours, PROMPTS, IMAGES, select_fn=keep, positions=positions, max_tokens=8
+    )
+    for answer, prompt, pictures in zip(answers, PROMPTS, IMAGES, strict=True):
+        expected = pruned_answer(llava, prompt, pictures or [], positions, 8)
+        assert answer.token_ids == expected, prompt
+    assert len({answer.kept for answer in answers}) > 2
+
+
+@pytest.mark.parametrize("way", ["all", "policy", "budget", "select_fn", "sampled"])
+def test_a_batch_equals_its_rows_one_by_one(model, policy, way):
+    options = {
+        "all": {},
+        "policy": {"policy": policy},
+        "budget": {"policy": policy, "budget": 3},
+        "select_fn": {"select_fn": keep},
+        "sampled": {"policy": policy, "temperature": 0.9, "top_p": 0.9, "seed": 5},
+    }[way]
+    together = generate(model, PROMPTS, IMAGES, max_tokens=8, **options)
+    for row, (prompt, pictures) in enumerate(zip(PROMPTS, IMAGES, strict=True)):
+        if way == "sampled":  # draws belong to the row's number: fill up the rows before it
+            before = ["a"] * row
+            alone = generate(
+                model, [*before, prompt], [*[None] * row, pictures], max_tokens=8, **options
+            )[-1]
+        else:
+            (alone,) = generate(model, [prompt], [pictures], max_tokens=8, **options)
+        assert alone[:4] == together[row][:4]
+    kept = [answer.kept for answer in together]
+    if way == "all":
+        assert kept == [9, 0, 18, 9]
+    if way == "budget":
+        assert kept == [3, 0, 6, 3]
+    if way == "policy":
+        assert kept[1] == 0 and 0 < kept[0] <= 4 and kept != [1, 0, 2, 1]
+
+
+def test_the_policy_sees_the_users_words_and_the_images_of_its_prompt(model):
+    seen = {}
+
+    def watch(features, text, text_mask):
+        seen.update(features=features, text=text, mask=np.asarray(text_mask))
+        return keep(features, text, text_mask)
+
+    generate(model, PROMPTS, IMAGES, select_fn=watch, max_tokens=1, warm_up=False)
+    said = [PROMPTS[i] for i in (0, 2, 2, 3)]
+    table = model.params["language"]["embed"]["embedding"]
+    encode_image = jax.jit(vlm.encode_image, static_argnums=1)
+    for row, words in enumerate(said):
+        tokens = model.tokenizer(words, add_special_tokens=False).input_ids
+        assert seen["mask"][row].sum() == len(tokens)
+        np.testing.assert_array_equal(seen["text"][row, : len(tokens)], table[np.array(tokens)])
+    for row, pictures in enumerate([*IMAGES[0], *IMAGES[2], *IMAGES[3]]):
+        pixels = request(model, "?", [pictures]).pixels
+        features, _ = encode_image(model.params, model.config, jnp.asarray(pixels))
+        np.testing.assert_allclose(seen["features"][row], features[0], rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_that_is_shown_twice_is_encoded_once(model):
+    same = picture(1)
+    asked = read_request(
+        model.tokenizer, model.image_settings, model.config, ["a", "b", "c"], [same, [same], None]
+    )
+    assert asked.pixels.shape[0] == 1 and asked.image_of == ((0,), (0,), ())
+    twice = generate(model, ["red", "dog"], [same, same], max_tokens=4)
+    copies = generate(model, ["red", "dog"], [same.copy(), same.copy()], max_tokens=4)
+    assert ids(twice) == ids(copies)
+
+
+def test_cached_decode_equals_recomputation(model):
+    """The answer's tokens appended to the prompt predict each other without a cache."""
+    (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], select_fn=keep, max_tokens=8)
+    asked = request(model, PROMPTS[0], IMAGES[0])
+    asked = asked._replace(ids=((*asked.ids[0], *answer.token_ids),))
+    sequence = prepare(model, asked, select_fn=keep).sequence
+    prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames="all_logits")
+    logits = prefill(model.params, model.config, sequence, 0, all_logits=True).logits[0]
+    end = int(sequence.length[0])
+    predicted = logits[end - 9 : end - 1].argmax(-1)
+    np.testing.assert_array_equal(predicted, answer.token_ids)
+
+
+def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava):
+    model = llava.ours
+    free = generate(model, PROMPTS, IMAGES, max_tokens=8)
+    assert all(len(answer.token_ids) == 8 for answer in free)
+    stop = free[0].token_ids[3], free[2].token_ids[1]
+    ended = generate(model, PROMPTS, IMAGES, max_tokens=8, stop_ids=stop)
+    for before, after in zip(free, ended, strict=True):
+        hits = [i for i, token in enumerate(before.token_ids) if token in stop]
+        assert after.token_ids == before.token_ids[: hits[0] + 1 if hits else 8]
+    assert len(ended[2].token_ids) <= 2 and len(ended[0].token_ids) <= 4
+    expected = reference_answer(llava, PROMPTS[0], IMAGES[0], 8, eos_token_id=list(stop))
+    assert ended[0].token_ids == expected
+    one = generate(model, PROMPTS, IMAGES, max_tokens=1)
+    assert ids(one) == [answer.token_ids[:1] for answer in free]
+    assert [answer.tokens_per_s for answer in one] == [0.0] * 4
+
+
+def test_the_loop_exits_when_every_row_is_finished(model):
+    free = generate(model, PROMPTS[:2], IMAGES[:2], max_tokens=8)
+    stop = tuple(answer.token_ids[0] for answer in free)
+    calls, options = [], {"max_tokens": 8, "stop_ids": stop}
+    generate(model, PROMPTS[:2], IMAGES[:2], on_token=lambda *e: calls.append(e), **options)
+    assert [call[:2] for call in calls] == [(0, stop[0]), (1, stop[1])]
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):
+    def answer(seed, **options):
+        return ids(
+            generate(
+                model, PROMPTS[:2], IMAGES[:2], max_tokens=8, temperature=1.5, seed=seed, **options
+            )
+        )
+
+    first = answer(0)
+    assert answer(0) == first and answer(jax.random.key(0)) == first
+    assert answer(1) != first
+    assert answer(0, on_token=lambda *_: None) == first
+    # A nucleus of one token is greedy.
+    greedy = ids(generate(model, PROMPTS[:2], IMAGES[:2], max_tokens=8))
+    assert answer(3, top_p=1e-6) == greedy
+
+
+def test_streamed_pieces_concatenate_to_the_answer(model, policy):
+    together = generate(model, PROMPTS, IMAGES, max_tokens=8, policy=policy)
+    pieces = [[] for _ in PROMPTS]
+    tokens = [[] for _ in PROMPTS]
+
+    def note(row, token, piece):
+        tokens[row].append(token)
+        pieces[row].append(piece)
+
+    streamed = generate(model, PROMPTS, IMAGES, max_tokens=8, policy=policy, on_token=note)
+    assert [a[:4] for a in streamed] == [a[:4] for a in together]
+    for row, answer in enumerate(together):
+        assert "".join(pieces[row]) == answer.text
+        assert tuple(tokens[row]) == answer.token_ids
+    generator = stream(model, PROMPTS[0], IMAGES[0], max_tokens=8, policy=policy)
+    text = ""
+    while True:
+        try:
+            text += next(generator)
+        except StopIteration as end:
+            assert end.value[:4] == together[0][:4]
+            break
+    assert text == together[0].text
+
+
+def test_a_conversation_goes_on_after_an_answer(llava):
+    model = llava.ours
+    turns = [PROMPTS[0], "yes <image>", PROMPTS[2]]
+    asked = request(model, turns, IMAGES[0])
+    assert asked.ids[0].count(IMAGE_TOKEN) == 1 and asked.ids[0].count(2) == 1
+    both = f"{PROMPTS[0]}\n{PROMPTS[2]}"
+    said = model.tokenizer(both, add_special_tokens=False).input_ids
+    assert list(asked.question_ids[0]) == said
+    (answer,) = generate(model, [turns], [IMAGES[0]], max_tokens=8)
+    assert answer.token_ids == reference_answer(llava, turns, IMAGES[0], 8)
+    # A picture may come later.
+    later = request(model, ["red", "no", "dog <image>"], IMAGES[0]).ids[0]
+    assert later.index(IMAGE_TOKEN) > asked.ids[0].index(IMAGE_TOKEN)
+
+
+def test_few_programs_serve_many_prompts(model):
+    programs = (run_start, run_decode, place, encode_images)
+    before = [program.num_compiled() for program in programs]
+    for length in (1, 7, 20, 22, 30, 39):
+        prompts = [" ".join(["dog"] * length), "red"]
+        generate(model, prompts, [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8)
+    after = [program.num_compiled() for program in programs]
+    start, decode, placed, encoded = (b - a for a, b in zip(before, after, strict=True))
+    assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
+    assert encoded <= 1
+    assert placed <= 12
+    counts = [program.num_compiled() for program in programs]
+    generate(
+        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8,
+        temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
+    )  # fmt: skip
+    assert [program.num_compiled() for program in programs] == counts
+
+
+@pytest.mark.parametrize(("preset", "rows"), [("data_tensor", 4), ("fsdp_tensor", 3)])
+def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
+    sharded = load_vlm(model.folder, build_mesh(preset), jnp.float32, progress=False)
+    options = {"policy": policy, "max_tokens": 8}
+    here = generate(model, PROMPTS[:rows], IMAGES[:rows], **options)
+    there = generate(sharded, PROMPTS[:rows], IMAGES[:rows], **options)
+    assert [a[:4] for a in there] == [a[:4] for a in here]
+    streamed = generate(sharded, PROMPTS[:rows], IMAGES[:rows], on_token=lambda *_: None, **options)
+    assert ids(streamed) == ids(here)
+
+
+def test_bfloat16_and_original_folders_answer(tmp_path, policy):
+    folder = testing.tiny_llava(tmp_path / "m", "original")
+    model = load_vlm(folder, progress=False)
+    answers = generate(model, PROMPTS[:2], IMAGES[:2], policy=policy, max_tokens=4)
+    assert all(len(answer.token_ids) <= 4 and answer.kept <= 4 for answer in answers)
+
+
+def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
+    asked = request(model, PROMPTS[0], IMAGES[2])
+    full, kept = len(asked.ids[0]) - 2 + 18, prepare(model, asked, select_fn=keep).kept[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pruned = prepare(model, asked, select_fn=keep, context_limit=full - 18 + kept)
+    assert pruned.kept == (kept,) and int(pruned.sequence.length[0]) == full - 18 + kept
+    with pytest.warns(UserWarning, match=f"a prompt of {full} embeddings was cut to its first 60"):
+        cut = prepare(model, asked, context_limit=60)
+    assert int(cut.sequence.length[0]) == 60 and cut.sequence.embeddings.shape[1] == 60
+    whole = prepare(model, asked).sequence
+    np.testing.assert_array_equal(cut.sequence.embeddings, whole.embeddings[:, :60])
+    first = asked.ids[0].index(IMAGE_TOKEN)
+    with pytest.warns(UserWarning, match="was cut"):
+        inside = prepare(model, asked, context_limit=first + 4)
+    assert inside.kept == (4,) and inside.visual_tokens == (18,)
+
+
+BAD = {
+    "no prompts": ({"prompts": []}, ValueError, "prompts is empty"),
+    "a string": ({"prompts": "dog"}, TypeError, "expected a list of prompts"),
+    "empty": ({"prompts": ["a", " "]}, ValueError, "prompt 1: the question is empty"),
+    "mark without image": ({"prompts": ["<image> a"]}, ValueError, "1 <image>, but 0 image"),
+    "too many marks": (
+        {"prompts": ["<image> <image> a"], "images": [IMAGES[0]]}, ValueError, "2 <image>, but 1",
+    ),
+    "lists differ": ({"images": [None, None]}, ValueError, r"2 entries for 1 prompt"),
+    "no file": ({"images": ["absent.png"]}, FileNotFoundError, "absent.png"),
+    "ends with an answer": ({"prompts": [["a", "b"]]}, ValueError, "ends with an answer"),
+    "positions": ({"positions": "mixed"}, ValueError, "positions is 'mixed'; supported"),
+    "temperature": ({"temperature": -1.0}, ValueError, "temperature is -1"),
+    "top_p": ({"top_p": 0.0}, ValueError, "top_p is 0"),
+    "max_tokens": ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
+    "context": ({"context_limit": 0}, ValueError, "context_limit is 0"),
+    "budget alone": ({"budget": 3}, ValueError, r"--budget\) needs a policy \(--policy"),
+    "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
+    "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(model, case):
+    arguments, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        generate(model, **{"prompts": ["a"], **arguments})
+
+
+def test_the_kernels_of_a_gpu_are_refused_elsewhere(model, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match="attention 'cudnn' needs a GPU, jax uses 'cpu'"):
+        generate(model, ["a"], attention="cudnn")
+
+
+def test_a_policy_that_does_not_fit_is_refused(model, policy):
+    config = PolicyConfig(feature_width=16, text_width=48, num_heads=4)
+    other = Policy(init_policy(jax.random.key(0), config), config)
+    with pytest.raises(ValueError, match="feature_width is 16, the model's vision hidden_size 32"):
+        generate(model, ["a"], policy=other)
+    for budget in (0, 5):
+        with pytest.raises(ValueError, match=rf"budget is {budget}, expected .* from 1 to 4"):
+            generate(model, ["a"], policy=policy, budget=budget)
+    with pytest.raises(ValueError, match="both given"):
+        generate(model, ["a"], policy=policy, select_fn=keep)
+
+
+def test_a_selector_that_returns_something_else_is_refused(model):
+    with pytest.raises(ValueError, match="select_fn returned int, expected a Pruned"):
+        generate(model, ["a"], IMAGES[:1], select_fn=lambda *_: 3)
+    with pytest.raises(ValueError, match=r"tokens \(1, .*expected \[1, k, 32\]"):
+        generate(
+            model, ["a"], IMAGES[:1],
+            select_fn=lambda x, *_: keep(x, *_)._replace(tokens=np.zeros((1, 2, 5), np.float32)),
+        )  # fmt: skip
+
+
+def test_a_policy_without_text_prunes(model):
+    config = PolicyConfig(feature_width=32, text_width=0, width=16, num_heads=2, mlp_ratio=2)
+    blind = Policy(init_policy(jax.random.key(0), config), config)
+    answers = generate(model, PROMPTS, IMAGES, policy=blind, budget=2, max_tokens=8)
+    assert [answer.kept for answer in answers] == [2, 0, 4, 2]

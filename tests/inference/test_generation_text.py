@@ -1,0 +1,56 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax import testing
+from stepprune_jax.inference import TextStream, answer_text
+
+TOKENIZER = testing.tiny_tokenizer()
+
+
+def byte(value):
+    return TOKENIZER.convert_tokens_to_ids(f"<0x{value:02X}>")
+
+
+def pieces(ids):
+    stream = TextStream(TOKENIZER)
+    return [*(stream.add(token) for token in ids), stream.finish()]
+
+
+# Bytes often, and some ids that the tokenizer does not know.
+TOKENS = st.lists(st.one_of(st.integers(3, 258), st.integers(0, len(TOKENIZER) + 20)), max_size=25)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS)
+def test_pieces_concatenate_to_the_whole(ids):
+    assert "".join(pieces(ids)) == answer_text(TOKENIZER, ids)
+
+
+@pytest.mark.parametrize("text", ["two dogs", "  a €5 \U0001f415 dog\n\nred ", "naïve, 狗", ""])
+def test_text_survives(text):
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    found = pieces([*ids, 2])
+    assert "".join(found) == text.strip()
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+
+
+def test_a_character_comes_whole_and_words_come_early():
+    euro = [byte(value) for value in "€".encode()]
+    red, dog = TOKENIZER.convert_tokens_to_ids(["▁red", "▁dog"])
+    assert pieces([red, *euro, dog, 2]) == ["red", "", "", "", "€ dog", "", ""]
+
+
+def test_bytes_that_are_no_text_do_not_change_what_was_said():
+    # A byte run is decoded as a whole: the letter A would be unknown after the second byte.
+    ids = [byte(0x41), byte(0xE2), TOKENIZER.convert_tokens_to_ids("▁red")]
+    assert pieces(ids)[:2] == ["", ""]
+    assert "".join(pieces(ids)) == answer_text(TOKENIZER, ids)
+    # The word is there as ordinary text, the bytes as unknown characters.
+    assert answer_text(TOKENIZER, ids).endswith("red")
+
+
+def test_white_space_at_the_end_is_not_said():
+    red, blank = TOKENIZER.convert_tokens_to_ids(["▁red", "▁"])
+    assert "".join(pieces([blank, red, blank, blank, byte(10)])) == "red"
+    assert "".join(pieces([blank, red, blank, blank, red])) == "red   red"

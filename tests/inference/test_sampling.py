@@ -1,0 +1,116 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepprune_jax.inference import nucleus, sample
+from stepprune_jax.inference.buckets import ladder, row_bucket
+from stepprune_jax.inference.decoding import row_keys
+from stepprune_jax.inference.sampling import check_sampling
+
+PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
+
+
+def draws(logits, temperature, top_p, count=20_000, seed=0):
+    """How often each token was drawn."""
+    tokens = jax.jit(sample)(
+        jax.random.key(seed), jnp.broadcast_to(logits, (count, len(logits))), temperature, top_p
+    )
+    return np.bincount(np.asarray(tokens), minlength=len(logits))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (1.0, 5),
+        (0.96, 5),
+        (0.94, 4),
+        (0.8, 3),
+        (0.66, 3),
+        (0.6, 2),
+        (0.41, 2),
+        (0.39, 1),
+        (1e-9, 1),
+    ],
+)
+def test_the_nucleus_is_the_smallest_set_that_has_the_mass(top_p, kept):
+    # In order of likelihood 1, 3, 4, 2, 0 with masses .4, .65, .85, .95, 1.
+    expected = np.isin(np.arange(5), [1, 3, 4, 2, 0][:kept])
+    np.testing.assert_array_equal(nucleus(jnp.log(PROB), top_p), expected)
+
+
+def test_of_equally_likely_tokens_the_lower_ids_are_kept():
+    np.testing.assert_array_equal(nucleus(jnp.zeros(4), 0.5), [True, True, False, False])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.02, 0.98))
+def test_the_nucleus_is_that_of_the_reference(seed, top_p):
+    logits = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32) * 2
+    warper = transformers.TopPLogitsWarper(top_p)
+    expected = torch.isfinite(warper(None, torch.from_numpy(logits))).numpy()
+    np.testing.assert_array_equal(nucleus(jnp.asarray(logits), top_p), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_tempered_distribution(temperature):
+    expected = PROB ** (1 / temperature)
+    expected *= 20_000 / expected.sum()
+    found = draws(jnp.log(PROB), temperature, 1.0)
+    # Chi-square with 4 degrees of freedom: above 23.5 once in ten thousand.
+    assert ((found - expected) ** 2 / expected).sum() < 23.5
+
+
+def test_draws_from_the_nucleus_keep_their_proportions():
+    found = draws(jnp.log(PROB), 1.0, 0.8)
+    assert found[[0, 2]].sum() == 0
+    expected = 20_000 * PROB[[1, 3, 4]] / PROB[[1, 3, 4]].sum()
+    # 2 degrees of freedom: above 18.4 once in ten thousand.
+    assert ((found[[1, 3, 4]] - expected) ** 2 / expected).sum() < 18.4
+
+
+def test_temperature_zero_takes_the_first_of_the_largest():
+    logits = jnp.array([[1.0, 3.0, 3.0], [5.0, -jnp.inf, 2.0]])
+    np.testing.assert_array_equal(sample(jax.random.key(0), logits, 0.0, 0.5), [1, 0])
+
+
+def test_a_tiny_temperature_is_finite_and_greedy():
+    assert draws(jnp.array([1e3, -1e3, 999.0]), 1e-30, 1.0, 100)[0] == 100
+    assert draws(jnp.array([0.0, 1.0, 2.0]), 1e-6, 0.9, 100)[2] == 100
+
+
+def test_bfloat16_logits_are_sampled_in_float32():
+    logits = jnp.log(jnp.asarray(PROB)).astype(jnp.bfloat16)
+    found = sample(jax.random.key(3), logits, 1.0, 0.9)
+    assert found == sample(jax.random.key(3), logits.astype(jnp.float32), 1.0, 0.9)
+
+
+def test_keys_of_rows_do_not_depend_on_the_batch():
+    few, many = (jax.random.key_data(row_keys(jax.random.key(1), n)) for n in (2, 5))
+    np.testing.assert_array_equal(few, many[:2])
+    assert len(np.unique(np.asarray(many), axis=0)) == 5
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "name"),
+    [(-0.1, 1.0, "temperature"), (float("nan"), 1.0, "temperature"), (float("inf"), 1, "temp"),
+     (1.0, 0.0, "top_p"), (1.0, 1.01, "top_p"), (1.0, float("nan"), "top_p")],
+)  # fmt: skip
+def test_settings_without_meaning_are_refused(temperature, top_p, name):
+    with pytest.raises(ValueError, match=name):
+        check_sampling(temperature, top_p)
+
+
+def test_buckets_hold_their_sizes_with_little_padding():
+    sizes = ladder(2048)
+    assert sizes[:5] == (64, 80, 96, 112, 128) and sizes[-1] == 2048 and 640 in sizes
+    assert all(b <= 1.25 * a for a, b in itertools.pairwise(sizes))
+    assert ladder(50) == (50,) and ladder(100) == (64, 80, 96, 100)
+    assert [row_bucket(n) for n in (0, 1, 2, 3, 4, 5, 7, 9)] == [0, 1, 2, 3, 4, 6, 8, 12]
+    assert row_bucket(5, (5, 10)) == 5 and row_bucket(7, (10,)) == 8

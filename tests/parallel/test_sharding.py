@@ -1,0 +1,202 @@
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax.bench import memory
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.compiling import usage
+from stepprune_jax.parallel.placement import local_rows
+from stepprune_jax.parallel.sharding import (
+    BATCH_RULES,
+    CACHE_RULES,
+    VLM_RULES,
+    build_mesh,
+    matches,
+    path_name,
+    shardings,
+    spec_of,
+)
+
+CONFIGS = {name: LlavaConfig.from_hf(fields) for name, fields in memory.MODELS.items()}
+MESHES = {
+    "single": (1, {}),
+    "data": (2, {"data": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "data_tensor": (4, {"data": 2, "tensor": 2}),
+    "fsdp_tensor": (8, {"fsdp": 4, "tensor": 2}),
+}
+
+
+def mesh_of(preset):
+    return build_mesh(preset, jax.devices()[: MESHES[preset][0]])
+
+
+def leaves(tree):
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+@pytest.mark.parametrize("preset", MESHES)
+def test_presets_fill_the_axes(preset):
+    mesh = mesh_of(preset)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1, **MESHES[preset][1]}
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_sizes_may_be_given_by_axis_with_one_left_open():
+    assert dict(build_mesh({"tensor": 4, "data": -1}).shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert dict(build_mesh("tensor=4, data=-1").shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+
+
+def test_weights_are_cut_within_a_process_and_rows_over_processes():
+    sizes = build_mesh("data_fsdp").shape  # a single process
+    assert dict(sizes) == {"data": 1, "fsdp": 8, "tensor": 1}
+
+
+def test_a_process_brings_the_rows_of_its_devices():
+    assert local_rows(None, 6) == slice(0, 6)
+    assert local_rows(build_mesh({"data": 4, "tensor": 2}), 8) == slice(0, 8)
+    assert local_rows(build_mesh("data"), 12) == slice(0, 12)  # on each device: 8 do not divide 12
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("pipeline", "mesh preset 'pipeline' is unknown; presets: single, data"),
+        ({"expert": 2}, r"mesh axes \['expert'\] are unknown; axes: data, fsdp, tensor"),
+        ("data=2,fsdp", "mesh 'data=2,fsdp': expected sizes by axis, such as data=2,fsdp=-1"),
+        ("data=2,model=4", r"mesh axes \['model'\] are unknown"),
+        ({"tensor": 3}, "do not fit 8 devices"),
+        ({"tensor": 3, "data": -1}, "do not fit 8 devices"),
+        ({"tensor": -1, "data": -1}, "do not fit 8 devices"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(preset, message):
+    with pytest.raises(ValueError, match=message):
+        build_mesh(preset)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_weight_is_matched_by_exactly_one_rule(name):
+    used = set()
+    for path, leaf in leaves(vlm.abstract_params(CONFIGS[name])):
+        matching = [pattern for pattern, _ in VLM_RULES if matches(path, pattern)]
+        assert len(matching) == 1, (path, matching)
+        assert len(spec_of(path, VLM_RULES)) <= leaf.ndim
+        used.add(matching[0])
+    assert used == {pattern for pattern, _ in VLM_RULES}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("preset", MESHES)
+def test_no_sharded_dimension_is_indivisible(name, preset):
+    mesh = mesh_of(preset)
+    params = vlm.abstract_params(CONFIGS[name])
+    placed = shardings(params, VLM_RULES, mesh)
+    total = sum(leaf.size for _, leaf in leaves(params))
+    held = sum(
+        math.prod(sharding.shard_shape(leaf.shape))
+        for (_, leaf), sharding in zip(leaves(params), jax.tree.leaves(placed), strict=True)
+    )
+    # All but the small replicated weights are divided by the weight axes.
+    parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    assert held <= total / parts * 1.002
+
+
+def test_a_dimension_that_cannot_be_divided_is_named():
+    tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
+    with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
+        shardings(tree, VLM_RULES, mesh_of("tensor"))
+
+
+def test_a_path_without_a_rule_is_named():
+    tree = {"language": {"tail": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}
+    with pytest.raises(ValueError, match="no sharding rule matches 'language/tail'"):
+        shardings(tree, VLM_RULES, mesh_of("single"))
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("llava-7b", "single"), ("llava-7b", "data_tensor"), ("llava-13b", "tensor")],
+)
+def test_prefill_and_decode_compile_at_full_shape(name, preset):
+    mesh = mesh_of(preset)
+    parts = 1 if preset == "single" else 2
+    compiled = memory.compiled_programs(CONFIGS[name], mesh, 2, 640, 64)
+    params = vlm.abstract_params(CONFIGS[name])
+    weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
+    for program in ("prefill", "decode"):
+        row = usage(compiled[program])
+        assert row.arguments > weights / parts
+        # No copy of the stack of layers, nor of the cache in the prefill.
+        assert row.total < 1.35 * weights / parts
+        assert row.total == row.arguments + row.outputs + row.temporary
+
+
+def test_decode_on_a_data_mesh_moves_nothing_between_devices():
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4}
+    fields = {**memory.MODELS["llava-7b"], "text_config": text}
+    config = LlavaConfig.from_hf(fields)
+    compiled = memory.compiled_programs(config, mesh_of("data"), 4, 8, 4, ["decode"])
+    program = compiled["decode"].as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert f"{collective}(" not in program
+
+
+def test_a_sharded_model_computes_what_one_device_does():
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 7}
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    fields = {"model_type": "llava", "vision_config": vision, "text_config": text}
+    config = LlavaConfig.from_hf(fields)
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32),
+        vlm.abstract_params(config, jnp.float32),
+    )
+    pixels = draw.normal(0, 1, (4, 3, 28, 28)).astype(np.float32)
+    index = jnp.broadcast_to(jnp.array([0, 3, 9]), (4, 1, 3))
+    valid = jnp.arange(3) < jnp.arange(4)[:, None, None]
+    ids = jnp.array([[1, vlm.IMAGE_TOKEN, 5, 6]] * 4)
+    length = jnp.array([4, 3, 4, 2])
+
+    @jax.jit
+    def answer(params, pixels, ids, length, valid, index):
+        features, _ = vlm.encode_image(params, config, pixels)
+        kept = jnp.take_along_axis(features[:, None], index[..., None], axis=2)
+        visual = vlm.project(params, config, kept)
+        sequence = vlm.assemble(params, config, ids, length, visual, valid, index)
+        first, cache, _ = vlm.prefill(params, config, sequence, 2)
+        second, cache = vlm.decode_step(params, config, jnp.argmax(first, -1), cache)
+        return first, second, cache
+
+    inputs = (pixels, ids, length, valid, index)
+    expected = answer(params, *inputs)
+    mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    params = jax.device_put(params, shardings(params, VLM_RULES, mesh))
+    inputs = jax.device_put(inputs, shardings(inputs, BATCH_RULES, mesh))
+    found = answer(params, *inputs)
+    for ours, single in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(ours - single).max() <= 1e-5 * max(jnp.abs(single).max(), 1)
+    placed = shardings(found[2], CACHE_RULES, mesh)
+    assert placed.key.spec == P(None, ("data", "fsdp"), "tensor")
+
+
+def test_the_table_is_printed(capsys, tmp_path):
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    fields = {**memory.MODELS["llava-7b"], "text_config": {**text, "num_attention_heads": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    memory.main(["--model", str(tmp_path), "--mesh", "tensor", "--batch", "1", "--length", "8"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "batch 1, 8 + 64 tokens, bfloat16, GiB per device"
+    assert [line.split(" | ")[3] for line in printed[3:]] == ["encode", "prefill", "decode"]
+    with pytest.raises(ValueError, match="--model 'llava-70b' is neither a file nor one of"):
+        memory.main(["--model", "llava-70b"])

@@ -1,0 +1,154 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import FeatureStats, testing
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.inference import generate, policy_selector
+from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning.autoselect import AutoSelectConfig
+
+CONFIG = AutoSelectConfig(
+    feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.2, 0.6)
+)
+B, N, L = 3, 10, 4
+STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
+_loss = jax.jit(
+    lambda params, key, image, text, mask, gate, progress: autoselect.train_loss(
+        params, CONFIG, key, image, text, lambda tokens: jnp.mean(tokens**2), progress=progress,
+        image_mask=mask, text_gate=gate, stats=STATS,
+    )
+)  # fmt: skip
+
+scores = jax.jit(autoselect.scores, static_argnames="config")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return autoselect.init(jax.random.key(0), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    image = jax.random.normal(jax.random.key(1), (B, N, 8))
+    return image, jax.random.normal(jax.random.key(2), (B, L, 6))
+
+
+def gated(params, inputs, mask=None, gate=1.0, progress=1.0, key=3):
+    mask = jnp.ones((B, N), bool) if mask is None else mask
+    return _loss(params, jax.random.key(key), *inputs, mask, gate, progress)[1]
+
+
+def test_the_gate_holds_the_drawn_budget(params, inputs):
+    mask = jnp.arange(N) < jnp.array([[N], [7], [5]])
+    for key in range(5):
+        found = gated(params, inputs, mask, key=key)
+        np.testing.assert_allclose(found.alpha.sum(1), found.budget, rtol=1e-5)
+        assert (found.alpha[~mask] == 0).all() and (found.tokens[~mask] == 0).all()
+        real = np.asarray(mask.sum(1))
+        assert (found.budget >= np.floor(0.2 * real)).all() and (found.budget >= 1).all()
+        assert (found.budget <= np.ceil(0.6 * real)).all()
+
+
+def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
+    mask = jnp.arange(N) < 7
+    mask = jnp.broadcast_to(mask, (B, N))
+    scored = scores(params, CONFIG, *inputs, image_mask=mask, stats=STATS)
+    found = autoselect.order(scored)
+    assert scored.dtype == jnp.float32
+    np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(N), (B, 1)))
+    assert (np.diff(np.take_along_axis(np.asarray(scored), np.asarray(found), 1)) <= 0).all()
+    assert set(np.asarray(found[:, 7:]).ravel()) == {7, 8, 9}
+    # What stands in the padding changes nothing.
+    spoiled = jnp.where(mask[..., None], inputs[0], 1e6)
+    again = scores(params, CONFIG, spoiled, inputs[1], image_mask=mask, stats=STATS)
+    np.testing.assert_array_equal(found, autoselect.order(again))
+
+
+def test_the_temperature_is_a_cosine_and_then_constant():
+    assert float(autoselect.temperature(CONFIG, 0.0)) == pytest.approx(2.0)
+    assert float(autoselect.temperature(CONFIG, 0.25)) == pytest.approx((2.0 + 0.1) / 2)
+    eighth = 0.1 + 1.9 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert float(autoselect.temperature(CONFIG, 0.125)) == pytest.approx(eighth)
+    assert float(autoselect.temperature(CONFIG, 0.5)) == pytest.approx(0.1)
+    assert float(autoselect.temperature(CONFIG, 1.0)) == pytest.approx(0.1)
+
+
+def test_metrics_say_how_hard_the_gate_is(params, inputs):
+    cold, warm = (
+        jax.jit(autoselect.metrics)(gated(params, inputs, progress=p)) for p in (1.0, 0.0)
+    )
+    assert cold["alpha_in"] > warm["alpha_in"] and cold["alpha_out"] < warm["alpha_out"]
+    alpha = jnp.array([[0.9, 0.8, 0.2, 0.1]])
+    scores = jnp.array([[3.0, 1.0, 2.0, 0.0]])
+    known = autoselect.Gated(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
+    found = autoselect.metrics(known)  # the hard set is {0, 2}, the open gate {0, 1}
+    expected = {"k_mean": 2.0, "alpha_in": 0.55, "alpha_out": 0.45, "iou": 1 / 3}
+    assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected
+
+
+def test_every_weight_learns_from_the_loss(params, inputs):
+    # The denoiser starts as the identity: its inner weights learn once the outer ones are moved.
+    moved = jax.tree.map(lambda leaf: leaf + 0.1, params)
+
+    def loss(params):
+        weights = jax.random.normal(jax.random.key(9), (B, N, 8))
+        return autoselect.train_loss(
+            params, CONFIG, jax.random.key(3), *inputs, lambda x: jnp.sum(jnp.sin(x) * weights),
+            progress=0.5,
+        )[0]  # fmt: skip
+
+    grads = jax.jit(jax.grad(loss))(moved)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    for leaf in jax.tree.leaves(grads):
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
+
+
+def test_a_closed_text_gate_hides_the_question(params, inputs):
+    other = (inputs[0], inputs[1] + 1)
+    closed = [gated(params, pair, gate=0.0).scores for pair in (inputs, other)]
+    np.testing.assert_allclose(*closed, atol=1e-6)
+    opened = [gated(params, pair).scores for pair in (inputs, other)]
+    assert np.abs(opened[0] - opened[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("with_stats", [True, False])
+def test_a_scorer_comes_back_from_its_file(tmp_path, params, with_stats):
+    policy = Policy(params, CONFIG, STATS if with_stats else None)
+    loaded = load_policy(save_policy(policy, tmp_path / "p.safetensors"))
+    assert loaded.config == CONFIG and loaded.method == "autoselect"
+    jax.tree.map(np.testing.assert_array_equal, loaded, policy)
+
+
+def test_a_scorer_prunes_for_generation(tmp_path):
+    model = load_vlm(testing.tiny_llava(tmp_path / "m"), dtype=jnp.float32, progress=False)
+    config = AutoSelectConfig(feature_width=32, text_width=48, width=8, num_heads=2)
+    policy = Policy(autoselect.init(jax.random.key(0), config), config)
+    with pytest.raises(ValueError, match="no stop of its own"):
+        policy_selector(model, policy)
+    select = policy_selector(model, policy, 3)
+    features, text = jnp.ones((2, 9, 32)), jnp.ones((2, 4, 48))
+    features = features + jax.random.normal(jax.random.key(1), features.shape)
+    pruned = select(features, text, jnp.ones((2, 4), bool))
+    scored = scores(policy.params, config, features, text)
+    best = np.sort(autoselect.order(scored)[:, :3], axis=1)
+    np.testing.assert_array_equal(pruned.index, best)
+    assert generate(model, ["dog"], policy=policy, budget=2, max_tokens=1)[0].kept == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature_end": 0.0}, r"AutoSelectConfig.temperature_end is 0.0, expected a positive"),
+        ({"temperature_steps": 1.5}, r"temperature_steps is 1.5, expected a share"),
+        ({"num_heads": 3}, r"AutoSelectConfig.num_heads is 3, expected a divisor"),
+        ({"random_budget": (0.5, 0.1)}, "AutoSelectConfig.random_budget"),
+    ],
+)
+def test_bad_settings_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        AutoSelectConfig(**{"feature_width": 8, "num_heads": 2, **fields})

@@ -1,0 +1,63 @@
+import math
+
+import pytest
+
+from stepprune_jax.studies.spread import differences, summarise
+
+
+def row(method, mode, rate, accuracy, seed, mean_k=3.0):
+    return {
+        "method": method, "mode": mode, "pruning_rate": rate, "accuracy": accuracy,
+        "retention": accuracy + 1, "mean_k": mean_k, "questions": 9, "seed": seed,
+    }  # fmt: skip
+
+
+UNTRAINED = [row("all tokens", "exact", 0.0, 80.0, 0, 9.0)]
+TABLES = [
+    [
+        row("StepPrune", "exact", 66.7, 70.0, 0),
+        row("StepPrune", "exact", 77.8, 60.0, 0),
+        row("StepPrune", "adaptive", 66.7, 71.0, 0),
+        row("StepPrune, own stop", "adaptive", 50.0, 76.0, 0),
+    ],
+    [
+        row("StepPrune", "exact", 66.7, 74.0, 1),
+        row("StepPrune", "exact", 77.8, 66.0, 1),
+        row("StepPrune", "adaptive", 66.7, 77.0, 1),
+        row("StepPrune, own stop", "adaptive", 40.0, 78.0, 1),
+    ],
+    [row("AutoSelect-like", "exact", 66.7, 71.0, 0)],
+    [row("AutoSelect-like", "exact", 66.7, 69.0, 1)],
+]
+
+
+def test_means_and_deviations_worked_by_hand():
+    found = summarise(UNTRAINED, TABLES)
+    assert [(r["method"], r["mode"], r["pruning_rate"], r["seeds"]) for r in found] == [
+        ("all tokens", "exact", 0.0, 1), ("StepPrune", "exact", 66.7, 2),
+        ("StepPrune", "exact", 77.8, 2), ("StepPrune", "adaptive", 66.7, 2),
+        ("StepPrune, own stop", "adaptive", 45.0, 2), ("AutoSelect-like", "exact", 66.7, 2),
+    ]  # fmt: skip
+    assert found[0]["accuracy"] == 80.0 and found[0]["accuracy_std"] is None
+    assert found[1]["accuracy"] == 72.0
+    assert found[1]["accuracy_std"] == round(math.sqrt(8), 2)  # of 70 and 74
+    assert found[1]["retention"] == 73.0 and found[1]["mean_k_std"] == 0.0
+
+
+def test_a_missing_retention_has_no_mean():
+    table = [row("StepPrune", "exact", 66.7, 0.0, 0) | {"retention": None}]
+    assert summarise(UNTRAINED, [table])[1]["retention"] is None
+
+
+def test_differences_worked_by_hand():
+    found = {(d["first"], d["second"]): d for d in differences(TABLES)}
+    adaptive = found["StepPrune, adaptive", "StepPrune, exact"]
+    # 1 and 3 points on two seeds: mean 2, deviation sqrt(2), error 1.
+    assert adaptive["difference"] == 2.0 and adaptive["standard_error"] == 1.0
+    against = found["StepPrune", "AutoSelect-like"]
+    # Means 72 and 70; variances 8 and 2 over two seeds each.
+    assert against["difference"] == 2.0
+    assert against["standard_error"] == pytest.approx(math.sqrt(8 / 2 + 2 / 2), abs=0.01)
+    assert len(found) == 2
+    single = differences([TABLES[0], TABLES[2]])
+    assert {d["standard_error"] for d in single} == {None}
