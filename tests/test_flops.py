@@ -85,10 +85,10 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
         )
     )
     params = vlm.abstract_params(config, jnp.float32)
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    sequence = vlm.Sequence(
-        jax.ShapeDtypeStruct((1, 96, 128), jnp.float32), shape((1, 96)), shape((1,)), shape((1,))
-    )
+    sequence = jax.eval_shape(
+        functools.partial(vlm.from_embeddings, config),
+        jax.ShapeDtypeStruct((1, 96, 128), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32),
+    )  # fmt: skip
     counted = compiler_count(lambda p, s: vlm.prefill(p, config, s, 4).logits, params, sequence)
     assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
     # Feature layer -2 of a tower of two: one block runs.

@@ -76,9 +76,7 @@ def make_case(params, config, reference, batch: int, length: int, new_tokens: in
     random = np.random.default_rng(0)
     ids = random.integers(3, config.text.vocab_size, (batch, length), np.int32)
     embeddings = vlm.embed_text(params, config, jnp.asarray(ids))
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    full = jnp.full((batch,), length, jnp.int32)
-    sequence = vlm.Sequence(embeddings, position, full, full)
+    sequence = vlm.from_embeddings(config, embeddings, jnp.full((batch,), length, jnp.int32))
     tokens = random.integers(3, config.text.vocab_size, (new_tokens, batch), np.int32)
     return Case(params, config, reference, sequence, tokens)
 
@@ -88,7 +86,7 @@ def prefill_rows(
 ) -> list[list[Any]]:
     """Times the prefill of ours, with each attention, and of the reference."""
     params, config, reference, sequence, tokens = case
-    batch, length = sequence.position.shape
+    batch, length = sequence.hidden.shape[:2]
     calls, compile_seconds = {}, {}
     for attention in attentions:
         run = functools.partial(
@@ -100,7 +98,7 @@ def prefill_rows(
         calls[attention] = functools.partial(program, params, sequence)
     if reference is not None:
         device = reference.device.type
-        given = torch_llama.to_torch(sequence.embeddings, device)
+        given = torch_llama.to_torch(sequence.hidden, device)
         for kind in torch_llama.CACHES:
             calls[f"torch, {kind} cache"] = functools.partial(
                 torch_llama.prefill, reference, given, kind, length + len(tokens)
@@ -114,7 +112,7 @@ def prefill_rows(
     work = batch * llm_flops(config.text, length).causal_flops
     return [
         [
-            str(sequence.embeddings.dtype), batch, length, name, 1e3 * s,
+            str(sequence.hidden.dtype), batch, length, name, 1e3 * s,
             best / s if best else "-", compile_seconds.get(name, "-"),
             difference(outputs[name], base) if name in outputs else "-",
             work / s / 1e12, f"{work / s / 1e12 / peak:.1%}" if peak else "N/A",
@@ -132,7 +130,7 @@ PREFILL_HEADER = [
 def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
     """Times reading given tokens one by one after a prefill, ours and the reference."""
     params, config, reference, sequence, tokens = case
-    batch, length = sequence.position.shape
+    batch, length = sequence.hidden.shape[:2]
     prefilled, _ = compiled(
         lambda params, sequence: vlm.prefill(params, config, sequence, len(tokens)).cache,
         params,
@@ -156,7 +154,7 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
     calls, setups = {"ours": run}, {"ours": lambda: jax.tree.map(jnp.copy, cache)}
     if reference is not None:
         device = reference.device.type
-        given = torch_llama.to_torch(sequence.embeddings, device)
+        given = torch_llama.to_torch(sequence.hidden, device)
         theirs = torch_llama.tokens_on(tokens, device)
         for kind in torch_llama.CACHES:
             name, capacity = f"torch, {kind} cache", length + len(tokens)
@@ -173,7 +171,7 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
     count = len(tokens)
     return [
         [
-            str(sequence.embeddings.dtype), batch, f"{length} + {count}", name, 1e3 * s / count,
+            str(sequence.hidden.dtype), batch, f"{length} + {count}", name, 1e3 * s / count,
             batch * count / s, best / s if best else "-",
             *((compile_seconds, error) if name == "ours" else ("-", "-")),
         ]

@@ -80,9 +80,8 @@ def compiled_programs(
     slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
     shape = jax.ShapeDtypeStruct
     row = shape((batch,), jnp.int32)
-    sequence = vlm.Sequence(
-        shape((batch, length, text.hidden_size), dtype), shape((batch, length), jnp.int32), row, row
-    )
+    hidden = shape((batch, length, text.hidden_size), dtype)
+    sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, row)
     cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
     pixels = shape((batch, 3, side, side), jnp.float32)
 

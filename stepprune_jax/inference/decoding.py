@@ -100,7 +100,7 @@ def start(
     Returns:
         The state after the first token.
     """
-    b = sequence.embeddings.shape[0]
+    b = sequence.hidden.shape[0]
     # The last token is never read, so it needs no slot.
     result = vlm.prefill(params, config, sequence, max_tokens - 1, attention=attention)
     zeros = jnp.zeros(b, jnp.int32)

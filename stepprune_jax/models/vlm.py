@@ -1,42 +1,87 @@
 """One interface to a vision-language model: image, projector, text, prefill, decode.
 
 Everything is a pure function of (params, config, arrays); `config` is static under `jax.jit` and
-the frozen weights are an argument, never a closure. Sequences may hold any pruned visual prefix:
-rows differ in length, padding stands at the right end only and never changes a result.
+the frozen weights are an argument, never a closure. What depends on the model family is done by
+`config.family` (see `models.family`). Sequences may hold any pruned visual prefix, and may be cut
+again between layers: rows differ in length, padding stands at the right end only and never changes
+a result.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.decoder import Cache, Stage
-from stepprune_jax.models.layers import Tap, activate
-from stepprune_jax.models.llava import tower as clip
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.layers import Tap
 
 IMAGE_TOKEN = -200
 POSITIONS = ("original", "compact")
 
 
-class Sequence(NamedTuple):
-    """Embedded rows of text and visual tokens, ready for the language model.
+class Visual(NamedTuple):
+    """The visual tokens of a batch, image by image, as they enter the language model.
 
     Attributes:
-        embeddings: [b, s, e]; zeros in the padding.
-        position: [b, s] int32 position ids; 0 in the padding.
-        length: [b] int32 number of tokens, a prefix of each row.
-        next_position: [b] int32 position id of the first generated token.
+        tokens: [b, j, k, e] projected tokens of each row's images in order of their sentinels.
+        valid: [b, j, k] True = token; a prefix of each image.
+        index: [b, j, k] int32 index of each token among its image's n; -1 for one that is none of
+            them, because it was merged or added.
+        place: [b, j, k] int32 the token of the image whose position ids each one has.
+        grid: [b, j, 2] int32 rows and columns of each unpruned image.
     """
 
-    embeddings: Float[Array, "b s e"]
-    position: Int[Array, "b s"]
+    tokens: Float[Array, "b j k e"]
+    valid: Bool[Array, "b j k"]
+    index: Int[Array, "b j k"]
+    place: Int[Array, "b j k"]
+    grid: Int[Array, "b j 2"]
+
+
+class Sequence(NamedTuple):
+    """Rows of text and visual tokens before some layer of the language model.
+
+    Attributes:
+        hidden: [b, s, e] the residual stream: embeddings before the first layer. Zeros in the
+            padding.
+        position: [b, p, s] int32 position ids; 0 in the padding.
+        length: [b] int32 number of tokens, a prefix of each row.
+        next_position: [b] int32 position id of the first generated token.
+        image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
+        index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
+            padding.
+    """
+
+    hidden: Float[Array, "b s e"]
+    position: Int[Array, "b p s"]
     length: Int[Array, "b"]
     next_position: Int[Array, "b"]
+    image: Int[Array, "b s"]
+    index: Int[Array, "b s"]
+
+
+class Cut(NamedTuple):
+    """A place between layers where visual tokens are dropped.
+
+    Attributes:
+        layer: number of layers run before the cut, at least 1.
+        slots: static length of the rows behind it.
+        taps: intermediates of the layers before it that the choice depends on.
+        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+    """
+
+    layer: int
+    slots: int
+    taps: tuple[Tap, ...] = ()
+    rows: str = "last"
+
+
+# (number of the cut, the rows before it, taps by name) -> the rows, whose visual tokens may have
+# been merged, and which slots are left. Tokens that are not visual must be left.
+DropFn = Callable[[int, Sequence, dict[str, Array]], tuple[Sequence, Bool[Array, "b s"]]]
 
 
 class Prefill(NamedTuple):
@@ -44,29 +89,19 @@ class Prefill(NamedTuple):
 
     Attributes:
         logits: float32, [b, v] at each row's last token, or [b, s, v] if all were asked for.
-        cache: keys and values of all layers, with room for the tokens to come.
+        cache: keys and values of all layers, with room for the tokens to come; with cuts, a tuple
+            with the cache of each stage.
         taps: intermediates by name.
+        cuts: the rows behind each cut.
     """
 
     logits: Float[Array, "b *s v"]
-    cache: Cache
+    cache: Cache | tuple[Cache, ...]
     taps: dict[str, Array]
+    cuts: tuple[Sequence, ...] = ()
 
 
-class Projector(nn.Module):
-    """Two projections with an activation between, from the tower's width to the model's."""
-
-    config: LlavaConfig
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
-        """Projects visual features."""
-        width = self.config.text.hidden_size
-        x = activate(self.config.projector_activation, nn.Dense(width, name="up")(x))
-        return nn.Dense(width, name="down")(x)
-
-
-def init_params(key: Array, config: LlavaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
+def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Random weights of the whole model.
 
     Args:
@@ -75,28 +110,22 @@ def init_params(key: Array, config: LlavaConfig, dtype: Any = jnp.float32) -> di
         dtype: of every leaf.
 
     Returns:
-        A plain nested dict {"vision", "projector", "language"}; kernels are [in, out], weights of
-        layers are stacked along a leading axis.
+        A plain nested dict; kernels are [in, out], weights of layers are stacked along a leading
+        axis.
     """
-    vision, projector, language = jax.random.split(key, 3)
-    sample = jnp.zeros((1, config.vision.hidden_size))
-    params = {
-        "vision": clip.init_vision(vision, config.vision),
-        "projector": Projector(config).init(projector, sample)["params"],
-        "language": llama.init_language(language, config.text),
-    }
+    params = config.family.init_params(key, config)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def abstract_params(config: LlavaConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+def abstract_params(config: Any, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything."""
     return jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
 
 
 def encode_image(
     params: dict[str, Any],
-    config: LlavaConfig,
-    pixels: Float[Array, "i 3 H W"],
+    config: Any,
+    pixels: Any,
     taps: Ordered[Tap] = (),
     attention: str = "matmul",
 ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
@@ -105,36 +134,31 @@ def encode_image(
     Args:
         params: the model's weights.
         config: the model's shape.
-        pixels: [i, 3, H, W] normalised images.
-        taps: intermediates of the tower, see `clip.encode`.
+        pixels: what the family's preprocessing returned; for LLaVA [i, 3, H, W] normalised images.
+        taps: intermediates of the tower.
         attention: "matmul", "xla" or "cudnn".
 
     Returns:
-        [i, n, d] hidden state `feature_layer` (for "default" without the class token), patches
-        row by row; and the taps by name.
+        [i, n, d] features, patches row by row; and the taps by name.
 
     Raises:
         ValueError: images of another size, unknown tap or attention.
     """
-    features, found = clip.encode(
-        params["vision"], config.vision, pixels, config.feature_layer, taps, attention
-    )
-    return features[:, int(config.feature_select == "default") :], found
+    return config.family.encode_image(params, config, pixels, taps, attention)
 
 
 def project(
-    params: dict[str, Any], config: LlavaConfig, features: Float[Array, "*b d"]
+    params: dict[str, Any], config: Any, features: Float[Array, "*b d"]
 ) -> Float[Array, "*b e"]:
     """Maps visual features [..., d] to the language model's width [..., e]."""
-    return Projector(config).apply({"params": params["projector"]}, features)
+    return config.family.project(params, config, features)
 
 
 def embed_text(
-    params: dict[str, Any], config: LlavaConfig, ids: Int[Array, "b l"]
+    params: dict[str, Any], config: Any, ids: Int[Array, "b l"]
 ) -> Float[Array, "b l e"]:
     """Token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
-    del config  # Part of the interface: other backbones scale their embeddings by it.
-    return llama.embed(params["language"], ids)
+    return config.family.embed_text(params, config, ids)
 
 
 class _Places(NamedTuple):
@@ -169,12 +193,10 @@ def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Arr
 
 def assemble(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     ids: Int[Array, "b l"],
     text_length: Int[Array, "b"],
-    visual: Float[Array, "b j k e"],
-    visual_valid: Bool[Array, "b j k"],
-    visual_index: Int[Array, "b j k"],
+    visual: Visual,
     positions: str = "original",
     capacity: int | None = None,
 ) -> Sequence:
@@ -185,12 +207,10 @@ def assemble(
         config: the model's shape.
         ids: [b, l] token ids with -200 where an image stands, right-padded with anything.
         text_length: [b] ids of each row, sentinels counted as one.
-        visual: [b, j, k, e] projected tokens of each row's images in order of their sentinels.
-        visual_valid: [b, j, k] True = kept token; a prefix of each image.
-        visual_index: [b, j, k] index of each kept token among its image's n.
-        positions: "original": position ids of the sequence with all n tokens of every image, so
-            kept token i of an image that begins at p has p + i and what follows it goes on from
-            p + n; "compact": 0, 1, 2, ... over what is there.
+        visual: the kept tokens.
+        positions: "original": position ids of the sequence with all tokens of every image; what
+            follows an image continues from its full extent. "compact": 0, 1, 2, ... over what is
+            there.
         capacity: static length s of the result; by default l + j * k, which always suffices. Rows
             that are longer are cut at the right end.
 
@@ -200,91 +220,166 @@ def assemble(
     Raises:
         ValueError: `positions` is not one of the two.
     """
-    if positions not in POSITIONS:
-        raise ValueError(f"positions is {positions!r}; supported: {', '.join(POSITIONS)}")
-    (b, l), (j, k) = ids.shape, visual.shape[1:3]
+    check_positions(positions)
+    (b, l), (j, k) = ids.shape, visual.tokens.shape[1:3]
     s = l + j * k if capacity is None else capacity
     places = _places(ids, text_length, j)
-    text_slot, image_slot, total = _starts(places, visual_valid.sum(-1, dtype=jnp.int32))
+    text_slot, image_slot, total = _starts(places, visual.valid.sum(-1, dtype=jnp.int32))
     visual_slot = image_slot[..., None] + jnp.arange(k)
     if positions == "compact":
-        text_position, visual_position, following = text_slot, visual_slot, total
+        text_position, following = text_slot, total
+        visual_position = visual_slot[:, :, None]
     else:
-        full = jnp.full((b, j), config.num_image_tokens, jnp.int32)
-        text_position, image_start, following = _starts(places, full)
-        visual_position = image_start[..., None] + visual_index
+        offset, extent = config.family.image_positions(config, visual.grid, visual.place)
+        text_position, image_start, following = _starts(places, extent)
+        visual_position = image_start[..., None, None] + offset
+    p = config.family.POSITION_AXES
+    text_position = jnp.broadcast_to(text_position[:, None], (b, p, l))
+    visual_position = jnp.broadcast_to(visual_position, (b, j, p, k))
+    visual_position = visual_position.swapaxes(1, 2).reshape(b, p, j * k)
     used = jnp.arange(j) < places.shown.sum(1)[:, None]
     # Every source gets the slot it goes to; what is absent goes to slot s, which is dropped.
     slot = jnp.concatenate(
         [
             jnp.where(places.text, text_slot, s),
-            jnp.where(visual_valid & used[..., None], visual_slot, s).reshape(b, j * k),
+            jnp.where(visual.valid & used[..., None], visual_slot, s).reshape(b, j * k),
         ],
         axis=1,
     )
-    position = jnp.concatenate([text_position, visual_position.reshape(b, j * k)], axis=1)
     rows = jnp.arange(b)[:, None]
     sources = jnp.arange(l + j * k)
     source = jnp.zeros((b, s), jnp.int32).at[rows, slot].set(sources, mode="drop")
     length = jnp.minimum(total, s).astype(jnp.int32)
     filled = jnp.arange(s) < length[:, None]
     text = embed_text(params, config, ids)
-    visual = visual.reshape(b, j * k, visual.shape[3]).astype(text.dtype)
-    tokens = jnp.concatenate([text, visual], axis=1)
-    embeddings = jnp.take_along_axis(tokens, source[..., None], axis=1)
-    position = jnp.where(filled, jnp.take_along_axis(position, source, axis=1), 0)
-    position = position.astype(jnp.int32)
-    # A row that was cut goes on after what is left of it.
-    following = jnp.where(total > s, position.max(1) + 1, following)
+    tokens = visual.tokens.reshape(b, j * k, visual.tokens.shape[3]).astype(text.dtype)
+    tokens = jnp.concatenate([text, tokens], axis=1)
+    hidden = jnp.take_along_axis(tokens, source[..., None], axis=1)
+    position = jnp.concatenate([text_position, visual_position], axis=2)
+    position = jnp.take_along_axis(position, source[:, None], axis=2)
+    position = jnp.where(filled[:, None], position, 0).astype(jnp.int32)
+    no_image = jnp.full((b, l), -1, jnp.int32)
+    image = jnp.broadcast_to(jnp.arange(j, dtype=jnp.int32)[:, None], (b, j, k))
+
+
+    def at_slots(part: Array) -> Array:
+        part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
+        return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)
+
+    # A row that was cut continues after what is left of it.
+    following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(
-        jnp.where(filled[..., None], embeddings, 0), position, length, following.astype(jnp.int32)
+        hidden=jnp.where(filled[..., None], hidden, 0),
+        position=position,
+        length=length,
+        next_position=following.astype(jnp.int32),
+        image=at_slots(image),
+        index=at_slots(visual.index),
+    )
+
+
+def from_embeddings(
+    config: Any, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
+) -> Sequence:
+    """Rows of embeddings without visual tokens, at positions 0, 1, 2, ...
+
+    Args:
+        config: the model's shape.
+        hidden: [b, s, e] embeddings.
+        length: [b] how many are tokens; the rest is padding.
+
+    Returns:
+        A `Sequence`.
+    """
+    b, s = hidden.shape[:2]
+    position = jnp.where(jnp.arange(s) < length[:, None], jnp.arange(s, dtype=jnp.int32), 0)
+    position = jnp.broadcast_to(position[:, None], (b, config.family.POSITION_AXES, s))
+    none = jnp.full((b, s), -1, jnp.int32)
+    return Sequence(hidden, position, length, length, none, none)
+
+
+def check_positions(positions: str) -> None:
+    """Raises a ValueError unless `positions` is one of `POSITIONS`."""
+    if positions not in POSITIONS:
+        raise ValueError(f"positions is {positions!r}; supported: {', '.join(POSITIONS)}")
+
+
+def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequence:
+    """Moves the kept tokens of each row to its left end.
+
+    Args:
+        sequence: rows.
+        keep: [b, s] True = stays; padding never does.
+        slots: static length of the result. Rows that are longer are cut at the right end.
+
+    Returns:
+        The shorter rows; position ids stay as they are.
+    """
+    b, s = keep.shape
+    keep &= jnp.arange(s) < sequence.length[:, None]
+    source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :slots]
+    filled = source < s
+    source = jnp.minimum(source, s - 1)
+
+    def taken(part: Array, axis: int, padding: int) -> Array:
+        shape = [1] * part.ndim
+        shape[0], shape[axis] = b, slots
+        moved = jnp.take_along_axis(part, source.reshape(shape), axis=axis)
+        return jnp.where(filled.reshape(shape), moved, padding)
+
+    return Sequence(
+        taken(sequence.hidden, 1, 0),
+        taken(sequence.position, 2, 0),
+        filled.sum(1, dtype=jnp.int32),
+        sequence.next_position,
+        taken(sequence.image, 1, -1),
+        taken(sequence.index, 1, -1),
     )
 
 
 def run_layers(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     hidden: Float[Array, "b s e"],
-    position: Int[Array, "b s"],
+    position: Int[Array, "b p s"],
     valid: Bool[Array, "b s"],
     first: int,
     last: int,
     cache: Cache | None = None,
     **options: Any,
 ) -> Stage:
-    """Runs the language model's layers [first:last] as one stage; see `llama.run_layers`.
+    """Runs the language model's layers [first:last] as one stage; see `decoder.run_layers`.
 
     Args:
         params: the model's weights.
         config: the model's shape.
         hidden: [b, s, e] residual stream; embeddings for the first stage.
-        position: [b, s] int32 position ids.
+        position: [b, p, s] int32 position ids.
         valid: [b, s] True = token, a prefix of each row.
         first: first layer.
         last: layer to stop before.
         cache: the stage's cache to read and extend, or None.
         **options: `capacity`, `taps`, `query_index`, `remat`, `attention`, `segment` of
-            `llama.run_layers`.
+            `decoder.run_layers`.
 
     Returns:
         A `Stage`: hidden states, the stage's cache, taps.
     """
-    language = params["language"]
-    return llama.run_layers(
-        language, config.text, hidden, position, valid, first, last, cache, **options
+    return config.family.run_layers(
+        params, config, hidden, position, valid, first, last, cache, **options
     )
 
 
 def logits(
-    params: dict[str, Any], config: LlavaConfig, hidden: Float[Array, "*b e"]
+    params: dict[str, Any], config: Any, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
     """Float32 logits [..., v] of last-layer hidden states [..., e]: final norm and head."""
-    return llama.logits(params["language"], config.text, hidden)
+    return config.family.logits(params, config, hidden)
 
 
 def prefill(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     sequence: Sequence,
     max_new_tokens: int,
     taps: Ordered[Tap] = (),
@@ -292,6 +387,8 @@ def prefill(
     all_logits: bool = False,
     remat: bool = False,
     attention: str = "matmul",
+    cuts: Ordered[Cut] = (),
+    drop_fn: DropFn | None = None,
 ) -> Prefill:
     """Runs the language model over a sequence and fills a cache.
 
@@ -301,46 +398,75 @@ def prefill(
         sequence: from `assemble`.
         max_new_tokens: slots to leave free in the cache; a token generated beyond them would not
             be seen by later ones.
-        taps: intermediates, see `llama.run_layers`.
+        taps: intermediates, see `decoder.run_layers`; without cuts only.
         query_index: [b, q] slots of the queries of "attention" taps.
         all_logits: logits of all slots, for losses and tests, instead of each row's last.
         remat: recompute blocks in the backward pass.
         attention: "matmul", "xla" or "cudnn".
+        cuts: places between layers where `drop_fn` drops tokens, in ascending order of layers. Each
+            stage between them has its own length and its own cache.
+        drop_fn: what to drop there.
 
     Returns:
         A `Prefill`.
 
     Raises:
-        ValueError: unknown tap or attention.
+        ValueError: unknown tap or attention, layers that do not exist.
     """
-    embeddings, position, length, following = sequence
-    s = embeddings.shape[1]
-    valid = jnp.arange(s) < length[:, None]
-    stage = run_layers(
-        params,
-        config,
-        embeddings,
-        position,
-        valid,
-        0,
-        config.text.num_layers,
-        capacity=s + max_new_tokens,
-        taps=taps,
-        query_index=query_index,
-        remat=remat,
-        attention=attention,
-    )
-    hidden = stage.hidden
+    options = {"remat": remat, "attention": attention}
+    caches, after, first, tapped = [], [], 0, {}
+    for number, cut in enumerate(cuts):
+        rows = _query_rows(cut.rows, sequence) if cut.taps else None
+        stage = _stage(
+            params, config, sequence, max_new_tokens, (first, cut.layer), taps=cut.taps,
+            query_index=rows, **options,
+        )  # fmt: skip
+        caches.append(stage.cache._replace(next_position=sequence.next_position))
+        sequence, keep = drop_fn(number, sequence._replace(hidden=stage.hidden), stage.taps)
+        sequence = compress(sequence, keep, cut.slots)
+        after.append(sequence)
+        first = cut.layer
+    stage = _stage(
+        params, config, sequence, max_new_tokens, (first, config.text.num_layers), taps=taps,
+        query_index=query_index, **options,
+    )  # fmt: skip
+    tapped, hidden = stage.taps, stage.hidden
     if not all_logits:
-        last = jnp.maximum(length - 1, 0)
+        last = jnp.maximum(sequence.length - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    cache = stage.cache._replace(next_position=following)
-    return Prefill(logits(params, config, hidden), cache, stage.taps)
+    caches.append(stage.cache._replace(next_position=sequence.next_position))
+    cache = tuple(caches) if cuts else caches[0]
+    return Prefill(logits(params, config, hidden), cache, tapped, tuple(after))
+
+
+def _stage(
+    params: dict[str, Any],
+    config: Any,
+    sequence: Sequence,
+    max_new_tokens: int,
+    span: tuple[int, int],
+    **options: Any,
+) -> Stage:
+    """Runs the layers of a span over a sequence, and makes their cache."""
+    hidden, s = sequence.hidden, sequence.hidden.shape[1]
+    valid = jnp.arange(s) < sequence.length[:, None]
+    return run_layers(
+        params, config, hidden, sequence.position, valid, *span, capacity=s + max_new_tokens,
+        **options,
+    )  # fmt: skip
+
+
+def _query_rows(rows: str, sequence: Sequence) -> Int[Array, "b q"]:
+    """Slots of the queries that the taps of a cut are taken at."""
+    if rows == "last":
+        return jnp.maximum(sequence.length - 1, 0)[:, None]
+    b, s = sequence.hidden.shape[:2]
+    return jnp.broadcast_to(jnp.arange(s), (b, s))
 
 
 def decode_step(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     token: Int[Array, "b"],
     cache: Cache | tuple[Cache, ...],
 ) -> tuple[Float[Array, "b v"], Cache | tuple[Cache, ...]]:
@@ -364,11 +490,12 @@ def decode_step(
     if depth != config.text.num_layers:
         raise ValueError(f"the caches hold {depth} layers, the model has {config.text.num_layers}")
     hidden = embed_text(params, config, token[:, None])
+    b, p = token.shape[0], config.family.POSITION_AXES
     valid = jnp.ones(hidden.shape[:2], bool)
     extended, first = [], 0
     for stage in stages:
         last = first + stage.key.shape[0]
-        position = stage.next_position[:, None]
+        position = jnp.broadcast_to(stage.next_position[:, None, None], (b, p, 1))
         hidden, stage, _ = run_layers(params, config, hidden, position, valid, first, last, stage)
         extended.append(stage)
         first = last

@@ -216,7 +216,7 @@ def run_packed(
     segment = jnp.concatenate([shared, packed.segment], axis=1)
     middle = Tap("hidden", config.text.num_layers // 2)
     stage = vlm.run_layers(
-        params, config, hidden, position, segment >= 0, 0, config.text.num_layers,
+        params, config, hidden, position[:, None], segment >= 0, 0, config.text.num_layers,
         segment=segment, taps=(middle,),
     )  # fmt: skip
 

@@ -156,12 +156,15 @@ def row_losses(
         In nats, float32, summed over each row's supervised tokens.
     """
     config, k = reading.model, kept.tokens.shape[1]
-    visual = vlm.project(params, config, kept.tokens)[:, None]
+    grid = jnp.broadcast_to(jnp.array(config.grid, jnp.int32), (len(kept.index), 2))
+    tokens = vlm.project(params, config, kept.tokens)
+    visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, grid)
     sequence = vlm.assemble(
-        params, config, targets.ids, targets.length, visual, kept.valid[:, None],
-        kept.index[:, None], "original", capacity=targets.ids.shape[1] - 1 + k,
+        params, config, targets.ids, targets.length,
+        jax.tree.map(lambda part: part[:, None], visual),
+        capacity=targets.ids.shape[1] - 1 + k,
     )  # fmt: skip
-    embeddings = constrain_rows(reading.mesh, sequence.embeddings)
+    embeddings = constrain_rows(reading.mesh, sequence.hidden)
     valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
     hidden = vlm.run_layers(
         params, config, embeddings, sequence.position, valid, 0, config.text.num_layers,

@@ -283,9 +283,9 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
     assert pruned.kept == (kept,) and int(pruned.sequence.length[0]) == full - 18 + kept
     with pytest.warns(UserWarning, match=f"a prompt of {full} embeddings was cut to its first 60"):
         cut = prepare(model, asked, context_limit=60)
-    assert int(cut.sequence.length[0]) == 60 and cut.sequence.embeddings.shape[1] == 60
+    assert int(cut.sequence.length[0]) == 60 and cut.sequence.hidden.shape[1] == 60
     whole = prepare(model, asked).sequence
-    np.testing.assert_array_equal(cut.sequence.embeddings, whole.embeddings[:, :60])
+    np.testing.assert_array_equal(cut.sequence.hidden, whole.hidden[:, :60])
     first = asked.ids[0].index(IMAGE_TOKEN)
     with pytest.warns(UserWarning, match="was cut"):
         inside = prepare(model, asked, context_limit=first + 4)

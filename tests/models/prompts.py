@@ -34,9 +34,7 @@ KEPT = [
 class Batch(NamedTuple):
     ids: jax.Array
     text_length: jax.Array
-    visual: jax.Array
-    visual_valid: jax.Array
-    visual_index: jax.Array
+    visual: vlm.Visual
 
 
 def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
@@ -54,9 +52,9 @@ def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
             index[i, image, : len(kept)] = kept
             visual[i, image, : len(kept)] = np.asarray(image_tokens(row, image, width))[kept]
     lengths = jnp.array([len(ROWS[row]) for row in rows], jnp.int32)
-    return Batch(*map(jnp.asarray, (ids, lengths, visual, valid, index)))._replace(
-        text_length=lengths
-    )
+    tokens, valid, index = map(jnp.asarray, (visual, valid, index))
+    grid = jnp.full((len(rows), j, 2), round(NUM_PATCHES**0.5))
+    return Batch(jnp.asarray(ids), lengths, vlm.Visual(tokens, valid, index, index, grid))
 
 
 def image_tokens(row, image, width=64):

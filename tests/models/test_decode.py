@@ -50,7 +50,7 @@ def test_the_cache_holds_kept_tokens_only(llava):
         for row, images in zip(prompts.ROWS, prompts.KEPT, strict=True)
     ]
     np.testing.assert_array_equal(cache.length, kept)
-    slots = sequence.embeddings.shape[1] + 3
+    slots = sequence.hidden.shape[1] + 3
     assert cache.key.shape == (4, 5, 2, slots, 16)
     # Slots behind a row's length are never read.
     behind = jnp.arange(slots) >= cache.length[:, None]

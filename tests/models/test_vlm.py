@@ -83,7 +83,7 @@ def test_assembled_rows_by_hand():
     expected = [[1, 1002, 1005, 8, 2000, 2015, 2003, 9, 0, 0, 0], [1004, 5, *[0] * 9]]
     for positions in vlm.POSITIONS:
         sequence = rows(positions)
-        np.testing.assert_array_equal(sequence.embeddings[..., 0], expected)
+        np.testing.assert_array_equal(sequence.hidden[..., 0], expected)
         np.testing.assert_array_equal(sequence.length, [8, 2])
     np.testing.assert_array_equal(sequence.position, [[*range(8), 0, 0, 0], [0, 1, *[0] * 9]])
     np.testing.assert_array_equal(sequence.next_position, [8, 2])
@@ -93,7 +93,7 @@ def test_assembled_rows_by_hand():
     np.testing.assert_array_equal(original.position, expected_position)
     np.testing.assert_array_equal(original.next_position, [35, 17])
     cut = rows("original", 5)
-    np.testing.assert_array_equal(cut.embeddings[..., 0], [r[:5] for r in expected])
+    np.testing.assert_array_equal(cut.hidden[..., 0], [r[:5] for r in expected])
     np.testing.assert_array_equal(cut.length, [5, 2])
     np.testing.assert_array_equal(cut.next_position, [19, 17])
 
@@ -153,7 +153,7 @@ def test_assembled_rows_equal_a_plain_loop(data):
         sources, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
         marks = [t if i < 0 else 1000 * (t + 1) + i for (t, i), _ in sources]
         padding = [0] * (capacity - len(sources))
-        np.testing.assert_array_equal(found.embeddings[b, :, 5], marks + padding)
+        np.testing.assert_array_equal(found.hidden[b, :, 5], marks + padding)
         np.testing.assert_array_equal(found.position[b], [at for _, at in sources] + padding)
         assert (found.length[b], found.next_position[b]) == (len(sources), place)
 

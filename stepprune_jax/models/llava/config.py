@@ -6,6 +6,7 @@ of the Hugging Face configuration classes, because published files leave default
 """
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 ACTIVATIONS = ("quick_gelu", "gelu")
@@ -280,6 +281,17 @@ class LlavaConfig:
                 f"vision_feature_layer {self.feature_layer} is outside a tower of "
                 f"{self.vision.num_layers} layers"
             )
+
+    @property
+    def family(self) -> Any:
+        """The package of functions that are this family's; see `models.family`."""
+        return import_module("stepprune_jax.models.llava")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image, which are the same for all images."""
+        side = self.vision.image_size // self.vision.patch_size
+        return side, side
 
     @property
     def num_image_tokens(self) -> int:

@@ -1,0 +1,121 @@
+"""LLaVA-v1.5 as pure functions: a CLIP tower, a two-layer projector, a Llama.
+
+Liu and others (https://arxiv.org/abs/2310.03744). These functions are the family protocol of
+`models.family`; they are called through `models.vlm`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models import decoder
+from stepprune_jax.models.decoder import Cache, Stage
+from stepprune_jax.models.layers import Tap, activate
+from stepprune_jax.models.llava import tower
+from stepprune_jax.models.llava.config import LlavaConfig
+
+# A token has one position id.
+POSITION_AXES = 1
+
+
+class Projector(nn.Module):
+    """Two projections with an activation between, from the tower's width to the model's."""
+
+    config: LlavaConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+        """Projects visual features."""
+        width = self.config.text.hidden_size
+        x = activate(self.config.projector_activation, nn.Dense(width, name="up")(x))
+        return nn.Dense(width, name="down")(x)
+
+
+def init_params(key: Array, config: LlavaConfig) -> dict[str, Any]:
+    """Draws float32 weights of the whole model: {"vision", "projector", "language"}."""
+    vision, projector, language = jax.random.split(key, 3)
+    sample = jnp.zeros((1, config.vision.hidden_size))
+    return {
+        "vision": tower.init_vision(vision, config.vision),
+        "projector": Projector(config).init(projector, sample)["params"],
+        "language": decoder.init_language(language, config.text),
+    }
+
+
+def encode_image(
+    params: dict[str, Any],
+    config: LlavaConfig,
+    pixels: Float[Array, "i 3 H W"],
+    taps: Sequence[Tap] = (),
+    attention: str = "matmul",
+) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
+    """Returns hidden state `feature_layer` of the tower [i, n, d], and the taps by name.
+
+    Taps keep the tower's own tokens, the class token first; see `tower.encode`.
+    """
+    features, tapped = tower.encode(
+        params["vision"], config.vision, pixels, config.feature_layer, taps, attention
+    )
+    return features[:, int(config.feature_select == "default") :], tapped
+
+
+def project(
+    params: dict[str, Any], config: LlavaConfig, features: Float[Array, "*b d"]
+) -> Float[Array, "*b e"]:
+    """Maps visual features to the language model's width."""
+    return Projector(config).apply({"params": params["projector"]}, features)
+
+
+def embed_text(
+    params: dict[str, Any], config: LlavaConfig, ids: Int[Array, "b l"]
+) -> Float[Array, "b l e"]:
+    """Looks token embeddings up."""
+    del config
+    return decoder.embed(params["language"], ids)
+
+
+def image_positions(
+    config: LlavaConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
+    """Returns the position ids of tokens relative to their image's first, and the image's extent.
+
+    Args:
+        config: the model's shape.
+        grid: rows and columns of each image's patches.
+        place: which of an image's tokens each one is.
+
+    Returns:
+        Offsets [..., 1, k], which are the places themselves, and the number of positions that an
+        unpruned image takes up.
+    """
+    extent = grid[..., 0] * grid[..., 1] + int(config.feature_select == "full")
+    return place[..., None, :], extent.astype(jnp.int32)
+
+
+def run_layers(
+    params: dict[str, Any],
+    config: LlavaConfig,
+    hidden: Float[Array, "b s e"],
+    position: Int[Array, "b 1 s"],
+    valid: Bool[Array, "b s"],
+    first: int,
+    last: int,
+    cache: Cache | None = None,
+    **options: Any,
+) -> Stage:
+    """Runs blocks first to last - 1 of the language model; see `decoder.run_layers`."""
+    return decoder.run_layers(
+        params["language"], config.text, hidden, position[:, 0], valid, first, last, cache,
+        **options,
+    )  # fmt: skip
+
+
+def logits(
+    params: dict[str, Any], config: LlavaConfig, hidden: Float[Array, "*b e"]
+) -> Float[Array, "*b v"]:
+    """Applies the final norm and the output head; float32."""
+    return decoder.logits(params["language"], config.text, hidden)
