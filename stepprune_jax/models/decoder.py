@@ -29,7 +29,7 @@ from stepprune_jax.models.layers import (
     split_heads,
     take_layer,
 )
-from stepprune_jax.models.llava.config import LlamaConfig
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.rotary import rotary, rotate
 
 TAP_KINDS = ("hidden", "attention", "keys")
