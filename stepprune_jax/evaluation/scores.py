@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, read_files
+from stepprune_jax.benchmarks.answer_files import AnswerFile, read_files
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.accuracy import pruning_rate
@@ -22,12 +22,12 @@ _FIELDS = {
 
 
 def score_answers(
-    workdir: str | Path, roots: Mapping[str, str | Path], report: Path
+    answers: Path, roots: Mapping[str, str | Path], report: Path
 ) -> list[dict[str, Any]]:
     """Scores every answer file of a run.
 
     Args:
-        workdir: with answers/BENCHMARK/METHOD.jsonl.
+        answers: folder with BENCHMARK/METHOD.jsonl.
         roots: name of each benchmark to the folder with its annotations.
         report: folder for scores.json.
 
@@ -41,11 +41,11 @@ def score_answers(
     """
     scores = []
     for name, root in roots.items():
-        for file in read_files(Path(workdir) / ANSWERS / name):
+        for file in read_files(answers / name):
             scores.append(score_file(file, Path(root)))
     if not scores:
         raise FileNotFoundError(
-            f"no answers to {', '.join(roots)} in {Path(workdir) / ANSWERS}: run the stage generate"
+            f"no answers to {', '.join(roots)} in {answers}: run the stage generate"
         )
     write_json(report / SCORES, scores)
     return scores

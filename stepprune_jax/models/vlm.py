@@ -261,7 +261,6 @@ def assemble(
     no_image = jnp.full((b, l), -1, jnp.int32)
     image = jnp.broadcast_to(jnp.arange(j, dtype=jnp.int32)[:, None], (b, j, k))
 
-
     def at_slots(part: Array) -> Array:
         part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
         return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)

@@ -16,7 +16,7 @@ from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_polic
 from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.split import Split
 from stepprune_jax.parallel import distributed
-from stepprune_jax.parallel.placement import replicate_like, local_rows, place_rows
+from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, nonfinite, settings, step
 from stepprune_jax.training.batches import Batches, Stream
