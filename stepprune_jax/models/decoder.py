@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
     BlockOutput,
     RmsNorm,
@@ -29,7 +30,6 @@ from stepprune_jax.models.layers import (
     split_heads,
     take_layer,
 )
-from stepprune_jax.models.llava.config import LlamaConfig
 from stepprune_jax.models.rotary import rotary, rotate
 
 TAP_KINDS = ("hidden", "attention", "keys")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from stepprune_jax.models.llava.config import LlamaConfig
+from stepprune_jax.models.config import LlamaConfig
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:

@@ -1,51 +1,12 @@
-"""Frozen, hashable configurations of the backbones, built from Hugging Face `config.json` dicts.
-
-Every builder checks what it reads and raises a `ValueError` that names the field, the value found
-and what is supported, so that a wrong folder fails before any weight is read. Defaults are those
-of the Hugging Face configuration classes, because published files leave default fields out.
-"""
+"""Frozen configurations of CLIP and LLaVA, built from Hugging Face `config.json` dicts."""
 
 import dataclasses
 from importlib import import_module
 from typing import Any
 
+from stepprune_jax.models.config import LlamaConfig, checked, positive, square, token_ids
+
 ACTIVATIONS = ("quick_gelu", "gelu")
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-def _checked(config: dict[str, Any], field: str, default: Any, supported: tuple, where: str) -> Any:
-    """The value of a field that must be one of a few, else an error that lists them."""
-    value = config.get(field, default)
-    if value not in supported:
-        listed = ", ".join(map(repr, supported))
-        raise ValueError(f"{where}: {field} is {value!r}; supported: {listed}")
-    return value
-
-
-def _positive(config: dict[str, Any], field: str, default: int, where: str) -> int:
-    """A field that must be a positive integer."""
-    value = config.get(field)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer")
-    return value
-
-
-def _square(config: dict[str, Any], field: str, default: int, where: str) -> int:
-    """A side length, given as one integer or as a pair of equal integers."""
-    value = config.get(field, default)
-    if isinstance(value, list | tuple):
-        if len(set(value)) != 1:
-            raise ValueError(f"{where}: {field} is {value!r}, expected a square")
-        value = value[0]
-    return _positive({field: value}, field, default, where)
-
-
-def _token_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
-    """A token id field that may be absent, one id or several, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,147 +65,17 @@ class ClipConfig:
         if isinstance(config.get("vision_config"), dict):
             config = config["vision_config"]
         where = "vision_config"
-        _checked(config, "model_type", "clip_vision_model", ("clip_vision_model", "clip"), where)
-        _checked(config, "num_channels", 3, (3,), where)
+        checked(config, "model_type", "clip_vision_model", ("clip_vision_model", "clip"), where)
+        checked(config, "num_channels", 3, (3,), where)
         return cls(
-            hidden_size=_positive(config, "hidden_size", 768, where),
-            intermediate_size=_positive(config, "intermediate_size", 3072, where),
-            num_layers=_positive(config, "num_hidden_layers", 12, where),
-            num_heads=_positive(config, "num_attention_heads", 12, where),
-            image_size=_square(config, "image_size", 224, where),
-            patch_size=_square(config, "patch_size", 32, where),
+            hidden_size=positive(config, "hidden_size", 768, where),
+            intermediate_size=positive(config, "intermediate_size", 3072, where),
+            num_layers=positive(config, "num_hidden_layers", 12, where),
+            num_heads=positive(config, "num_attention_heads", 12, where),
+            image_size=square(config, "image_size", 224, where),
+            patch_size=square(config, "patch_size", 32, where),
             layer_norm_eps=float(config.get("layer_norm_eps", 1e-5)),
-            activation=_checked(config, "hidden_act", "quick_gelu", ACTIVATIONS, where),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Stretching of the rotary frequencies beyond the pretrained length.
-
-    Attributes:
-        kind: "linear" (all frequencies divided by `factor`) or "llama3" (only those whose wave is
-            long against the pretrained length, with a smooth passage between).
-        factor: how many times longer the context is made.
-        low_freq_factor: "llama3": waves longer than length / low_freq_factor are stretched fully.
-        high_freq_factor: "llama3": waves shorter than length / high_freq_factor are left alone.
-        original_max_positions: "llama3": the pretrained length.
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-
-def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from either generation of field names."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", config.get("rope_theta") or 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{where}: RoPE scaling type {kind!r} is not supported; "
-            f"supported are {', '.join(map(repr, ROPE_TYPES))}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor other than 1 is not supported")
-    if kind == "default":
-        return theta, None
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    missing = [name for name in needed if name not in rope]
-    if missing:
-        raise ValueError(f"{where}: RoPE scaling {kind!r} lacks {', '.join(missing)}")
-    if kind == "linear":
-        return theta, RopeScaling(kind, float(rope["factor"]))
-    length = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-    return theta, RopeScaling(
-        kind,
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(length or 2048),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of a Llama language model.
-
-    Attributes:
-        vocab_size: number v of token embeddings.
-        hidden_size: width e.
-        intermediate_size: width f of the gated MLPs.
-        num_layers: number of blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; divides `num_heads`.
-        head_dim: channels c of one head.
-        rope_theta: base of the rotary frequencies.
-        rms_norm_eps: added to mean squares.
-        max_positions: pretrained length in tokens.
-        tie_embeddings: the output head is the transposed embedding.
-        rope_scaling: None or a supported stretching.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    max_positions: int = 2048
-    tie_embeddings: bool = False
-    rope_scaling: RopeScaling | None = None
-
-    def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"text: num_heads {self.num_heads} is not a multiple of "
-                f"num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"text: head_dim {self.head_dim} must be even for rotary positions")
-
-    @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
-        """Builds the config from a parsed Llama `config.json` or the `text_config` of a LLaVA.
-
-        Args:
-            config: the parsed dict; of both generations of RoPE fields (`rope_theta` with
-                `rope_scaling`, or `rope_parameters`).
-
-        Returns:
-            The frozen config.
-
-        Raises:
-            ValueError: a field has an unsupported value, such as a RoPE type; the message names it.
-        """
-        where = "text_config"
-        # The original LLaVA files carry their own model type around an unchanged Llama.
-        _checked(config, "model_type", "llama", ("llama", "llava", "llava_llama"), where)
-        _checked(config, "hidden_act", "silu", ("silu",), where)
-        _checked(config, "attention_bias", False, (False,), where)
-        _checked(config, "mlp_bias", False, (False,), where)
-        hidden_size = _positive(config, "hidden_size", 4096, where)
-        num_heads = _positive(config, "num_attention_heads", 32, where)
-        theta, scaling = _rope(config, where)
-        return cls(
-            vocab_size=_positive(config, "vocab_size", 32000, where),
-            hidden_size=hidden_size,
-            intermediate_size=_positive(config, "intermediate_size", 11008, where),
-            num_layers=_positive(config, "num_hidden_layers", 32, where),
-            num_heads=num_heads,
-            num_kv_heads=_positive(config, "num_key_value_heads", num_heads, where),
-            head_dim=_positive(config, "head_dim", hidden_size // num_heads, where),
-            rope_theta=theta,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=_positive(config, "max_position_embeddings", 2048, where),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope_scaling=scaling,
+            activation=checked(config, "hidden_act", "quick_gelu", ACTIVATIONS, where),
         )
 
 
@@ -312,11 +143,11 @@ class LlavaConfig:
             ValueError: not a LLaVA of this layout, or a field is not supported.
         """
         where = "config.json"
-        _checked(config, "model_type", None, ("llava",), where)
+        checked(config, "model_type", None, ("llava",), where)
         for part in ("vision_config", "text_config"):
             if not isinstance(config.get(part), dict):
                 raise ValueError(f"{where}: {part} is missing or is not an object")
-        _checked(config, "multimodal_projector_bias", True, (True,), where)
+        checked(config, "multimodal_projector_bias", True, (True,), where)
         layer = config.get("vision_feature_layer", -2)
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise ValueError(f"{where}: vision_feature_layer is {layer!r}, expected one integer")
@@ -334,14 +165,14 @@ class LlavaConfig:
             text=LlamaConfig.from_hf(text),
             image_token_id=config.get("image_token_id", config.get("image_token_index", 32000)),
             feature_layer=layer,
-            feature_select=_checked(
+            feature_select=checked(
                 config, "vision_feature_select_strategy", "default", ("default", "full"), where
             ),
-            projector_activation=_checked(
+            projector_activation=checked(
                 config, "projector_hidden_act", "gelu", ACTIVATIONS, where
             ),
             bos_token_id=ids["bos_token_id"],
-            eos_token_ids=_token_ids(ids["eos_token_id"]),
+            eos_token_ids=token_ids(ids["eos_token_id"]),
             pad_token_id=ids["pad_token_id"],
         )
 
@@ -360,10 +191,8 @@ class LlavaConfig:
             ValueError: a field is not supported; the message names it.
         """
         where = "config.json"
-        _checked(config, "mm_projector_type", "linear", ("mlp2x_gelu",), where)
-        select = _checked(
-            config, "mm_vision_select_feature", "patch", ("patch", "cls_patch"), where
-        )
+        checked(config, "mm_projector_type", "linear", ("mlp2x_gelu",), where)
+        select = checked(config, "mm_vision_select_feature", "patch", ("patch", "cls_patch"), where)
         return cls(
             vision=ClipConfig.from_hf(vision),
             text=LlamaConfig.from_hf(config),
@@ -371,6 +200,6 @@ class LlavaConfig:
             feature_layer=int(config.get("mm_vision_select_layer", -2)),
             feature_select="default" if select == "patch" else "full",
             bos_token_id=config.get("bos_token_id", 1),
-            eos_token_ids=_token_ids(config.get("eos_token_id", 2)),
+            eos_token_ids=token_ids(config.get("eos_token_id", 2)),
             pad_token_id=config.get("pad_token_id"),
         )

@@ -1,0 +1,176 @@
+"""The decoder's configuration, and checked readers of Hugging Face `config.json` fields.
+
+Every reader raises a `ValueError` that names the field, the value found and what is supported, so
+that a wrong folder fails before any weight is read. Defaults are those of the Hugging Face
+configuration classes, because published files leave default fields out.
+"""
+
+import dataclasses
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def checked(config: dict[str, Any], field: str, default: Any, supported: tuple, where: str) -> Any:
+    """The value of a field that must be one of a few, else an error that lists them."""
+    value = config.get(field, default)
+    if value not in supported:
+        listed = ", ".join(map(repr, supported))
+        raise ValueError(f"{where}: {field} is {value!r}; supported: {listed}")
+    return value
+
+
+def positive(config: dict[str, Any], field: str, default: int, where: str) -> int:
+    """A field that must be a positive integer."""
+    value = config.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer")
+    return value
+
+
+def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
+    """A side length, given as one integer or as a pair of equal integers."""
+    value = config.get(field, default)
+    if isinstance(value, list | tuple):
+        if len(set(value)) != 1:
+            raise ValueError(f"{where}: {field} is {value!r}, expected a square")
+        value = value[0]
+    return positive({field: value}, field, default, where)
+
+
+def token_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+    """A token id field that may be absent, one id or several, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of the rotary frequencies beyond the pretrained length.
+
+    Attributes:
+        kind: "linear" (all frequencies divided by `factor`) or "llama3" (only those whose wave is
+            long against the pretrained length, with a smooth passage between).
+        factor: how many times longer the context is made.
+        low_freq_factor: "llama3": waves longer than length / low_freq_factor are stretched fully.
+        high_freq_factor: "llama3": waves shorter than length / high_freq_factor are left alone.
+        original_max_positions: "llama3": the pretrained length.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary embedding, from either generation of field names."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", config.get("rope_theta") or 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{where}: RoPE scaling type {kind!r} is not supported; "
+            f"supported are {', '.join(map(repr, ROPE_TYPES))}"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor other than 1 is not supported")
+    if kind == "default":
+        return theta, None
+    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
+    missing = [name for name in needed if name not in rope]
+    if missing:
+        raise ValueError(f"{where}: RoPE scaling {kind!r} lacks {', '.join(missing)}")
+    if kind == "linear":
+        return theta, RopeScaling(kind, float(rope["factor"]))
+    length = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    return theta, RopeScaling(
+        kind,
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(length or 2048),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama language model.
+
+    Attributes:
+        vocab_size: number v of token embeddings.
+        hidden_size: width e.
+        intermediate_size: width f of the gated MLPs.
+        num_layers: number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; divides `num_heads`.
+        head_dim: channels c of one head.
+        rope_theta: base of the rotary frequencies.
+        rms_norm_eps: added to mean squares.
+        max_positions: pretrained length in tokens.
+        tie_embeddings: the output head is the transposed embedding.
+        rope_scaling: None or a supported stretching.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 2048
+    tie_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"text: num_heads {self.num_heads} is not a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"text: head_dim {self.head_dim} must be even for rotary positions")
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
+        """Builds the config from a parsed Llama `config.json` or the `text_config` of a LLaVA.
+
+        Args:
+            config: the parsed dict; of both generations of RoPE fields (`rope_theta` with
+                `rope_scaling`, or `rope_parameters`).
+
+        Returns:
+            The frozen config.
+
+        Raises:
+            ValueError: a field has an unsupported value, such as a RoPE type; the message names it.
+        """
+        where = "text_config"
+        # The original LLaVA files carry their own model type around an unchanged Llama.
+        checked(config, "model_type", "llama", ("llama", "llava", "llava_llama"), where)
+        checked(config, "hidden_act", "silu", ("silu",), where)
+        checked(config, "attention_bias", False, (False,), where)
+        checked(config, "mlp_bias", False, (False,), where)
+        hidden_size = positive(config, "hidden_size", 4096, where)
+        num_heads = positive(config, "num_attention_heads", 32, where)
+        theta, scaling = _rope(config, where)
+        return cls(
+            vocab_size=positive(config, "vocab_size", 32000, where),
+            hidden_size=hidden_size,
+            intermediate_size=positive(config, "intermediate_size", 11008, where),
+            num_layers=positive(config, "num_hidden_layers", 32, where),
+            num_heads=num_heads,
+            num_kv_heads=positive(config, "num_key_value_heads", num_heads, where),
+            head_dim=positive(config, "head_dim", hidden_size // num_heads, where),
+            rope_theta=theta,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_positions=positive(config, "max_position_embeddings", 2048, where),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope_scaling=scaling,
+        )
