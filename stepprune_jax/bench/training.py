@@ -36,7 +36,7 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
-from stepprune_jax.parallel.placement import beside, place_rows
+from stepprune_jax.parallel.placement import replicate_like, place_rows
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, plan, settings, step
 from stepprune_jax.training.batches import Batches
@@ -121,7 +121,7 @@ def measure(config: Any, fields: dict[str, Any], steps: int, ids: int, folder: P
     init_key, key = jax.random.split(jax.random.key(config.seed))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
     stats = FeatureStats.start(setup.model.vision.hidden_size)
-    bench = _Bench(params, *beside(params, (state, stats, key)), setup, mesh, batches)
+    bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, mesh, batches)
     seconds, wait, bench = _through_the_pipeline(bench, update, steps)
     peak = _peak()
     batch = place_rows(mesh, batches[0])

@@ -1,10 +1,11 @@
-"""The benchmarks: numpy and the standard library only, so that scoring needs no jax.
+"""The benchmarks: their questions, answer files and scorers. Nothing here imports jax.
 
 One module a benchmark, the shapes world among them. `BENCHMARKS` names them all.
 """
 
 from stepprune_jax.benchmarks import gqa, mmbench, mme, pope, scienceqa, shapes, textvqa, vqav2
-from stepprune_jax.benchmarks.result import Benchmark, Score
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 
 _ALL = (
     gqa.BENCHMARK,
@@ -19,4 +20,4 @@ _ALL = (
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 
-__all__ = ["BENCHMARKS", "Benchmark", "Score"]
+__all__ = ["BENCHMARKS", "Benchmark", "BenchmarkQuestion", "Score"]

@@ -1,11 +1,12 @@
-"""Answer files as a run writes them: line by line, gone on with after an interruption.
+"""Answer files as a run writes them: line by line, resumed after an interruption.
 
-Beside `METHOD.jsonl` lies `METHOD.json`, its card: everything that the answers depend on. A run
-that would answer otherwise does not add to the file. Where several processes share the questions,
-all but the first write to files of their own, `METHOD.part-1.jsonl` and so on, until they are
-merged.
+Beside `METHOD.jsonl` lies `METHOD.json`, its provenance: everything that determines the answers. A
+run that would answer otherwise does not add to the file. Where several processes share the
+questions, all but the first write to files of their own, `METHOD.part-1.jsonl` and so on, until
+they are merged.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -14,14 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepprune_jax.benchmarks.questions import Asked
-from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.evaluation.records import digest, write_json
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.data.json_files import read_json_object, replace_file, write_json
 
-FOLDER = "answers"
+ANSWERS = "answers"
 
 
-class Card(NamedTuple):
+class Provenance(NamedTuple):
     """What the answers of a file depend on.
 
     Attributes:
@@ -56,7 +56,12 @@ class Card(NamedTuple):
         return re.sub("[^a-z0-9.]+", "-", words).strip("-")
 
 
-def questions_digest(questions: Sequence[Asked]) -> str:
+def digest(texts: Sequence[str]) -> str:
+    """Fingerprints texts, to tell whether two results are about the same questions."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
     """A fingerprint of a question list: ids and messages, not pictures."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
@@ -66,21 +71,21 @@ class AnswerFile(NamedTuple):
 
     Attributes:
         path: the file, JSON lines.
-        card: what the answers depend on.
+        provenance: what the answers depend on.
     """
 
     path: Path
-    card: Card
+    provenance: Provenance
 
     @property
-    def card_path(self) -> Path:
-        """Where the card lies."""
+    def provenance_path(self) -> Path:
+        """Where the provenance lies."""
         return self.path.with_suffix(".json")
 
     @classmethod
-    def of(cls, folder: Path, card: Card) -> "AnswerFile":
+    def of(cls, folder: Path, provenance: Provenance) -> "AnswerFile":
         """The file of a row in a folder with one folder a benchmark."""
-        return cls(folder / card.benchmark / f"{card.slug}.jsonl", card)
+        return cls(folder / provenance.benchmark / f"{provenance.slug}.jsonl", provenance)
 
     def part(self, number: int) -> Path:
         """The file that a process writes to; process 0 writes to the file itself."""
@@ -92,7 +97,7 @@ class AnswerFile(NamedTuple):
         return [path for path in (self.path, *found) if path.is_file()]
 
 
-class Line(NamedTuple):
+class AnswerLine(NamedTuple):
     """What was answered to one question.
 
     Attributes:
@@ -112,13 +117,16 @@ def check_claim(file: AnswerFile) -> None:
     """Refuses a file that was written otherwise than this run would; changes nothing.
 
     Args:
-        file: with the card of this run.
+        file: with the provenance of this run.
 
     Raises:
-        ValueError: answers without a card, or with another one; the message names the fields.
+        ValueError: answers without a provenance, or with another one; the message names the fields.
     """
-    if file.card_path.is_file():
-        known, mine = _flat(read_json_object(file.card_path)), _flat(file.card._asdict())
+    if file.provenance_path.is_file():
+        known, mine = (
+            _flat(read_json_object(file.provenance_path)),
+            _flat(file.provenance._asdict()),
+        )
         if file.parts():
             changed = [
                 f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
@@ -132,29 +140,29 @@ def check_claim(file: AnswerFile) -> None:
                 )
     elif file.parts():
         raise ValueError(
-            f"{file.path} holds answers, but no {file.card_path.name} beside it says how they "
-            "were made; move it away"
+            f"{file.path} holds answers, but no {file.provenance_path.name} beside it says how "
+            "they were made; move it away"
         )
 
 
 def claim(file: AnswerFile) -> None:
-    """Takes a file for this run: puts the card beside it.
+    """Takes a file for this run: puts the provenance beside it.
 
     Args:
-        file: with the card of this run.
+        file: with the provenance of this run.
 
     Raises:
         ValueError: as `check_claim`.
     """
     check_claim(file)
     file.path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file.card_path, file.card._asdict())
+    write_json(file.provenance_path, file.provenance._asdict())
 
 
-def _flat(card: dict[str, Any]) -> dict[str, Any]:
-    """The values of a card by name."""
-    card = dict(card)
-    return {**card, **card.pop("made", {})}
+def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
+    """The values of a provenance by name."""
+    provenance = dict(provenance)
+    return {**provenance, **provenance.pop("made", {})}
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
@@ -164,12 +172,14 @@ def read_files(folder: Path) -> list[AnswerFile]:
         folder: of the benchmark.
 
     Raises:
-        ValueError: a card that cannot be read.
+        ValueError: a provenance that cannot be read.
     """
     files = []
     for path in sorted(folder.glob("*.json")):
         try:
-            files.append(AnswerFile(path.with_suffix(".jsonl"), Card(**read_json_object(path))))
+            files.append(
+                AnswerFile(path.with_suffix(".jsonl"), Provenance(**read_json_object(path)))
+            )
         except TypeError as error:
             raise ValueError(f"{path} is not the card of an answer file: {error}") from error
     return [file for file in files if file.path.is_file()]
@@ -203,7 +213,7 @@ def recover(path: Path) -> list[dict[str, Any]]:
             data += b"\n"
         except ValueError:
             data = data[: len(data) - len(tail)]
-        _replace(path, data)
+        replace_file(path, data)
     return found
 
 
@@ -222,14 +232,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file by its side and puts it in place."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
-
-
-def outstanding(file: AnswerFile, questions: Sequence[Asked]) -> list[int]:
+def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
     """Which questions have no answer yet; merges parts and puts lines in the questions' order.
 
     Call it in one process only, while none writes.
@@ -262,7 +265,7 @@ def outstanding(file: AnswerFile, questions: Sequence[Asked]) -> list[int]:
                 answered[waiting[key].pop(0)] = value
     ordered = sorted(answered)
     if len(parts) > 1 or found > len(answered) or list(answered) != ordered:
-        _replace(file.path, b"".join(_bytes(answered[number]) for number in ordered))
+        replace_file(file.path, b"".join(_bytes(answered[number]) for number in ordered))
         for path in parts:
             if path != file.path:
                 path.unlink()
@@ -278,7 +281,9 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
         os.fsync(out.fileno())
 
 
-def as_object(file: AnswerFile, number: int, question: Asked, line: Line) -> dict[str, Any]:
+def answer_object(
+    file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
+) -> dict[str, Any]:
     """A line with LLaVA's fields in LLaVA's order, then ours.
 
     Args:
@@ -295,7 +300,7 @@ def as_object(file: AnswerFile, number: int, question: Asked, line: Line) -> dic
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
-    value |= {"model_id": file.card.model, "metadata": {}}
+    value |= {"model_id": file.provenance.model, "metadata": {}}
     value |= {"kept": line.kept, "ms": round(line.ms, 3)}
     return value | ({} if line.order is None else {"order": list(map(int, line.order))})
 
@@ -305,18 +310,20 @@ def _bytes(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"
 
 
-def write_whole(file: AnswerFile, questions: Sequence[Asked], lines: Sequence[Line]) -> None:
+def write_whole(
+    file: AnswerFile, questions: Sequence[BenchmarkQuestion], lines: Sequence[AnswerLine]
+) -> None:
     """Writes all answers of a method at once, in place of a file that is there.
 
     Args:
-        file: where, and its card.
+        file: where, and its provenance.
         questions: all of the benchmark.
         lines: one a question.
     """
     file.path.parent.mkdir(parents=True, exist_ok=True)
     pairs = enumerate(zip(questions, lines, strict=True))
-    data = b"".join(_bytes(as_object(file, number, *pair)) for number, pair in pairs)
+    data = b"".join(_bytes(answer_object(file, number, *pair)) for number, pair in pairs)
     for path in file.parts():
         path.unlink()
-    write_json(file.card_path, file.card._asdict())
-    _replace(file.path, data)
+    write_json(file.provenance_path, file.provenance._asdict())
+    replace_file(file.path, data)

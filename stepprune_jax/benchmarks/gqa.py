@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
-from stepprune_jax.benchmarks.submission import write_submission
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.data.json_files import read_json_object
 
 QUESTIONS = "testdev_balanced_questions.json"
@@ -208,19 +207,19 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
         {"questionId": answer.id, "prediction": predicted(answer.text)}
         for answer in read_answers(answers)
     ]
-    return write_submission(out, json.dumps(lines).encode())
+    return layout.write_submission(out, json.dumps(lines).encode())
 
 
 BENCHMARK = Benchmark(
     name="gqa",
     title="GQA",
     headline="accuracy in percent, test-dev balanced",
-    questions="gqa/llava_gqa_testdev_balanced.jsonl",
+    question_files=("gqa/llava_gqa_testdev_balanced.jsonl",),
     images="gqa/data/images",
-    instruction="",
+    image_source="images.zip at https://cs.stanford.edu/people/dorarad/gqa/download.html",
     max_new_tokens=128,
     score=score,
-    convert=convert,
     options={"missing": ("refuse", "leave-out")},
     worth=_worth,
+    convert=convert,
 )

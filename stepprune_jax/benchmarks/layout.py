@@ -1,6 +1,8 @@
-"""Finds the files of a benchmark under a root in LLaVA's layout (`playground/data/eval`)."""
+"""Files of a benchmark under a root in LLaVA's layout (`playground/data/eval`)."""
 
 from pathlib import Path
+
+from stepprune_jax.data.json_files import replace_file
 
 
 def folder(root: str | Path, *names: str) -> Path:
@@ -58,3 +60,24 @@ def size_warnings(what: str, found: int, published: int) -> list[str]:
     if found == published:
         return []
     return [f"{what}: {found:,} here, {published:,} in the published list"]
+
+
+def write_submission(out: str | Path, content: bytes) -> Path:
+    """Writes a submission whole: an interrupted run leaves the earlier file as it was.
+
+    Args:
+        out: the file; its folder is made where there is none.
+        content: all of it.
+
+    Returns:
+        `out`.
+
+    Raises:
+        OSError: it cannot be written, as where `out` is a folder.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder: expected the name of a file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, content)
+    return out

@@ -5,26 +5,23 @@ are rows of the file. Liu et al., "MMBench: Is Your Multi-modal Model an All-aro
 (ECCV 2024).
 """
 
+import base64
+import binascii
 import csv
+import io
+import itertools
 import re
 import warnings as notes
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import (
-    OPTION_LETTER,
-    Benchmark,
-    Score,
-    mean_percent,
-    worth_by_id,
-)
-from stepprune_jax.benchmarks.spreadsheet import xlsx
-from stepprune_jax.benchmarks.submission import write_submission
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
 
 # The k-th rotation of question i has the index i + k * ROTATION.
 ROTATION = 1_000_000
@@ -41,6 +38,7 @@ _EMPTY = frozenset(
 # Not part of a submission, which has the prediction as its seventh column.
 _LEFT_OUT = frozenset(("hint", "category", "source", "image", "comment", "l2-category"))
 _PREDICTION = 6
+_ASKED = "ABCD"  # options that LLaVA's program shows
 
 _BLANKED = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _STATED = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
@@ -119,6 +117,45 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
     finally:
         csv.field_size_limit(limit)
+
+
+def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
+    """Reads the questions of a file, rotations included.
+
+    Args:
+        path: as for `read_rows`; images are in its rows.
+        images: not read.
+        instruction: the request for a letter, which the message has and the recorded prompt lacks.
+
+    Yields:
+        The rows as questions, each with its hint, if it has one, and its options up to the first
+        that is empty.
+
+    Raises:
+        ValueError: as `read_rows`; or a row lacks its question or its image.
+    """
+    for row in read_rows(path):
+        where = f"{path}: index {row['index']}"
+        options = list(itertools.takewhile(_has_text, (row.get(letter) for letter in _ASKED)))
+        if not _has_text(row["question"]):
+            raise ValueError(f"{where}: the question is empty")
+        hint = row.get("hint")
+        letters = list(_ASKED[: len(options)])
+        named = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
+        prompt = "\n".join([*([hint] if _has_text(hint) else []), row["question"], *named])
+        try:
+            image = base64.b64decode(row.get("image") or "", validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"{where}: the image is not base64: {error}") from error
+        if not image:
+            raise ValueError(f"{where}: no image")
+        fields = {"round_id": 0, "options": options, "option_char": letters}
+        yield BenchmarkQuestion(int(row["index"]), prompt + instruction, prompt, image, fields)
+
+
+def _has_text(cell: str | None) -> bool:
+    """Whether LLaVA's program finds something in a cell; pandas' empty cells are None already."""
+    return cell is not None and cell.lower() not in ("nan", "none")
 
 
 def _table(path: Path) -> dict[str, Row]:
@@ -226,7 +263,7 @@ def _submit(edition: Edition) -> str:
     """What to do about the test split."""
     return (
         f"the test split is scored by the server only: write a submission with `python -m "
-        f"stepprune_jax.evaluation.convert {edition.name}` and upload it at {SERVER}"
+        f"stepprune_jax.benchmarks.convert {edition.name}` and upload it at {SERVER}"
     )
 
 
@@ -357,7 +394,42 @@ def convert(
         text = kept[name].text if name in kept else None
         cells = {**row, "index": int(name)}
         sheet.append([*(cells[c] for c in before), text, *(cells[c] for c in after)])
-    return write_submission(out, xlsx(sheet))
+    return layout.write_submission(out, xlsx(sheet))
+
+
+# What XML 1.0 cannot hold, not even as a reference. openpyxl refuses the control characters only.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
+    """Writes a workbook whose only sheet has these rows.
+
+    Characters that XML cannot hold are left out, and a text is cut at the 32,767 characters that a
+    cell may have. Readers take each line end for a newline, as in the sheets of LLaVA's program.
+
+    Args:
+        rows: the cells of each row, the names of the columns first. None is an empty cell.
+
+    Returns:
+        The content of an .xlsx file.
+    """
+    # Imported here: only a submission needs it.
+    from openpyxl import Workbook
+    from openpyxl.cell import WriteOnlyCell
+
+    book = Workbook(write_only=True)
+    sheet = book.create_sheet("Sheet1")
+
+    for row in rows:
+        texts = [_NOT_XML.sub("", cell) if isinstance(cell, str) else cell for cell in row]
+        cells = [WriteOnlyCell(sheet, text) for text in texts]
+        for cell in cells:
+            if cell.data_type in "fe":  # "=1+1" is no formula and "#N/A" no error: they are texts
+                cell.data_type = "s"
+        sheet.append(cells)
+    content = io.BytesIO()
+    book.save(content)
+    return content.getvalue()
 
 
 def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
@@ -366,14 +438,14 @@ def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
         name=edition.name,
         title=title,
         headline="circular accuracy in percent, dev",
-        questions=f"{edition.name}/{edition.dev}",
-        images=None,
-        instruction=instruction,
+        question_files=tuple(f"{folder}/{edition.dev}" for folder in edition.folders),
+        question_source=SOURCE,
+        read=partial(read_list, instruction=instruction),
         max_new_tokens=1024,
         score=partial(score, edition=edition),
-        convert=partial(convert, edition=edition),
-        options={},
         worth=partial(_worth, edition=edition),
+        convert=partial(convert, edition=edition),
+        submission_suffix=".xlsx",
     )
 
 

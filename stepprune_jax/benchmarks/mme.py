@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import WORD_OR_PHRASE, Benchmark, Score
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score
+from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE
 
 PERCEPTION = (
     "existence",
@@ -313,12 +314,14 @@ BENCHMARK = Benchmark(
     name="mme",
     title="MME",
     headline="perception + cognition",
-    questions="MME/llava_mme.jsonl",
+    decimals=0,
+    question_files=("MME/llava_mme.jsonl",),
     images=f"MME/{RELEASE}",
-    instruction="",
+    image_source=_SOURCE,
     max_new_tokens=128,
     score=score,
-    convert=convert,
     options={"pairs": PAIRS},
     worth=_worth,
+    convert=convert,
+    submission_suffix="",  # a folder, with one text file a task
 )

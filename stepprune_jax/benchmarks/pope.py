@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import Benchmark, Score, worth_by_id
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 
 QUESTIONS = "llava_pope_test.jsonl"
@@ -228,12 +228,11 @@ BENCHMARK = Benchmark(
     name="pope",
     title="POPE",
     headline="100 x mean F1 of the three splits",
-    questions=f"pope/{QUESTIONS}",
+    question_files=(f"pope/{QUESTIONS}",),
     images="pope/val2014",
-    instruction="",
+    image_source="val2014.zip at https://cocodataset.org/#download",
     max_new_tokens=128,
     score=score,
-    convert=None,
     options={"join": JOINS},
     worth=_worth,
 )

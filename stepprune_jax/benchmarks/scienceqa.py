@@ -4,14 +4,21 @@ The figure in papers is the accuracy on questions with an image ("SQA", "Science
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import OPTION_LETTER, Benchmark, Score, worth_by_id
-from stepprune_jax.data.json_files import as_object, read_json_object
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
+from stepprune_jax.benchmarks.questions import IMAGE_MARK, OPTION_LETTER, BenchmarkQuestion
+from stepprune_jax.data.json_files import (
+    as_object,
+    identity,
+    read_json_list,
+    read_json_object,
+    words,
+)
 
 LETTERS = "ABCDE"
 QUESTIONS = 4241
@@ -31,6 +38,38 @@ class Problem(NamedTuple):
 
     answer: str
     has_image: bool
+
+
+def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
+    """Reads LLaVA's list.
+
+    The recorded prompt of a question with an image has the image mark, by which `score` tells them
+    apart.
+
+    Args:
+        path: a JSON list of conversations.
+        images: folder that image paths start from.
+
+    Yields:
+        The questions in the order of the file.
+
+    Raises:
+        ValueError: an entry is not what it should be; the message names file, number and field.
+    """
+    for number, entry in enumerate(read_json_list(path, "question"), start=1):
+        where = f"{path}: question {number}"
+        value = as_object(entry, where)
+        identity(value, "id", where)
+        turns = value.get("conversations")
+        if not isinstance(turns, list) or not turns:
+            raise ValueError(f'{where}: expected a list of turns as "conversations"')
+        said = words(as_object(turns[0], where), "value", f"{where}: turn 1")
+        text = said.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
+        if "image" not in value:
+            yield BenchmarkQuestion(value["id"], text, text, None)
+            continue
+        image = images / words(value, "image", where)
+        yield BenchmarkQuestion(value["id"], text, f"{IMAGE_MARK}\n{text}", image)
 
 
 def letter(text: str) -> str | None:
@@ -76,7 +115,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
     warnings += layout.size_warnings("its problems with an image", len(illustrated), WITH_IMAGE)
     kept = latest(read_answers(answers), problems, warnings)
-    seen = [name for name, answer in kept.items() if "<image>" in answer.prompt]
+    seen = [name for name, answer in kept.items() if IMAGE_MARK in answer.prompt]
     if not seen:
         raise ValueError(f"{answers}: no prompt holds <image>: were the images shown?")
     differ = set(seen) ^ {name for name in illustrated if name in kept}
@@ -141,12 +180,11 @@ BENCHMARK = Benchmark(
     name="scienceqa",
     title="ScienceQA-IMG",
     headline="accuracy on the answers with an image, in percent",
-    questions="scienceqa/llava_test_CQM-A.json",
+    question_files=("scienceqa/llava_test_CQM-A.json",),
+    read=read_list,
     images="scienceqa/images/test",
-    instruction=OPTION_LETTER,
+    image_source="the download script of github.com/lupantech/ScienceQA",
     max_new_tokens=1024,
     score=score,
-    convert=None,
-    options={},
     worth=_worth,
 )

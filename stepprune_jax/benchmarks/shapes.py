@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.data.json_files import identity, read_json_lines, words
 
 QUESTIONS = "test.jsonl"
@@ -69,12 +69,10 @@ BENCHMARK = Benchmark(
     name="shapes",
     title="shapes",
     headline="accuracy in percent",
-    questions=QUESTIONS,
+    question_files=(QUESTIONS,),
+    question_source=_SOURCE,
     images="images",
-    instruction="",
     max_new_tokens=3,
     score=score,
-    convert=None,
-    options={},
     worth=_worth,
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import NUM_PEOPLE, normalise, soft_accuracy
 from stepprune_jax.data.json_files import read_json_object
 
@@ -22,6 +23,13 @@ _SOURCE = f"https://dl.fbaipublicfiles.com/textvqa/data/{ANNOTATIONS}"
 _OCR_LINE = "Reference OCR token:"
 _OLD_OCR = "OCR tokens: "
 _OLD_QUESTION = re.compile(r"Question: (.*?) Short answer:", re.DOTALL)
+
+
+def without_ocr(question: BenchmarkQuestion) -> BenchmarkQuestion:
+    """Removes the line of OCR tokens from a question's text and prompt."""
+    lines = [line for line in question.text.split("\n") if not line.startswith(_OCR_LINE)]
+    text = "\n".join(lines)
+    return question._replace(text=text, prompt=text)
 
 
 def question_of(prompt: str) -> str:
@@ -157,12 +165,11 @@ BENCHMARK = Benchmark(
     name="textvqa",
     title="TextVQA",
     headline="100 x mean soft accuracy, validation",
-    questions="textvqa/llava_textvqa_val_v051_ocr.jsonl",
+    question_files=("textvqa/llava_textvqa_val_v051_ocr.jsonl",),
     images="textvqa/train_images",
-    instruction="",
+    image_source="https://dl.fbaipublicfiles.com/textvqa/images/train_val_images.zip",
+    without_ocr=without_ocr,
     max_new_tokens=128,
     score=score,
-    convert=None,
-    options={},
     worth=_worth,
 )

@@ -7,14 +7,14 @@ are. Goyal et al., "Making the V in VQA Matter" (CVPR 2017).
 import json
 import warnings as notes
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks import layout, questions
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
-from stepprune_jax.benchmarks.result import Benchmark, Score, mean_percent, worth_by_id
-from stepprune_jax.benchmarks.submission import write_submission
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
     NUM_PEOPLE,
     normalise,
@@ -22,7 +22,13 @@ from stepprune_jax.benchmarks.vqa_answers import (
     one_line,
     soft_accuracy,
 )
-from stepprune_jax.data.json_files import identity, read_json_lines, read_json_object
+from stepprune_jax.data.json_files import (
+    as_object,
+    identity,
+    read_json_lines,
+    read_json_object,
+    words,
+)
 
 QUESTIONS = "llava_vqav2_mscoco_test2015.jsonl"
 NUM_QUESTIONS = 447_793
@@ -32,8 +38,48 @@ SERVER = "https://eval.ai/web/challenges/challenge-page/830"
 _SOURCE = "https://visualqa.org/download.html"
 _SUBMIT = (
     f"test-dev is scored by the server only: write a submission with `python -m "
-    f"stepprune_jax.evaluation.convert vqav2` and upload it at {SERVER}"
+    f"stepprune_jax.benchmarks.convert vqav2` and upload it at {SERVER}"
 )
+
+
+def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
+    """Reads LLaVA's list of a split, or the official questions (.json).
+
+    Args:
+        path: JSON lines in LLaVA's form; or the official JSON object, to whose questions LLaVA's
+            request for a short answer is added.
+        images: folder with one folder of images a split.
+
+    Yields:
+        The questions in the order of the file.
+
+    Raises:
+        ValueError: an entry is not what it should be; the message names file, place and field.
+    """
+    if path.suffix == ".json":
+        yield from _read_official(path)
+        return
+    yield from questions.read_list(path, images / "test2015")
+
+
+def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
+    """Reads the official questions of a split, whose images lie beside the file."""
+    value = read_json_object(path)
+    records, split = value.get("questions"), str(value.get("data_subtype", "val2014"))
+    if not isinstance(records, list):
+        raise ValueError(f'{path}: expected a list under "questions"')
+    # The images of test-dev2015 are among those of test2015.
+    split = "test2015" if split.startswith("test") else split
+    for number, entry in enumerate(records, start=1):
+        where = f"{path}: question {number}"
+        record = as_object(entry, where)
+        identity(record, "question_id", where)
+        name = identity(record, "image_id", where)
+        if not name.isdecimal():
+            raise ValueError(f'{where}: "image_id" must be a whole number, got {name!r}')
+        text = words(record, "question", where) + WORD_OR_PHRASE
+        image = path.parent / split / f"COCO_{split}_{int(name):012d}.jpg"
+        yield BenchmarkQuestion(record["question_id"], text, text, image)
 
 
 class People(NamedTuple):
@@ -214,7 +260,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
         {"question_id": number, "answer": normalise(kept[name]) if name in kept else ""}
         for number, name in zip(ids, map(str, ids), strict=True)
     ]
-    return write_submission(out, json.dumps(lines).encode())
+    return layout.write_submission(out, json.dumps(lines).encode())
 
 
 def _number(row: dict[str, Any], where: str) -> int:
@@ -229,12 +275,15 @@ BENCHMARK = Benchmark(
     name="vqav2",
     title="VQAv2",
     headline="accuracy in percent, validation; test-dev is scored by the server",
-    questions="vqav2/llava_vqav2_mscoco_test-dev2015.jsonl",
-    images="vqav2/test2015",
-    instruction="",
+    question_files=("vqav2/llava_vqav2_mscoco_test-dev2015.jsonl",),
+    read=read_list,
+    images="vqav2",
+    image_source=(
+        "test2015.zip (of the validation split val2014.zip) at https://cocodataset.org/#download"
+    ),
     max_new_tokens=128,
     score=score,
-    convert=convert,
     options={"missing": ("refuse", "leave-out")},
     worth=_worth,
+    convert=convert,
 )

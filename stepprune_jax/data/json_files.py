@@ -1,6 +1,7 @@
-"""JSON written by people and programs: read strictly, with the place of every mistake named."""
+"""JSON files: read strictly, with the place of every mistake named; written whole."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,6 +163,29 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
     if isinstance(found, int) and not isinstance(found, bool):
         return str(found)
     return words(value, field, where)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file beside its place and moves it there: a reader never sees half of it.
+
+    Args:
+        path: the file; an earlier one stays as it was until all is written.
+        data: the content.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON for people to read, as `replace_file` does.
+
+    Args:
+        path: the file.
+        value: what JSON can hold.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    replace_file(path, text.encode())
 
 
 def _read_json(file: str | Path) -> Any:

@@ -1,39 +1,4 @@
-"""Turns an answer file into what the official program or server of a benchmark takes.
-
-python -m stepprune_jax.evaluation.convert mme --answers A.jsonl --out FOLDER
-"""
-
-import sys
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
-
-from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.command_line import Parser
-from stepprune_jax.evaluation.score import DATA
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and converts; one line on mistakes, exit code 2."""
-    names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
-    parser = Parser(prog="stepprune_jax.evaluation.convert", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("benchmark", choices=names, help="the others are scored from the answers themselves")
-    add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
-    add("--answers", required=True, help="answer file, JSON lines")
-    add("--out", required=True, help="file or folder to write")
-    arguments = parser.parse_args(argv)
-    convert = BENCHMARKS[arguments.benchmark].convert
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    for warning in told:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    print(f"wrote {written}")
-
+"""Moved to `stepprune_jax.benchmarks.convert`."""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit("moved: use `python -m stepprune_jax.benchmarks.convert`, same arguments")

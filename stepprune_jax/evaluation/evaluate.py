@@ -7,14 +7,21 @@ from typing import Any
 
 import jax
 
-from stepprune_jax.benchmarks.answer_files import FOLDER as ANSWERS
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation import measure
-from stepprune_jax.evaluation.records import FOLDER, Records, digest, save_records, write_json
+from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import (
+    accuracy_by_family,
+    accuracy_table,
+    markdown_table,
+    write_accuracy,
+)
+from stepprune_jax.evaluation.names import DEFAULT
+from stepprune_jax.evaluation.records import RECORDS, Records, save_records
 from stepprune_jax.evaluation.rows import Row, grid_shape
 from stepprune_jax.evaluation.settings import (
-    DEFAULT,
     Settings,
     check_policies,
     load_policies,
@@ -24,7 +31,6 @@ from stepprune_jax.evaluation.settings import (
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.evaluation.statistics import make_statistics
-from stepprune_jax.evaluation.tables import make_family_table, make_table, markdown, write_tables
 from stepprune_jax.user_input import user_input
 
 
@@ -62,8 +68,8 @@ def evaluate(
     with user_input():
         settings = read_settings(config)
         policies = load_policies(settings, own_policy(workdir, policy))
-        report = folders.open_folder(workdir / "report")
-        folders.write_manifest(report, {})  # no longer that of an earlier, finished report
+        report = report_folder.open_folder(workdir / "report")
+        report_folder.write_manifest(report, {})  # no longer that of an earlier, finished report
         places = split_folders(config, workdir)
         test = read_split(places["test"], "test")
         validation = calibration_split(places["validation"], policies, settings)
@@ -74,7 +80,7 @@ def evaluate(
     rows = all_rows(bench, policies, config.seed)
     records = measure.answer_rows(bench, rows)
     facts = {
-        "data": folders.relative(places["test"], report),
+        "data": report_folder.relative(places["test"], report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
         "grid": grid_shape(model.config),
         "seed": config.seed,
@@ -83,10 +89,10 @@ def evaluate(
     }
     metrics = workdir / "metrics.jsonl"
     if metrics.is_file():
-        facts["metrics_file"] = folders.relative(metrics, report)
+        facts["metrics_file"] = report_folder.relative(metrics, report)
     facts |= describe(settings, rows)
     table = write_results(report, records, test, config.seed, facts)
-    print(markdown(table), end="")
+    print(markdown_table(table), end="")
     # Imported here: drawing reads what is written here, and needs what nothing else does.
     from stepprune_jax.visualize import redraw
 
@@ -127,12 +133,12 @@ def write_results(
     report: Path, records: list[Records], test: Split, seed: int, facts: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Writes tables, statistics, records and the manifest; returns the table."""
-    table = make_table(records, seed)
-    write_tables(report, table, make_family_table(records, test.questions))
+    table = accuracy_table(records, seed)
+    write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
-    save_records(report / FOLDER, records)
-    folders.write_manifest(report, facts)
+    save_records(report / RECORDS, records)
+    report_folder.write_manifest(report, facts)
     return table
 
 

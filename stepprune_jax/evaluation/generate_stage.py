@@ -16,16 +16,16 @@ import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import (
-    FOLDER,
+    ANSWERS,
     AnswerFile,
-    Line,
+    AnswerLine,
+    answer_object,
     append,
-    as_object,
     check_claim,
     claim,
     outstanding,
 )
-from stepprune_jax.benchmarks.questions import Asked, read_questions
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import model_identity
@@ -40,11 +40,11 @@ from stepprune_jax.evaluation.methods import (
     policy_digest,
     random_orders,
 )
+from stepprune_jax.evaluation.names import CLS, DEFAULT
 from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.rows import CLS, Row
+from stepprune_jax.evaluation.rows import Row
 from stepprune_jax.evaluation.settings import (
-    DEFAULT,
     POLICY_FILE,
     Settings,
     check_policies,
@@ -101,7 +101,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    questions: list[Asked]
+    questions: list[BenchmarkQuestion]
     files: list[AnswerFile]
     missing: list[frozenset[int]]
     chunks: list[list[int]]
@@ -135,7 +135,7 @@ def generate_answers(
             were made otherwise.
     """
     workdir = Path(workdir)
-    folder = workdir / FOLDER
+    folder = workdir / ANSWERS
     with user_input():
         settings = read_settings(config)
         asked = {name: questions_of(name, settings) for name in settings.public}
@@ -190,15 +190,13 @@ def _model_name(source: Source) -> str:
     return Path(source.origins[0]).expanduser().resolve().name
 
 
-def questions_of(name: str, settings: Settings) -> list[Asked]:
+def questions_of(name: str, settings: Settings) -> list[BenchmarkQuestion]:
     """Reads a benchmark's questions."""
-    return read_questions(
-        BENCHMARKS[name], settings.data, settings.questions.get(name, ""),
-        ocr=settings.textvqa_ocr,
-    )  # fmt: skip
+    file = settings.questions.get(name, "")
+    return BENCHMARKS[name].read_questions(settings.data, file, ocr=settings.textvqa_ocr)
 
 
-def _task(stage: Stage, folder: Path, name: str, questions: list[Asked]) -> Task:
+def _task(stage: Stage, folder: Path, name: str, questions: list[BenchmarkQuestion]) -> Task:
     """Takes the answer files of a benchmark, and finds out what is missing."""
     files = stage.making.files(folder, stage.methods, name, questions)
 
@@ -292,7 +290,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
             lines |= _answer_row(stage, task, seen, row, rows, shown, report)
         append(
             file.part(jax.process_index()),
-            [as_object(file, number, task.questions[number], lines[number]) for number in mine],
+            [answer_object(file, number, task.questions[number], lines[number]) for number in mine],
         )
         report(len(mine))
 
@@ -305,7 +303,7 @@ def _answer_row(
     rows: np.ndarray,
     numbers: Sequence[int],
     report: Any,
-) -> dict[int, Line]:
+) -> dict[int, AnswerLine]:
     """The lines of one row of the table, by number of the question.
 
     Args:
@@ -324,13 +322,13 @@ def _answer_row(
         kept, number = int(selection.count[place]), numbers[at]
         order = selection.order[place, :kept] if number in task.samples else None
         taken = 1000 * float(seen.seconds + row.seconds + found.seconds[place])
-        lines[number] = Line(found.texts[place], kept, taken, order)
+        lines[number] = AnswerLine(found.texts[place], kept, taken, order)
     return lines
 
 
 def _answer_plain(
     stage: Stage, task: Task, encoded: Encoded, numbers: Sequence[int]
-) -> dict[int, Line]:
+) -> dict[int, AnswerLine]:
     """Questions without a picture, which no method answers otherwise than another."""
     rows = np.flatnonzero(~encoded.has_image)
     if not len(rows):
@@ -338,7 +336,7 @@ def _answer_plain(
     nothing = Selection(np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32))
     found = answer(stage.model, encoded.take(rows), nothing, _how(stage, task.name))
     return {
-        numbers[row]: Line(text, 0, 1000 * float(taken))
+        numbers[row]: AnswerLine(text, 0, 1000 * float(taken))
         for row, text, taken in zip(rows.tolist(), found.texts, found.seconds, strict=True)
     }
 

@@ -11,31 +11,28 @@ from jaxtyping import Bool
 from stepprune_jax.benchmarks import shapes
 from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
-    Card,
-    Line,
+    AnswerLine,
+    Provenance,
     questions_digest,
     write_whole,
 )
-from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.answers import Answered, Answering, answer, check_lengths
+from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
 from stepprune_jax.evaluation.orders import Ordering, trained_order
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import Records, trimmed
 from stepprune_jax.evaluation.rows import (
-    CLS,
-    GRID,
-    RANDOM,
     Row,
     adaptive_rows,
     exact_rows,
     own_stop_row,
     untrained_row,
 )
-from stepprune_jax.evaluation.settings import DEFAULT, Settings
+from stepprune_jax.evaluation.settings import Settings
 from stepprune_jax.evaluation.split import Encoded, Split, encode_split
-from stepprune_jax.evaluation.tables import ALL
 from stepprune_jax.pruning import random_order
 
 # Guesses of what a picture costs in the tower, and a question in a rollout, in embeddings of a
@@ -70,7 +67,7 @@ class Bench(NamedTuple):
 
     model: VLM
     test: Encoded
-    asked: list[Asked]
+    asked: list[BenchmarkQuestion]
     files: Files
     validation: Encoded | None
     settings: Settings
@@ -117,7 +114,7 @@ def make_bench(
     for found in encoded:
         check_lengths(found, model.config.num_image_tokens)
     spare = encoded[1] if validation is not None else None
-    asked = [Asked(q.question_id, q.text, q.text, q.image) for q in test.questions]
+    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
     return Bench(model, encoded[0], asked, files, spare, settings, attention)
 
 
@@ -226,10 +223,10 @@ def _written(bench: Bench, row: Row, found: Answered) -> Bool[np.ndarray, "q"]:
     """Writes a row's answers and asks the scorer which of them are right."""
     seconds = bench.test.seconds + row.seconds + found.seconds
     lines = [
-        Line(text, int(kept), 1000 * float(taken))
+        AnswerLine(text, int(kept), 1000 * float(taken))
         for text, kept, taken in zip(found.texts, row.selection.count, seconds, strict=True)
     ]
-    card = Card(
+    card = Provenance(
         benchmark=shapes.BENCHMARK.name, questions=questions_digest(bench.asked),
         asked=len(bench.asked), method=row.method, mode=row.mode, pruning_rate=row.pruning_rate,
         num_tokens=bench.num_tokens, stop_bias=row.stop_bias, model=bench.model.folder.name,

@@ -9,23 +9,20 @@ import jax
 import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import AnswerFile, Card, questions_digest
-from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.evaluation.accuracy import pruning_rate
+from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM, own_stop
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.rows import (
-    CLS,
-    GRID,
-    RANDOM,
     Row,
     exact_row,
-    own_stop,
     stopped,
     untrained_row,
 )
-from stepprune_jax.evaluation.settings import DEFAULT, Settings
+from stepprune_jax.evaluation.settings import Settings
 from stepprune_jax.evaluation.split import Encoded
-from stepprune_jax.evaluation.tables import ALL, pruning_rate
 from stepprune_jax.models.llava.config import LlavaConfig
 
 
@@ -75,7 +72,11 @@ class Making(NamedTuple):
     dtype: str
 
     def files(
-        self, folder: Path, methods: Sequence[Method], name: str, questions: Sequence[Asked]
+        self,
+        folder: Path,
+        methods: Sequence[Method],
+        name: str,
+        questions: Sequence[BenchmarkQuestion],
     ) -> list[AnswerFile]:
         """The answer file of each row.
 
@@ -90,7 +91,7 @@ class Making(NamedTuple):
         """
         digest, files, owners = questions_digest(questions), [], {}
         for method in methods:
-            file = AnswerFile.of(folder, self._card(method, name, digest, len(questions)))
+            file = AnswerFile.of(folder, self._provenance(method, name, digest, len(questions)))
             other = owners.setdefault(file.path, method)
             if other != method:
                 raise ValueError(
@@ -100,7 +101,7 @@ class Making(NamedTuple):
             files.append(file)
         return files
 
-    def _card(self, method: Method, name: str, questions: str, asked: int) -> Card:
+    def _provenance(self, method: Method, name: str, questions: str, asked: int) -> Provenance:
         """All that the answers of a row depend on."""
         made = {
             "weights": self.weights, "dtype": self.dtype, "positions": self.settings.positions,
@@ -110,7 +111,7 @@ class Making(NamedTuple):
             made["policy"] = self.policies[method.policy]
         if method.name == RANDOM:
             made["seed"] = self.seed
-        return Card(
+        return Provenance(
             benchmark=name, questions=questions, asked=asked, method=method.name,
             mode=method.mode, pruning_rate=method.pruning_rate(self.num_tokens),
             num_tokens=self.num_tokens, stop_bias=method.stop_bias, model=self.model, made=made,

@@ -1,18 +1,15 @@
 """What was kept and answered, question by question, in files from which a report can be redrawn."""
 
-import hashlib
-import json
-import os
 import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-FOLDER = "records"
+RECORDS = "records"
 _FIELDS = ("method", "mode", "pruning_rate", "count", "order", "answer", "correct")
 
 
@@ -101,15 +98,3 @@ def _load(file: Path) -> Records:
         pruning_rate=float(found["pruning_rate"]), count=found["count"], order=found["order"],
         answer=found["answer"].tolist(), correct=found["correct"],
     )  # fmt: skip
-
-
-def digest(texts: Sequence[str]) -> str:
-    """A short fingerprint of texts, to tell whether two results are about the same questions."""
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON for people to read; a run that is killed leaves the earlier file as it was."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -8,15 +8,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.evaluation.accuracy import pruning_rate
 from stepprune_jax.evaluation.answers import Selection
+from stepprune_jax.evaluation.names import ALL, CLS, GRID, RANDOM, own_stop
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.split import Encoded
-from stepprune_jax.evaluation.tables import ALL, pruning_rate
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
 from stepprune_jax.pruning import grid_order
-
-RANDOM, GRID, CLS = "random", "grid", "[CLS] top-K"
 
 
 class Row(NamedTuple):
@@ -138,11 +137,6 @@ def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) 
     selection = stopped(found, policy, 0.0)
     rate = pruning_rate(float(selection.count.mean()), num_tokens)
     return Row(own_stop(method), "adaptive", rate, selection, 0.0, found.seconds)
-
-
-def own_stop(method: str) -> str:
-    """The name of the row in which a method stops where it learned to."""
-    return f"{method}, own stop"
 
 
 def stopped(found: Ordering, policy: Policy, bias: float) -> Selection:

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import FOLDER, AnswerFile, questions_digest, read_files
-from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
+from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers, questions_of
-from stepprune_jax.evaluation.results import score_answers
+from stepprune_jax.evaluation.scores import score_answers
 from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
 from stepprune_jax.evaluation.sources import split_folders
-from stepprune_jax.evaluation.table import NAME, make_table, markdown, write_table
+from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 
 STAGES = ("generate", "convert", "score")
 SUBMISSIONS = "submissions"
-# What a benchmark's official program or server takes; MME's is a folder.
-_ENDINGS = {"mme": "", "mmbench": ".xlsx", "mmbench_cn": ".xlsx"}
 
 
 def run(
@@ -71,12 +69,12 @@ def run(
             roots = {name: Path(settings.data) for name in settings.public}
             if shapes:
                 roots[SHAPES] = split_folders(config, workdir)["test"]
-            report = folders.open_folder(workdir / "report")
+            report = report_folder.open_folder(workdir / "report")
             scores = score_answers(workdir, roots, report)
-            table = make_table({workdir.name: scores})
+            table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if settings.public:
-            print(markdown(table), end="")
+            print(as_markdown(table), end="")
             draw(workdir, settings, report, command)
 
 
@@ -92,9 +90,11 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
     """
     for name in settings.public:
         convert = BENCHMARKS[name].convert
-        for file in read_files(workdir / FOLDER / name) if convert is not None else []:
-            out = workdir / SUBMISSIONS / name / (file.path.stem + _ENDINGS.get(name, ".json"))
-            count, asked = _answered(file), file.card.asked
+        for file in read_files(workdir / ANSWERS / name) if convert is not None else []:
+            out = (
+                workdir / SUBMISSIONS / name / (file.path.stem + BENCHMARKS[name].submission_suffix)
+            )
+            count, asked = _answered(file), file.provenance.asked
             if count < asked:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
                 continue
@@ -131,13 +131,15 @@ def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -
 
     root, pictures = Path(settings.data), []
     for name in settings.public:
-        files = [f for f in read_files(workdir / FOLDER / name) if _answered(f) == f.card.asked]
+        files = [
+            f for f in read_files(workdir / ANSWERS / name) if _answered(f) == f.provenance.asked
+        ]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue
         pictures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
         questions = questions_of(name, settings)
-        if questions_digest(questions) == mine.card.questions:
+        if questions_digest(questions) == mine.provenance.questions:
             path = report / f"overlays_{name}.png"
             pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
     page = report / f"{NAME}.md"

@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
+from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
-from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
-from stepprune_jax.evaluation.score import DATA
-from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
 from stepprune_jax.inference.prefix import check_positions
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.user_input import nearest
 
-# The policy that the run in the working directory trained.
-DEFAULT = "StepPrune"
 SHAPES = shapes.BENCHMARK.name
 POLICY_FILE = "policy.safetensors"
 _PACKAGE = Path(__file__).parents[1]

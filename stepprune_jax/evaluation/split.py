@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 from PIL import Image
 
-from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import (
@@ -124,7 +124,7 @@ def thin(split: Split, most: int) -> Split:
 
 def encode_split(
     model: VLM,
-    questions: Sequence[Question | Asked],
+    questions: Sequence[Question | BenchmarkQuestion],
     *,
     batch_size: int,
     with_attention: bool = False,
@@ -193,7 +193,7 @@ def encode_split(
 
 
 @user_input()
-def _request(model: VLM, questions: Sequence[Question | Asked]) -> Request:
+def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
     """Ids and pixels; a picture that is shown twice comes once."""
     opened: dict[bytes, Image.Image] = {}
     pictures: list[Any] = [question.image for question in questions]

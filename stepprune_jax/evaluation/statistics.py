@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.accuracy import full_row, percent, retention
+from stepprune_jax.evaluation.names import ALL
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.evaluation.tables import ALL, full_row, percent, retention
 
 # Parts that questions are split into by K.
 _BUCKETS = 4

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.evaluation.measure import stops
 from stepprune_jax.evaluation.methods import Making
 from stepprune_jax.evaluation.orders import trained_order
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.records import write_json
 from stepprune_jax.evaluation.rows import stop_biases
 from stepprune_jax.evaluation.split import encode_split
 from stepprune_jax.parallel import distributed
@@ -57,7 +56,7 @@ def find_biases(
     folder: Path,
     model: VLM,
     policies: Mapping[str, Policy],
-    asked: Mapping[str, Sequence[Asked]],
+    asked: Mapping[str, Sequence[BenchmarkQuestion]],
     making: Making,
     *,
     batch_size: int,
@@ -131,7 +130,7 @@ def _entry(entries: _Entries, name: str, making: Making) -> dict[str, Any]:
     return found[0] if found else {**about, "biases": {}}
 
 
-def _spread(asked: Mapping[str, Sequence[Asked]], most: int) -> list[Asked]:
+def _spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[BenchmarkQuestion]:
     """Questions with a picture, as many of each benchmark, spread evenly over it."""
     chosen = []
     for questions in asked.values():
@@ -147,7 +146,7 @@ def _margins(
     name: str,
     model: VLM,
     policy: Policy,
-    questions: Sequence[Asked],
+    questions: Sequence[BenchmarkQuestion],
     size: int,
     attention: str,
     sizes: Sequence[int],

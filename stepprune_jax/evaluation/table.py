@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.command_line import Parser
-from stepprune_jax.evaluation.records import write_json
-from stepprune_jax.evaluation.results import read_scores
-from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
-from stepprune_jax.evaluation.settings import DEFAULT
-from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
+from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.studies.paper_tables import average_retention
 
 NAME = "benchmarks"
 Score = Mapping[str, Any]
 
 
-class Row(NamedTuple):
+class MethodScores(NamedTuple):
     """A method at one budget.
 
     Attributes:
@@ -42,7 +40,7 @@ class Row(NamedTuple):
     scores: dict[str, Score]
 
 
-class Table(NamedTuple):
+class BenchmarkTable(NamedTuple):
     """What was measured.
 
     Attributes:
@@ -53,14 +51,14 @@ class Table(NamedTuple):
 
     benchmarks: list[str]
     num_tokens: int
-    rows: list[Row]
+    rows: list[MethodScores]
 
     @property
-    def whole(self) -> Row | None:
+    def whole(self) -> MethodScores | None:
         """The row of all tokens."""
         return self.rows[0] if self.rows[0].method == ALL else None
 
-    def average(self, row: Row) -> float | None:
+    def average(self, row: MethodScores) -> float | None:
         """Average retention of a row; None unless it has every score that all tokens have."""
         bound = _headlines(self.whole) if self.whole else {}
         mine = _headlines(row)
@@ -69,13 +67,13 @@ class Table(NamedTuple):
         return average_retention([mine[name] for name in bound], list(bound.values()))
 
 
-def _headlines(row: Row) -> dict[str, float]:
+def _headlines(row: MethodScores) -> dict[str, float]:
     """The scores of a row, where there are any."""
     found = {name: score["headline"] for name, score in row.scores.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def make_table(runs: Mapping[str, Sequence[Score]]) -> Table:
+def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     """Merges the scores of runs.
 
     Rows of the same name that differ are told apart by their runs' names. Where one run has not
@@ -107,9 +105,9 @@ def make_table(runs: Mapping[str, Sequence[Score]]) -> Table:
             row[score["benchmark"]] = score
     asked = {score["benchmark"] for _, score in every}
     order = sorted(rows, key=_place)
-    return Table(
+    return BenchmarkTable(
         [name for name in BENCHMARKS if name in asked], every[0][1]["num_tokens"],
-        [Row(*key, rows[key]) for key in order],
+        [MethodScores(*key, rows[key]) for key in order],
     )  # fmt: skip
 
 
@@ -158,7 +156,7 @@ def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
     return clashes
 
 
-def markdown(table: Table) -> str:
+def as_markdown(table: BenchmarkTable) -> str:
     """The table in the form of the paper's, then K and time, and what a reader must know.
 
     Args:
@@ -186,7 +184,7 @@ def markdown(table: Table) -> str:
     return "\n".join([*parts, *_notes(table)])
 
 
-def _tokens(table: Table, row: Row) -> str:
+def _tokens(table: BenchmarkTable, row: MethodScores) -> str:
     """The block of a row."""
     if row.budget is None:
         return "own stop"
@@ -196,7 +194,7 @@ def _tokens(table: Table, row: Row) -> str:
 def _score_cell(score: Score) -> str:
     if score["headline"] is None:
         return "-"
-    return f"{score['headline']:.{0 if score['benchmark'] == 'mme' else 1}f}"
+    return f"{score['headline']:.{BENCHMARKS[score['benchmark']].decimals}f}"
 
 
 def _k_cell(score: Score) -> str:
@@ -207,7 +205,7 @@ def _ms_cell(score: Score) -> str:
     return "-" if score["ms"] is None else f"{score['ms']:.1f}"
 
 
-def _notes(table: Table) -> list[str]:
+def _notes(table: BenchmarkTable) -> list[str]:
     """What is odd, each said once with the rows that it is true of."""
     found: dict[str, list[str]] = {}
     for row in table.rows:
@@ -228,7 +226,7 @@ def _notes(table: Table) -> list[str]:
     return ["## Notes\n\n" + "".join(lines)] if lines else []
 
 
-def as_objects(table: Table) -> list[dict[str, Any]]:
+def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
     """One object a row: method, mode, tokens, average (unrounded), and four figures a benchmark."""
     rows = []
     for row in table.rows:
@@ -242,7 +240,7 @@ def as_objects(table: Table) -> list[dict[str, Any]]:
     return rows
 
 
-def write_table(folder: Path, table: Table) -> None:
+def write_table(folder: Path, table: BenchmarkTable) -> None:
     """Writes benchmarks.{md,json,csv}.
 
     Args:
@@ -253,7 +251,7 @@ def write_table(folder: Path, table: Table) -> None:
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    (folder / f"{NAME}.md").write_text(markdown(table), encoding="utf-8")
+    (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
     (folder / f"{NAME}.csv").write_text(out.getvalue(), encoding="utf-8")
     write_json(folder / f"{NAME}.json", rows)
 
@@ -266,12 +264,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         names = [str(Path(run)) for run in arguments.runs]
-        table = make_table({name: read_scores(name) for name in names})
+        table = merge_scores({name: read_scores(name) for name in names})
         if arguments.out is not None:
             write_table(Path(arguments.out), table)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(markdown(table), end="")
+    print(as_markdown(table), end="")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""From a loaded model, prompts and pictures to answers; `python -m` of it is the command.
+"""From a loaded model, prompts and images to answers.
 
-The pieces compose: `read_request` (host), `prepare` (tower, pruning, assembly), `start`, `advance`
-and `decode` (the language model), `sample`. `generate` and `stream` do all of it.
+`generate` and `stream` do all of it; `pipeline` has the pieces and answers whole sets of prompts.
 """
 
-from stepprune_jax.inference.answer import Answer, generate, stream
-from stepprune_jax.inference.decoding import Decoding, Settings, advance, decode, row_keys, start
-from stepprune_jax.inference.prefix import Prefix, policy_selector, prepare
+from stepprune_jax.inference.answer import Answer, Options, generate, stream, trace_arrays
+from stepprune_jax.inference.decoding import Decoding, Sampling, Trace, advance, decode, row_keys
+from stepprune_jax.inference.pipeline import Prompts, RunOptions, Vision, answer_all, rank_all
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import nucleus, sample
 from stepprune_jax.inference.text import TextStream, answer_text
@@ -14,20 +13,24 @@ from stepprune_jax.inference.text import TextStream, answer_text
 __all__ = [
     "Answer",
     "Decoding",
-    "Prefix",
+    "Options",
+    "Prompts",
     "Request",
-    "Settings",
+    "RunOptions",
+    "Sampling",
     "TextStream",
+    "Trace",
+    "Vision",
     "advance",
+    "answer_all",
     "answer_text",
     "decode",
     "generate",
     "nucleus",
-    "policy_selector",
-    "prepare",
+    "rank_all",
     "read_request",
     "row_keys",
     "sample",
-    "start",
     "stream",
+    "trace_arrays",
 ]

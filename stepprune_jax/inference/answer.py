@@ -1,7 +1,7 @@
-"""`generate` and `stream`: answers to questions about pictures."""
+"""`generate` and `stream`: answers to questions about images."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,23 +9,18 @@ import numpy as np
 from jaxtyping import Array
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.inference import decoding
-from stepprune_jax.inference.prefix import (
-    Prefix,
-    SelectFn,
-    check_budget,
-    check_positions,
-    policy_selector,
-    prepare,
-)
-from stepprune_jax.inference.request import Picture, Prompt, Request, read_request
+from stepprune_jax.checkpoints.policy import Policy, check_fits
+from stepprune_jax.inference import decoding, pipeline
+from stepprune_jax.inference.buckets import ladder, row_bucket
+from stepprune_jax.inference.pipeline import Begun, Prompts, RunOptions
+from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.layers import check_attention
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
-from stepprune_jax.parallel.placement import mesh_of
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, pad_batch
+from stepprune_jax.models.vlm import check_positions
+from stepprune_jax.parallel.placement import fetch, mesh_of
+from stepprune_jax.pruning import Budget, Method, Pruner, make_method
 
 
 class Answer(NamedTuple):
@@ -37,8 +32,8 @@ class Answer(NamedTuple):
         text: special tokens dropped, stripped of white space at both ends.
         token_ids: all ids generated, the stop id included.
         visual_tokens: of the prompt's images before pruning.
-        kept: of these, how many the language model saw.
-        ttft_ms: milliseconds from the call to the first token of the batch: pictures to pixels,
+        kept: of these, how many are left for the language model, behind its last cut.
+        ttft_ms: milliseconds from the call to the first token of the batch: images to pixels,
             tower, selection, projector, prefill.
         tokens_per_s: decode steps per second after the first token; a batch makes one token per
             row in each. 0 if there was no further step.
@@ -53,12 +48,35 @@ class Answer(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to answer; the fields are described at `generate`."""
+    """How to answer; all of them keyword arguments of `generate` and `stream`.
 
+    Attributes:
+        pruner: what keeps visual tokens: a name of `PRUNERS`, a `Pruner` of your own, or a
+            `Method`; by default that of the policy, or none.
+        budget: tokens to keep of each image: a count, a `Budget`, or text as `Budget.parse` takes
+            it; None lets a policy stop by itself.
+        policy: what a trained pruner has learned.
+        stop_bias: added to the policy's stop logits, in place of its own bias.
+        pruner_options: fields of the named pruner.
+        positions: position ids of kept tokens: "original" or "compact".
+        max_tokens: longest answer.
+        temperature: 0 for greedy.
+        top_p: probability mass to sample from.
+        seed: an integer or a PRNG key. The same seed gives the same answer.
+        stop_ids: ids that end an answer; by default those of the configuration.
+        context_limit: longest prompt after expansion, with the counts that were kept; longer ones
+            are cut at the right end, with a warning.
+        attention: "matmul", "xla" or "cudnn".
+        warm_up: runs a batch of new shapes once before the one that is timed, so that times hold
+            no compilation.
+        trace: called with the `Begun` batch once the first tokens are known.
+    """
+
+    pruner: str | Pruner | Method | None = None
+    budget: int | str | Budget | None = None
     policy: Policy | None = None
-    budget: int | None = None
     stop_bias: float | int | None = None
-    select_fn: SelectFn | None = None
+    pruner_options: Mapping[str, Any] | None = None
     positions: str = "original"
     max_tokens: int = 128
     temperature: float | int = 0.0
@@ -68,6 +86,7 @@ class Options(NamedTuple):
     context_limit: int = CONTEXT_LIMIT
     attention: str = "matmul"
     warm_up: bool = True
+    trace: Callable[[Begun], None] | None = None
 
 
 class _Event(NamedTuple):
@@ -81,9 +100,8 @@ class _Event(NamedTuple):
 class _Begun(NamedTuple):
     """A batch after its first token."""
 
-    prefix: Prefix
-    state: decoding.Decoding
-    settings: decoding.Settings
+    batch: Begun
+    sampling: decoding.Sampling
     ttft_ms: float
 
 
@@ -94,68 +112,36 @@ _WARM: set[Any] = set()
 def generate(
     model: VLM,
     prompts: Sequence[Prompt],
-    images: Sequence[Sequence[Picture] | Picture | None] | None = None,
+    images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
     *,
-    policy: Policy | None = None,
-    budget: int | None = None,
-    stop_bias: float | int | None = None,
-    select_fn: SelectFn | None = None,
-    positions: str = "original",
-    max_tokens: int = 128,
-    temperature: float | int = 0.0,
-    top_p: float | int = 1.0,
-    seed: int | Array = 0,
-    stop_ids: Sequence[int] | None = None,
-    context_limit: int = CONTEXT_LIMIT,
     on_token: Callable[[int, int, str], None] | None = None,
-    attention: str = "matmul",
-    warm_up: bool = True,
+    **options: Any,
 ) -> list[Answer]:
-    """Answers a batch of prompts, with or without pictures, with or without pruning.
+    """Answers a batch of prompts, with or without images, with or without pruning.
 
     A row's answer does not depend on the rest of the batch. Programs are compiled once per bucket
     of shapes; temperature, top_p and stop ids may change freely.
 
     Args:
         model: from `load_vlm`, on one device or sharded over a mesh.
-        prompts: the user's words: a question each, or the turns of a conversation (user first) that
-            ends with a question. The template is added here.
-        images: for each prompt its pictures (paths or Pillow images), or None.
-        policy: prunes each image for its prompt's words.
-        budget: exact number of tokens that the policy keeps of each image; None lets it stop by
-            itself.
-        stop_bias: added to the policy's stop logits, in place of its own bias.
-        select_fn: another way to prune, `(features [i, n, d], text [i, l, e], text_mask [i, l]) ->
-            Pruned`, in place of `policy`; rows are pairs of image and prompt.
-        positions: position ids of kept tokens: "original" or "compact".
-        max_tokens: longest answer.
-        temperature: 0 for greedy.
-        top_p: probability mass to sample from.
-        seed: an integer or a PRNG key. The same seed gives the same answer.
-        stop_ids: ids that end an answer; by default those of the configuration.
-        context_limit: longest prompt after expansion, with the counts that were kept; longer ones
-            are cut at the right end, with a warning.
+        prompts: the user's words: a question each, or the turns of a conversation that ends with a
+            question. The template is added here.
+        images: for each prompt its images (paths or Pillow images), or None.
         on_token: called with (row, id, text) at each token as it comes; the texts of a row
             concatenate to its answer.
-        attention: "matmul", "xla" or "cudnn".
-        warm_up: runs a batch of new shapes once before the one that is timed, so that times hold
-            no compilation.
+        **options: fields of `Options`.
 
     Returns:
         An `Answer` per prompt.
 
     Raises:
-        FileNotFoundError: a picture is missing.
-        TypeError: a prompt of a wrong type.
-        ValueError: bad prompts, pictures or settings; the message names them.
+        FileNotFoundError: an image is missing.
+        TypeError: a prompt of a wrong type, or an unknown option.
+        ValueError: bad prompts, images or options; the message names them.
     """
-    options = Options(
-        policy, budget, stop_bias, select_fn, positions, max_tokens, temperature, top_p, seed,
-        stop_ids, context_limit, attention, warm_up,
-    )  # fmt: skip
     if on_token is None:
-        return _answer_at_once(model, prompts, images, options)
-    steps = _answer_by_token(model, prompts, images, options)
+        return _answer_at_once(model, prompts, images, Options(**options))
+    steps = _answer_by_token(model, prompts, images, Options(**options))
     while True:
         try:
             event = next(steps)
@@ -167,7 +153,7 @@ def generate(
 def stream(
     model: VLM,
     prompt: Prompt,
-    images: Sequence[Picture] | Picture | None = None,
+    images: Sequence[ImageLike] | ImageLike | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Answers one prompt piece by piece.
@@ -175,8 +161,8 @@ def stream(
     Args:
         model: from `load_vlm`.
         prompt: as in `generate`.
-        images: the prompt's pictures.
-        **options: as in `generate`, but for `on_token`.
+        images: the prompt's images.
+        **options: fields of `Options`.
 
     Yields:
         Pieces of text as they become certain; together they are the text of the answer.
@@ -188,19 +174,49 @@ def stream(
     return answers[0]
 
 
-def check_options(config: LlavaConfig, options: Options) -> None:
-    """Refuses settings that mean nothing, before any work.
+def method_of(config: Any, options: Options) -> Method:
+    """Makes the method that options ask for, after checking that it fits the model.
 
     Args:
         config: the model's configuration.
-        options: the settings.
+        options: the options.
+
+    Raises:
+        ValueError: an unknown pruner, a budget that it cannot keep, a policy of another model.
+    """
+    if isinstance(options.pruner, Method):
+        method = options.pruner
+    elif isinstance(options.pruner, Pruner):
+        method = Method(options.pruner)
+    else:
+        method = make_method(
+            options.pruner,
+            options.budget,
+            policy=options.policy,
+            stop_bias=options.stop_bias,
+            options=options.pruner_options,
+        )
+    if options.policy is not None:
+        check_fits(options.policy, config)
+    method.pruner.check(config, config.max_image_tokens)
+    return method
+
+
+def check_options(config: Any, options: Options) -> Method:
+    """Refuses options that mean nothing, before any work.
+
+    Args:
+        config: the model's configuration.
+        options: the options.
+
+    Returns:
+        The method to prune by.
 
     Raises:
         ValueError: which one, and what was expected.
     """
     check_sampling(options.temperature, options.top_p)
     check_positions(options.positions)
-    check_budget(options.policy, config, options.budget)
     check_attention(options.attention)
     if options.attention == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
@@ -208,80 +224,91 @@ def check_options(config: LlavaConfig, options: Options) -> None:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
     if options.context_limit < 1:
         raise ValueError(f"context_limit is {options.context_limit}, expected at least 1")
-    if options.policy is not None and options.select_fn is not None:
-        raise ValueError("policy and select_fn are both given, expected one")
-    if options.stop_bias is not None and options.policy is None:
-        raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
+    return method_of(config, options)
+
+
+def make_prompts(request: Request) -> Prompts:
+    """Pads a request's ids to buckets, and lists its images."""
+    ids, words = (_padded(rows) for rows in (request.ids, request.question_ids))
+    b, j = len(request.ids), row_bucket(max(map(len, request.image_of)))
+    image_of = np.full((b, j), -1, np.int32)
+    for row, numbers in enumerate(request.image_of):
+        image_of[row, : len(numbers)] = numbers
+    return Prompts(*ids, *words, image_of, np.arange(b, dtype=np.int32))
+
+
+def _padded(rows: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded ids and lengths; the width is a bucket."""
+    longest = max(map(len, rows))
+    sizes = ladder(max(longest, 1 << 16), 16)
+    return pad_batch(rows, multiple=next(size for size in sizes if size >= longest))
+
+
+def _pixels(request: Request) -> np.ndarray | None:
+    """The pixels of the request's images, padded to a bucket."""
+    pixels, b = request.pixels, len(request.ids)
+    if pixels is None:
+        return None
+    padding = row_bucket(len(pixels), range(b, len(pixels) + b, b)) - len(pixels)
+    return np.concatenate([pixels, np.repeat(pixels[:1], padding, axis=0)])
 
 
 def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
     """Everything up to the first token, timed when all its programs are compiled."""
-    check_options(model.config, options)
+    method = check_options(model.config, options)
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer: load it with load_vlm")
     begin = time.perf_counter()
     request = read_request(model.tokenizer, model.image_settings, model.config, prompts, images)
+    rows, pixels = make_prompts(request), _pixels(request)
     on_host = time.perf_counter() - begin
-    selector = options.select_fn
-    if options.policy is not None:
-        selector = policy_selector(model, options.policy, options.budget, options.stop_bias)
+    method = pipeline.place_method(model, method)
     key = jax.random.key(options.seed) if isinstance(options.seed, int) else options.seed
     stops = model.config.eos_token_ids if options.stop_ids is None else options.stop_ids
-    settings = decoding.Settings(
+    sampling = decoding.Sampling(
         np.float32(options.temperature), np.float32(options.top_p), np.array(stops, np.int32)
     )
     keys = decoding.row_keys(key, len(request.ids))
+    run_options = RunOptions(options.positions, options.attention, options.context_limit)
 
     def run() -> _Begun:
-        begin = time.perf_counter()
-        prefix, state = _first_token(model, request, selector, keys, settings, options)
-        taken = on_host + time.perf_counter() - begin
-        return _Begun(prefix, state, settings, 1000 * taken)
+        begin, vision = time.perf_counter(), None
+        if pixels is not None:
+            taps = method.pruner.taps(model.config)
+            vision = pipeline.encode(model, pixels, taps, options.attention)
+        batch = pipeline.begin(
+            model, method, rows, vision, sampling, keys, options.max_tokens, run_options
+        )
+        jax.block_until_ready(batch.state)
+        return _Begun(batch, sampling, 1000 * (on_host + time.perf_counter() - begin))
 
     begun = run()
     signature = (
         model.config, mesh_of(model.params), jax.tree.leaves(model.params)[0].dtype,
-        begun.prefix.shapes, options.max_tokens, settings.stop_ids.shape,
-        options.policy and options.policy.config, options.budget is None, id(options.select_fn),
+        None if pixels is None else pixels.shape, begun.batch.shapes, options.max_tokens,
+        sampling.stop_ids.shape, run_options, method.pruner.program(),
     )  # fmt: skip
     if options.warm_up and signature not in _WARM:
         if options.max_tokens > 1:
             jax.block_until_ready(_continue(model, begun, 0).token)
         begun = run()
     _WARM.add(signature)
+    if options.trace is not None:
+        options.trace(begun.batch)
     return begun
 
 
-def _first_token(
-    model: VLM, request: Request, selector: SelectFn | None, keys: Array, settings: Any,
-    options: Options,
-) -> tuple[Prefix, decoding.Decoding]:  # fmt: skip
-    """Prefix, prefill and first token, waited for."""
-    prefix = prepare(
-        model, request, select_fn=selector, positions=options.positions,
-        context_limit=options.context_limit, attention=options.attention,
-    )  # fmt: skip
-    state = decoding.run_start(
-        model.params, model.config, prefix.sequence, keys, settings,
-        max_tokens=options.max_tokens, attention=options.attention, mesh=mesh_of(model.params),
-    )  # fmt: skip
-    return prefix, jax.block_until_ready(state)
-
-
 def _continue(model: VLM, begun: _Begun, limit: int) -> decoding.Decoding:
-    """All steps up to a limit; consumes the state. One step at a time is the same program."""
-    return decoding.run_decode(
-        model.params, model.config, begun.state, begun.settings, np.int32(limit),
-        mesh=mesh_of(model.params),
-    )  # fmt: skip
+    """All steps up to a limit; consumes the state."""
+    return pipeline.finish(model, begun.batch.state, begun.sampling, limit)
 
 
 def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
     """Puts answers together."""
-    prefix, answers = begun.prefix, []
-    for ids, visual, kept in zip(rows, prefix.visual_tokens, prefix.kept, strict=True):
+    answers, counts = [], zip(begun.batch.visual_tokens, begun.batch.kept, strict=True)
+    for ids, (visual, kept) in zip(rows, counts, strict=True):
         text, ids = answer_text(model.tokenizer, ids), tuple(map(int, ids))
-        answers.append(Answer(text, ids, visual, kept, begun.ttft_ms, rate))
+        answers.append(Answer(text, ids, int(visual), int(kept), begun.ttft_ms, rate))
     return answers
 
 
@@ -312,8 +339,8 @@ def _answer_by_token(
     rows: list[list[int]] = [[] for _ in prompts]
     texts = [TextStream(model.tokenizer) for _ in prompts]
     seconds, step = 0.0, 1
-    before = np.zeros(len(rows), bool)
-    token, finished = jax.device_get((begun.state.token, begun.state.finished))
+    before, state = np.zeros(len(rows), bool), begun.batch.state
+    token, finished = jax.device_get((state.token, state.finished))
     while True:
         last = step == options.max_tokens
         for row in np.flatnonzero(~before).tolist():
@@ -325,8 +352,8 @@ def _answer_by_token(
         if last or finished.all():
             return _answers(model, begun, rows, _rate(step - 1, seconds))
         begin, before = time.perf_counter(), finished
-        begun = begun._replace(state=_continue(model, begun, step + 1))
-        token, finished = jax.device_get((begun.state.token, begun.state.finished))
+        state = pipeline.finish(model, state, begun.sampling, step + 1)
+        token, finished = jax.device_get((state.token, state.finished))
         seconds, step = seconds + time.perf_counter() - begin, step + 1
 
 
@@ -341,3 +368,29 @@ def _pieces(
             return end.value
         if event.piece:
             yield event.piece
+
+
+def trace_arrays(begun: Begun, row: int = 0) -> dict[str, np.ndarray]:
+    """What was done to the visual tokens of a prompt.
+
+    Args:
+        begun: the batch.
+        row: the prompt.
+
+    Returns:
+        For each stage s of the language model `kept_s` [k] int32, the index in its image of every
+        visual token there is, -1 for merged and added ones; `image_s` [k] int32, which image it
+        belongs to; `slot_s` [k] int32, where in the row it stands; `position_s` int32, the position
+        ids of all tokens of the row, text too, [length], or [p, length] where a token has several;
+        and `logits` [v] float32 at the prompt's last place.
+    """
+    trace = fetch(begun.trace)
+    arrays = {"logits": np.asarray(trace.logits[row], np.float32)}
+    for number, stage in enumerate(trace.stages):
+        visual = stage.image[row] >= 0
+        arrays[f"kept_{number}"] = stage.index[row][visual]
+        arrays[f"image_{number}"] = stage.image[row][visual]
+        arrays[f"slot_{number}"] = np.flatnonzero(visual).astype(np.int32)
+        position = stage.position[row][:, : stage.length[row]]
+        arrays[f"position_{number}"] = position[0] if len(position) == 1 else position
+    return arrays

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.inference.sampling import sample
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.pruning import LayerCut, Pruner
 
 
-class Settings(NamedTuple):
-    """What may change from call to call without a compilation.
+class Sampling(NamedTuple):
+    """How tokens are drawn: what may change from call to call without a compilation.
 
     Attributes:
         temperature: 0 for greedy.
@@ -54,21 +54,59 @@ class Decoding(NamedTuple):
     tokens: Int[Array, "b max_tokens"]
 
 
+class Stages(NamedTuple):
+    """Stages of the language model between which visual tokens are dropped; static.
+
+    Attributes:
+        pruner: who drops; None without cuts.
+        cuts: the places.
+        slots: static length of the rows behind each cut.
+    """
+
+    pruner: Pruner | None = None
+    cuts: tuple[LayerCut, ...] = ()
+    slots: tuple[int, ...] = ()
+
+
+ONE_STAGE = Stages()
+
+
+class Places(NamedTuple):
+    """Which tokens stand in the rows of a stage; the fields are those of `vlm.Sequence`."""
+
+    image: Int[Array, "b s"]
+    index: Int[Array, "b s"]
+    position: Int[Array, "b p s"]
+    length: Int[Array, "b"]
+
+
+class Trace(NamedTuple):
+    """What a prefill did.
+
+    Attributes:
+        logits: [b, v] float32 at each prompt's last place.
+        stages: the rows that enter the language model, then those behind each cut.
+    """
+
+    logits: Float[Array, "b v"]
+    stages: tuple[Places, ...]
+
+
 def row_keys(key: Array, rows: int) -> Array:
     """A PRNG key per row; that of a row does not depend on how many there are."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
-def _record(state: Decoding, logits: Array, settings: Settings) -> Decoding:
+def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     """Draws every row's next token and notes it, unless the row is finished."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
     draw = jax.vmap(sample, in_axes=(0, 0, None, None))
-    token = draw(keys, logits, settings.temperature, settings.top_p)
+    token = draw(keys, logits, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
     noted = jnp.where(state.finished, -1, token)
     return state._replace(
         token=token,
-        finished=state.finished | jnp.isin(token, jnp.asarray(settings.stop_ids)),
+        finished=state.finished | jnp.isin(token, jnp.asarray(sampling.stop_ids)),
         count=state.count + ~state.finished,
         step=state.step + 1,
         tokens=jax.lax.dynamic_update_slice(state.tokens, noted[:, None], (0, state.step)),
@@ -77,14 +115,17 @@ def _record(state: Decoding, logits: Array, settings: Settings) -> Decoding:
 
 def start(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     sequence: vlm.Sequence,
     keys: Array,
-    settings: Settings,
+    sampling: Sampling,
+    pruning: tuple[Any, ...] = (),
+    *,
+    stages: Stages = ONE_STAGE,
     max_tokens: int,
     attention: str = "matmul",
     mesh: Mesh | None = None,
-) -> Decoding:
+) -> tuple[Decoding, Trace]:
     """Runs the prefill and draws the first tokens.
 
     Args:
@@ -92,30 +133,54 @@ def start(
         config: the model's shape.
         sequence: from `vlm.assemble`.
         keys: [b] from `row_keys`.
-        settings: sampling and stop ids.
+        sampling: how tokens are drawn.
+        pruning: with cuts, what the pruner has learned, and [b, j] tokens of each image that stay
+            behind each of them.
+        stages: cuts between layers.
         max_tokens: longest answer.
         attention: "matmul", "xla" or "cudnn".
         mesh: of the weights, to lay the cache out on.
 
     Returns:
-        The state after the first token.
+        The state after the first token, and what the prefill did.
     """
-    b = sequence.hidden.shape[0]
+    b, drop = sequence.hidden.shape[0], None
+    cuts = [
+        vlm.Cut(cut.layer, slots, cut.taps, cut.rows)
+        for cut, slots in zip(stages.cuts, stages.slots, strict=True)
+    ]
+    if cuts:
+        learned, counts = pruning
+
+        def drop(number, rows, taps):
+            cut = stages.cuts[number]
+            return stages.pruner.drop(learned, cut, rows, taps, counts[number])
+
     # The last token is never read, so it needs no slot.
-    result = vlm.prefill(params, config, sequence, max_tokens - 1, attention=attention)
+    result = vlm.prefill(
+        params, config, sequence, max_tokens - 1, attention=attention, cuts=cuts, drop_fn=drop
+    )
     zeros = jnp.zeros(b, jnp.int32)
     state = Decoding(
-        result.cache, zeros, zeros > 0, zeros, keys, jnp.int32(0),
-        jnp.full((b, max_tokens), -1, jnp.int32),
-    )  # fmt: skip
-    return constrain_rows(mesh, _record(state, result.logits, settings))
+        cache=result.cache,
+        token=zeros,
+        finished=zeros > 0,
+        count=zeros,
+        key=keys,
+        step=jnp.int32(0),
+        tokens=jnp.full((b, max_tokens), -1, jnp.int32),
+    )
+    rows = (sequence, *result.cuts)
+    trace = Trace(result.logits, tuple(Places(*(getattr(row, name) for name in Places._fields))
+                                       for row in rows))  # fmt: skip
+    return constrain_rows(mesh, (_record(state, result.logits, sampling), trace))
 
 
 def advance(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     state: Decoding,
-    settings: Settings,
+    sampling: Sampling,
     mesh: Mesh | None = None,
 ) -> Decoding:
     """Reads the last tokens and draws the next ones.
@@ -124,21 +189,21 @@ def advance(
         params: the model's weights.
         config: the model's shape.
         state: before; donate it under jit.
-        settings: sampling and stop ids.
+        sampling: how tokens are drawn.
         mesh: of the weights.
 
     Returns:
         The state after the step.
     """
     logits, cache = vlm.decode_step(params, config, state.token, state.cache)
-    return constrain_rows(mesh, _record(state._replace(cache=cache), logits, settings))
+    return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
 
 def decode(
     params: dict[str, Any],
-    config: LlavaConfig,
+    config: Any,
     state: Decoding,
-    settings: Settings,
+    sampling: Sampling,
     limit: ArrayLike,
     mesh: Mesh | None = None,
 ) -> Decoding:
@@ -148,7 +213,7 @@ def decode(
         params: the model's weights.
         config: the model's shape.
         state: before; donate it under jit.
-        settings: sampling and stop ids.
+        sampling: how tokens are drawn.
         limit: most tokens per row, at most the `max_tokens` of the state.
         mesh: of the weights.
 
@@ -160,10 +225,10 @@ def decode(
         return (state.step < limit) & ~jnp.all(state.finished)
 
     def body(state):
-        return advance(params, config, state, settings, mesh)
+        return advance(params, config, state, sampling, mesh)
 
     return jax.lax.while_loop(going, body, state)
 
 
-run_start = jit_for_weights(start, ("config", "max_tokens", "attention", "mesh"))
+run_start = jit_for_weights(start, ("config", "stages", "max_tokens", "attention", "mesh"))
 run_decode = jit_for_weights(decode, ("config", "mesh"), ("state",))

@@ -17,7 +17,7 @@ from stepprune_jax.models.llava.prompts import (
     vicuna_v1,
 )
 
-Picture = str | Path | Image.Image
+ImageLike = str | Path | Image.Image
 # A question, or a conversation: user first, then alternating.
 Prompt = str | Sequence[str]
 
@@ -43,7 +43,7 @@ def read_request(
     image_settings: ImageSettings | None,
     config: LlavaConfig,
     prompts: Sequence[Prompt],
-    images: Sequence[Sequence[Picture] | Picture | None] | None = None,
+    images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
 ) -> Request:
     """Checks and prepares prompts and pictures, without touching the model's weights.
 
@@ -76,7 +76,7 @@ def read_request(
     pictures: list[Image.Image] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        row = _as_pictures(row)
+        row = _as_images(row)
         try:
             turns = _turns(prompt, len(row))
             ids.append(tuple(tokenize_with_images(tokenizer, vicuna_v1(turns), len(row))))
@@ -106,7 +106,7 @@ def read_request(
     return Request(tuple(ids), tuple(questions), pixels, tuple(image_of))
 
 
-def _as_pictures(row: Sequence[Picture] | Picture | None) -> list[Picture]:
+def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     """The pictures of one prompt as a list."""
     if row is None:
         return []

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.benchmarks.questions import Asked
-from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
@@ -18,10 +17,9 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.answers import Answering, Selection, answer, cut_prompts
 from stepprune_jax.evaluation.generate_stage import CHUNK, WIDTHS
 from stepprune_jax.evaluation.methods import Method, make_row, random_orders
+from stepprune_jax.evaluation.names import ALL, CLS, GRID, RANDOM
 from stepprune_jax.evaluation.orders import trained_order
-from stepprune_jax.evaluation.rows import CLS, GRID, RANDOM
 from stepprune_jax.evaluation.split import Encoded, encode_split
-from stepprune_jax.evaluation.tables import ALL
 from stepprune_jax.inference.answer import Options, check_options
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -116,7 +114,7 @@ def load_answerer(
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected an integer from 1")
-    source = folders.inspect_folder(pretrained, vision_folder)
+    source = report_folder.inspect_folder(pretrained, vision_folder)
     n = source.config.num_image_tokens
     chosen = None if policy is None else load_policy(policy)
     if chosen is not None:
@@ -178,17 +176,19 @@ def answer_all(
     return texts
 
 
-def _asked(number: int, wanted: Wanted) -> Asked:
+def _asked(number: int, wanted: Wanted) -> BenchmarkQuestion:
     """A question as the benchmarks have them; equal pictures go through the tower once."""
     image = None
     if wanted.image is not None:
         out = io.BytesIO()
         open_image(wanted.image).save(out, "PNG", compress_level=1)
         image = out.getvalue()
-    return Asked(number, wanted.text, wanted.text, image)
+    return BenchmarkQuestion(number, wanted.text, wanted.text, image)
 
 
-def _answer_chunk(answerer: Answerer, asked: Sequence[Asked], longest: int) -> list[str]:
+def _answer_chunk(
+    answerer: Answerer, asked: Sequence[BenchmarkQuestion], longest: int
+) -> list[str]:
     """Answers questions that share a pass through the tower."""
     model, method = answerer.model, answerer.method
     n, numbers = model.config.num_image_tokens, [question.question_id for question in asked]

@@ -56,7 +56,7 @@ def mesh_of(params: Any) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def beside(params: Any, tree: Any) -> Any:
+def replicate_like(params: Any, tree: Any) -> Any:
     """Copies arrays to where the weights are, whole to each device; no copy if they are there."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):

@@ -1,19 +1,44 @@
-"""Other ways to choose tokens: a one-shot learned scorer and training-free orders."""
+"""Ways to prune visual tokens behind one interface; `PRUNERS` names them all."""
 
-from stepprune_jax.pruning.autoselect import AutoSelectConfig
-from stepprune_jax.pruning.heuristics import (
-    cls_order,
-    cls_tap,
-    grid_indices,
-    grid_order,
-    random_order,
+from stepprune_jax.pruning.all_tokens import AllTokens
+from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig
+from stepprune_jax.pruning.base import (
+    Budget,
+    Kept,
+    LayerCut,
+    Pruner,
+    Ranker,
+    Ranking,
+    Trained,
+    View,
 )
+from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
+    "PRUNERS",
+    "AllTokens",
+    "AutoSelect",
     "AutoSelectConfig",
-    "cls_order",
-    "cls_tap",
-    "grid_indices",
-    "grid_order",
-    "random_order",
+    "Budget",
+    "Cls",
+    "FastV",
+    "Grid",
+    "Kept",
+    "LayerCut",
+    "Method",
+    "Pruner",
+    "Random",
+    "Ranker",
+    "Ranking",
+    "StepPrune",
+    "Trained",
+    "View",
+    "VisionZip",
+    "make_method",
 ]

@@ -7,10 +7,9 @@ budgets, so that what differs is how the order is made.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import FeatureStats, ParamSpec, Picks, PolicyConfig, Pruned
+from stepprune_jax.policy import FeatureStats, ParamSpec, PolicyConfig
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
+from stepprune_jax.pruning.base import EXACT, Ranker, Ranking, Trained, View
 
 Params = dict[str, Any]
 
@@ -266,31 +266,27 @@ def order(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "budget"))
-def prune(
-    params: Params,
-    config: AutoSelectConfig,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
-    *,
-    budget: int,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
-    stats: FeatureStats | None = None,
-) -> Pruned:
-    """Keeps the `budget` best tokens of each image, in raster order: the inference pathway.
+@dataclasses.dataclass(frozen=True)
+class AutoSelect(Ranker):
+    """Keeps the tokens that a trained one-shot scorer likes best.
 
-    Args:
-      params: Weights.
-      config: Configuration.
-      image: Image tokens X.
-      text: Word embeddings of the question.
-      budget: Tokens to keep of each image.
-      text_mask: True at real text tokens.
-      stats: The statistics the scorer was trained with.
+    Attributes:
+      config: Of the scorer.
     """
-    image = jnp.asarray(image)
-    b, n = image.shape[:2]
-    found = scores(params, config, image, text, text_mask=text_mask, stats=stats)
-    best = order(found)[:, :budget]
-    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], best].set(True)
-    return policy.gather(Picks(best, jnp.full(b, budget, jnp.int32), kept), image, budget)
+
+    config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)
+
+    name = "autoselect"
+    label = "AutoSelect-like"
+    budgets: ClassVar[tuple[str, ...]] = EXACT
+    reads_text: ClassVar[bool] = True
+    config_type: ClassVar[type | None] = AutoSelectConfig
+
+    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+        """Orders the tokens by score."""
+        text = (view.text, view.text_valid) if self.config.text_width else (None, None)
+        found = scores(
+            params.weights, self.config, view.tokens, text[0],
+            image_mask=view.valid, text_mask=text[1], stats=params.stats,
+        )  # fmt: skip
+        return Ranking(order(found)[:, :steps])

@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from stepprune_jax.benchmarks.answer_files import FOLDER as ANSWERS
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.source import TRAIN_FILE
-from stepprune_jax.evaluation import folder as folders
 from stepprune_jax.evaluation import measure
+from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import accuracy_table, markdown_table
 from stepprune_jax.evaluation.evaluate import calibration_split
-from stepprune_jax.evaluation.records import Records, digest, write_json
+from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.settings import (
     POLICY_FILE,
     Settings,
@@ -36,10 +38,9 @@ from stepprune_jax.evaluation.settings import (
 )
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
-from stepprune_jax.evaluation.tables import make_table, markdown
-from stepprune_jax.studies.configs import ROWS, RowConfig, load_config, row_configs
 from stepprune_jax.studies.processes import Job, run_jobs
 from stepprune_jax.studies.spread import differences, summarise
+from stepprune_jax.studies.variants import ROWS, RowConfig, load_config, row_configs
 from stepprune_jax.training import train
 from stepprune_jax.training.checkpoints import claim
 
@@ -211,7 +212,7 @@ def evaluate_runs(
     Returns:
         What report/seeds.json holds.
     """
-    report = folders.open_folder(workdir / "report")
+    report = report_folder.open_folder(workdir / "report")
     test = read_split(places["test"], "test")
     marks = [_mark(run, test, settings) for run in runs]
     first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
@@ -230,7 +231,7 @@ def evaluate_runs(
         "differences": differences(tables),
     }
     write_json(report / "seeds.json", result)
-    parts = [markdown(part) for part in (result["rows"], result["differences"]) if part]
+    parts = [markdown_table(part) for part in (result["rows"], result["differences"]) if part]
     (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
     print("\n".join(parts), end="")
     return result
@@ -259,7 +260,7 @@ def _evaluate_missing(
         policy = policies[run.folder]
         rows = measure.trained_rows(bench, {run.method: policy})[run.method]
         own = bench._replace(files=files._replace(folder=run.folder / ANSWERS))
-        table = make_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
+        table = accuracy_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
         _save(run.folder / RESULTS, mark, table)
 
 
@@ -270,7 +271,7 @@ def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Record
         rows = rows[:1]
     records = measure.answer_rows(bench, rows)
     if len(rows) > 1:
-        _save(path, mark, make_table(records, seed))
+        _save(path, mark, accuracy_table(records, seed))
     return records[0]
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.names import DEFAULT
 
 Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")

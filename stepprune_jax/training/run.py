@@ -16,7 +16,7 @@ from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_polic
 from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.split import Split
 from stepprune_jax.parallel import distributed
-from stepprune_jax.parallel.placement import beside, local_rows, place_rows
+from stepprune_jax.parallel.placement import replicate_like, local_rows, place_rows
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, nonfinite, settings, step
 from stepprune_jax.training.batches import Batches, Stream
@@ -132,7 +132,7 @@ def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, run.setup)
     stats = FeatureStats.start(run.setup.model.vision.hidden_size)
-    fresh = beside(run.model.params, Saved(state, stats, jax.random.key_data(key)))
+    fresh = replicate_like(run.model.params, Saved(state, stats, jax.random.key_data(key)))
     if checkpoints.latest is not None:
         done, saved, about = checkpoints.restore(fresh)
         distributed.say(f"Resuming after step {done}")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from stepprune_jax.visualize.report import redraw
+from stepprune_jax.visualize.figures import redraw
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.study import (
+from stepprune_jax.visualize.excerpts import (
     ALL,
     DEFAULT,
     Study,

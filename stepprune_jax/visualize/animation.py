@@ -6,9 +6,9 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.visualize.excerpts import Study, default_record
 from stepprune_jax.visualize.overlays import choose_spread, tick_colour, wrap_pixels
 from stepprune_jax.visualize.patches import draw_panel, font, patch_box
-from stepprune_jax.visualize.study import Study, default_record
 from stepprune_jax.visualize.style import INK, SOFT
 
 _SIDE, _GAP, _HEAD, _FOOT = 288, 24, 36, 92  # pixels

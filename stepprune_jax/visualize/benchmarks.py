@@ -12,10 +12,8 @@ from PIL import Image
 from stepprune_jax.benchmarks import Benchmark
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.benchmarks.questions import Asked
-from stepprune_jax.evaluation.rows import own_stop
-from stepprune_jax.evaluation.settings import DEFAULT
-from stepprune_jax.evaluation.tables import ALL
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.counts import Curve, draw_counts
 from stepprune_jax.visualize.overlays import Example, draw_rows
@@ -26,11 +24,11 @@ _COLUMNS = 4
 def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
     """The default policy at the middle budget; adaptive, unless it does not stop by itself."""
     for mode in ("adaptive", "exact"):
-        found = [f for f in files if (f.card.method, f.card.mode) == (DEFAULT, mode)]
-        found.sort(key=lambda file: file.card.pruning_rate)
+        found = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
+        found.sort(key=lambda file: file.provenance.pruning_rate)
         if found:
             return found[len(found) // 2]
-    return next((f for f in files if f.card.method == own_stop(DEFAULT)), None)
+    return next((f for f in files if f.provenance.method == own_stop(DEFAULT)), None)
 
 
 def draw_benchmark_counts(
@@ -59,15 +57,15 @@ def draw_benchmark_counts(
     if not shown.any():
         return None
     curves = []
-    whole = next((file for file in files if file.card.method == ALL), None)
+    whole = next((file for file in files if file.provenance.method == ALL), None)
     for file, colour, marker in ((whole, style.COLOURS[ALL], "D"),
                                  (mine, style.COLOURS[DEFAULT], "o")):  # fmt: skip
         worth = None if file is None else judged(benchmark, root, file)
         if worth is not None:
-            card = file.card
+            card = file.provenance
             name = card.method if file is whole else f"{card.method}, {card.mode}"
             curves.append(Curve(f"accuracy, {name}", colour, marker, worth[shown]))
-    tokens = mine.card.num_tokens
+    tokens = mine.provenance.num_tokens
     return draw_counts(path, count[shown], tokens, curves, benchmark.title)
 
 
@@ -85,7 +83,7 @@ def draw_benchmark_overlays(
     benchmark: Benchmark,
     root: Path,
     file: AnswerFile,
-    questions: Sequence[Asked],
+    questions: Sequence[BenchmarkQuestion],
 ) -> Path | None:
     """Draws the samples of an answer file: pictures with their kept patches.
 
@@ -101,8 +99,8 @@ def draw_benchmark_overlays(
     """
     rows = read_answers(file.path)
     worth = judged(benchmark, root, file)
-    side = math.isqrt(file.card.num_tokens)  # LLaVA's pictures are square
-    first = file.card.num_tokens - side * side  # 1 where the class token is kept
+    side = math.isqrt(file.provenance.num_tokens)  # LLaVA's pictures are square
+    first = file.provenance.num_tokens - side * side  # 1 where the class token is kept
     examples = [
         _example(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
         for n, (row, question) in enumerate(zip(rows, questions, strict=True))
@@ -115,7 +113,7 @@ def draw_benchmark_overlays(
 
 
 def _example(
-    benchmark: Benchmark, row: Answer, question: Asked, first: int, right: bool | None
+    benchmark: Benchmark, row: Answer, question: BenchmarkQuestion, first: int, right: bool | None
 ) -> Example:
     """A sample as it is drawn."""
     image = question.image

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from stepprune_jax.evaluation.statistics import spearman
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.study import (
+from stepprune_jax.visualize.excerpts import (
     ALL,
     DEFAULT,
     Study,

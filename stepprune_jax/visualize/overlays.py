@@ -12,8 +12,8 @@ from PIL import Image
 
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.visualize import style
+from stepprune_jax.visualize.excerpts import Study, default_record
 from stepprune_jax.visualize.patches import draw_panel, font
-from stepprune_jax.visualize.study import Study, default_record
 
 ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
 _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels

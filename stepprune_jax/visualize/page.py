@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.evaluation.statistics import paired_difference, spearman
-from stepprune_jax.visualize.study import Study, all_tokens, default_record
+from stepprune_jax.visualize.excerpts import Study, all_tokens, default_record
 from stepprune_jax.visualize.style import DPI
 from stepprune_jax.visualize.table import html_table
 

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from stepprune_jax.visualize.accuracy import OWN_STOP
-from stepprune_jax.visualize.study import ALL, Study
+from stepprune_jax.visualize.excerpts import ALL, Study
 
 _UNKNOWN = "&ndash;"
 

@@ -9,8 +9,8 @@ from benchmark_files import write_lines
 from test_pope import layout
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.evaluation import convert as convert_command
-from stepprune_jax.evaluation import score as score_command
+from stepprune_jax.benchmarks import convert as convert_command
+from stepprune_jax.benchmarks import score as score_command
 
 # Fails at the first import of anything that computes with a model.
 _HIDE = """
@@ -38,7 +38,7 @@ def test_json_and_summary_say_the_same(tmp_path, capsys):
 
 def test_scoring_needs_no_jax(tmp_path):
     answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
-    program = _HIDE + "from stepprune_jax.evaluation import convert, score\n"
+    program = _HIDE + "from stepprune_jax.benchmarks import convert, score\n"
     program += f"score.main(['pope', '--data', {str(tmp_path)!r}, '--answers', {str(answers)!r}])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -62,7 +62,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, message
         score_command.main([*arguments, *(["--data", "."] if arguments[1:] else [])])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("stepprune_jax.evaluation.score") and message in error
+    assert error.startswith("stepprune_jax.benchmarks.score") and message in error
 
 
 def test_a_benchmark_without_submission_is_not_offered(capsys):

@@ -1,8 +1,8 @@
 import pytest
 from benchmark_files import answer, write_lines
 
+from stepprune_jax.benchmarks import score as score_command
 from stepprune_jax.benchmarks import shapes
-from stepprune_jax.evaluation import score as score_command
 
 
 @pytest.fixture

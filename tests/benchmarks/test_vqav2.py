@@ -5,8 +5,8 @@ from benchmark_files import answer, write_json, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepprune_jax.benchmarks import convert as convert_command
 from stepprune_jax.benchmarks.vqav2 import accuracy, convert, score
-from stepprune_jax.evaluation import convert as convert_command
 
 ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
 TEST = "llava_vqav2_mscoco_test2015.jsonl"

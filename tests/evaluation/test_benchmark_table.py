@@ -5,8 +5,8 @@ import json
 import pytest
 
 from stepprune_jax.evaluation import table as module
-from stepprune_jax.evaluation.results import read_scores
-from stepprune_jax.evaluation.table import as_objects, make_table, markdown
+from stepprune_jax.evaluation.scores import read_scores
+from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 
 def score(benchmark, method, rate, headline, **fields):
@@ -25,12 +25,12 @@ AVERAGE = 50 * (1700.4 / 1862.04 + 81.26 / 85.94)
 
 def cells(table, title):
     """The cells of one of the page's tables, without its header."""
-    part = markdown(table).partition(f"## {title}\n\n")[2].partition("\n\n")[0]
+    part = as_markdown(table).partition(f"## {title}\n\n")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in part.splitlines()[2:]]
 
 
 def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
-    table = make_table({"run": MINE + WHOLE})
+    table = merge_scores({"run": MINE + WHOLE})
     assert [row.budget for row in table.rows] == [576, 64]
     assert table.average(table.rows[0]) == 100.0
     assert as_objects(table)[1]["average"] == pytest.approx(AVERAGE, abs=1e-9)
@@ -42,20 +42,20 @@ def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
 
 
 def test_a_row_without_some_score_has_no_average():
-    table = make_table({"run": [*WHOLE, MINE[0]]})
+    table = merge_scores({"run": [*WHOLE, MINE[0]]})
     assert table.average(table.rows[1]) is None
     assert cells(table, "Scores")[1][3:] == ["1700", "-", "-"]
-    table = make_table({"run": MINE})
-    assert table.whole is None and "no row of all tokens" in markdown(table)
+    table = merge_scores({"run": MINE})
+    assert table.whole is None and "no row of all tokens" in as_markdown(table)
 
 
 def test_runs_are_merged_and_rows_that_differ_are_told_apart():
     other = [score("pope", "StepPrune", 88.9, 80.0), score("pope", "grid", 88.9, 70.0)]
-    table = make_table({"a": WHOLE + MINE, "b": other})
+    table = merge_scores({"a": WHOLE + MINE, "b": other})
     assert [row.method for row in table.rows] == [
         "all tokens", "grid", "StepPrune (a)", "StepPrune (b)"
     ]  # fmt: skip
-    same = make_table({"a": WHOLE + MINE, "b": MINE})
+    same = merge_scores({"a": WHOLE + MINE, "b": MINE})
     assert [row.method for row in same.rows] == ["all tokens", "StepPrune"]
 
 
@@ -64,10 +64,10 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
     unfinished = {"headline": None, "answered": 3, "problem": "3 of 9", "mean_k": None, "ms": None}
     part = [row | unfinished for row in WHOLE + MINE]
     runs = {"whole": WHOLE + MINE, "part": part}
-    table = make_table(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
+    table = merge_scores(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
     assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
     assert table.average(table.rows[1]) == pytest.approx(AVERAGE)
-    assert cells(make_table({"part": part}), "Milliseconds a question")[0][3:] == ["-", "-"]
+    assert cells(merge_scores({"part": part}), "Milliseconds a question")[0][3:] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
 )
 def test_runs_that_do_not_belong_together_are_refused(field, value, message):
     with pytest.raises(ValueError, match=f"a and b have {message}"):
-        make_table({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
+        merge_scores({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
 
 
 def test_the_command_merges_folders(tmp_path, capsys):

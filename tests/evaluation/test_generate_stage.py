@@ -84,7 +84,7 @@ def test_every_row_answers_every_question_in_order(run, root):
     found = files(run)
     assert len(found) == len(NAMES) * 10
     for name in NAMES:
-        asked = generate_stage.read_questions(BENCHMARKS[name], root)
+        asked = BENCHMARKS[name].read_questions(root)
         for path, rows in found.items():
             if f"/{name}/" in path:
                 assert [(r["question_id"], r["prompt"]) for r in rows] == [
@@ -104,7 +104,7 @@ def test_every_row_answers_every_question_in_order(run, root):
 )
 def test_answers_are_those_of_generate(run, root, model, method, options):
     for name in ("scienceqa", "mmbench"):
-        asked = generate_stage.read_questions(BENCHMARKS[name], root)
+        asked = BENCHMARKS[name].read_questions(root)
         pictures = [generate_stage_picture(q.image) for q in asked]
         said = generate(
             model, [q.text for q in asked], pictures, max_tokens=3, warm_up=False, **options
@@ -186,7 +186,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
 ):
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
-    asked = {"pope": generate_stage.read_questions(BENCHMARKS["pope"], root)}
+    asked = {"pope": BENCHMARKS["pope"].read_questions(root)}
     making = Making(
         "tiny", 9, 3, read_settings(config), {"StepPrune": policy_digest(stepprune(5))}, "w", "f"
     )
@@ -274,7 +274,7 @@ def test_every_question_is_dealt_to_one_process(questions, batch_size, count):
 
 
 def test_time_is_that_of_questions_with_a_picture(model, root, monkeypatch):
-    asked = generate_stage.read_questions(BENCHMARKS["scienceqa"], root)
+    asked = BENCHMARKS["scienceqa"].read_questions(root)
     monkeypatch.setattr(split, "timed", lambda run, *_: (run(), 6.0))
     assert encode_split(model, asked, batch_size=4).seconds == 6.0 / 2
 
@@ -290,7 +290,7 @@ def test_rows_without_training_need_no_policy(config, tmp_path):
 
 
 def test_prompts_beyond_the_context_lose_their_end(model, root):
-    asked = generate_stage.read_questions(BENCHMARKS["scienceqa"], root)
+    asked = BENCHMARKS["scienceqa"].read_questions(root)
     encoded = encode_split(model, asked, batch_size=4)
     length = encoded.length.copy()
     length[:] = CONTEXT_LIMIT

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from stepprune_jax.data.llava import Question, Scene
-from stepprune_jax.evaluation import folder as folders
+from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import (
+    accuracy_by_family,
+    accuracy_table,
+    markdown_table,
+    pruning_rate,
+    write_accuracy,
+)
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import (
     Records,
@@ -22,13 +29,6 @@ from stepprune_jax.evaluation.statistics import (
     paired_difference,
     ranks,
     spearman,
-)
-from stepprune_jax.evaluation.tables import (
-    make_family_table,
-    make_table,
-    markdown,
-    pruning_rate,
-    write_tables,
 )
 
 QUESTIONS = [Question(str(n), Path(f"{n // 2}.png"), "?", "ab"[n % 2]) for n in range(4)]
@@ -53,28 +53,28 @@ def test_rates_of_the_paper():
 
 
 def test_the_table_worked_by_hand():
-    table = make_table(ROWS, seed=7)
+    table = accuracy_table(ROWS, seed=7)
     assert table[0] == {
         "method": "all tokens", "mode": "exact", "pruning_rate": 0.0, "accuracy": 75.0,
         "retention": 100.0, "mean_k": 9.0, "questions": 4, "seed": 7,
     }  # fmt: skip
     assert [row["accuracy"] for row in table] == [75.0, 0.0, 50.0, 75.0]
     assert [row["retention"] for row in table] == [100.0, 0.0, 66.67, 100.0]
-    families = make_family_table(ROWS, QUESTIONS)[2]["families"]
+    families = accuracy_by_family(ROWS, QUESTIONS)[2]["families"]
     assert families["a"] == {"accuracy": 100.0, "retention": 100.0, "mean_k": 3.0, "questions": 2}
     assert families["b"] == {"accuracy": 0.0, "retention": 0.0, "mean_k": 3.0, "questions": 2}
     with pytest.raises(ValueError, match="lack 'all tokens'"):
-        make_table(ROWS[1:], 0)
+        accuracy_table(ROWS[1:], 0)
 
 
 def test_nothing_right_with_all_tokens_has_no_retention():
-    table = make_table([records("all tokens", "exact", 0.0, [9] * 4, [0] * 4), EXACT], 0)
+    table = accuracy_table([records("all tokens", "exact", 0.0, [9] * 4, [0] * 4), EXACT], 0)
     assert table[1]["retention"] is None
 
 
 def test_tables_in_three_formats(tmp_path):
-    table = make_table(ROWS, 0)
-    write_tables(tmp_path, table, make_family_table(ROWS, QUESTIONS))
+    table = accuracy_table(ROWS, 0)
+    write_accuracy(tmp_path, table, accuracy_by_family(ROWS, QUESTIONS))
     assert json.loads((tmp_path / "table.json").read_text()) == table
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0] == "method,mode,pruning_rate,accuracy,retention,mean_k,questions,seed"
@@ -82,7 +82,7 @@ def test_tables_in_three_formats(tmp_path):
     lines = (tmp_path / "table_by_family.md").read_text().splitlines()
     assert lines[0] == "| method | mode | pruning rate | a | b |"
     assert lines[1] == "| --- | --- | ---: | ---: | ---: |"
-    assert markdown([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
+    assert markdown_table([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
 
 
 def test_ranks_and_correlation_worked_by_hand():
@@ -163,25 +163,25 @@ def test_bad_records_are_named(tmp_path):
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
-    folder = folders.open_folder(tmp_path / "report")
-    assert folders.open_folder(folder) == folder  # cut short, and again
+    folder = report_folder.open_folder(tmp_path / "report")
+    assert report_folder.open_folder(folder) == folder  # cut short, and again
     other = tmp_path / "other"
     other.mkdir()
-    assert folders.open_folder(other) == other  # empty
+    assert report_folder.open_folder(other) == other  # empty
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("mine")
     with pytest.raises(ValueError, match=r"thesis holds files that are not a report's .chapter"):
-        folders.open_folder(thesis)
-    (thesis / folders.MANIFEST).write_text('{"kind": "else"}')
+        report_folder.open_folder(thesis)
+    (thesis / report_folder.MANIFEST).write_text('{"kind": "else"}')
     with pytest.raises(ValueError, match="holds files that are not a report's"):
-        folders.open_folder(thesis)
+        report_folder.open_folder(thesis)
     assert sorted(path.name for path in thesis.iterdir()) == ["chapter.tex", "report.json"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="file is a file, expected a folder"):
-        folders.open_folder(tmp_path / "file")
+        report_folder.open_folder(tmp_path / "file")
     with pytest.raises(FileNotFoundError, match=r"no file .*table\.json; run eval"):
-        folders.read_report(folder)
+        report_folder.read_report(folder)
 
 
 class Terminal(io.StringIO):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.questions import read_questions
 from stepprune_jax.studies import example
 
 
@@ -34,7 +33,7 @@ def truths(folder):
 def test_right_answers_score_all_points_and_wrong_ones_none(folder, tmp_path, name, best):
     right = truths(folder)
     benchmark, root = BENCHMARKS[name], folder / "eval"
-    questions = read_questions(benchmark, root)
+    questions = benchmark.read_questions(root)
     assert len(questions) >= 10
     for change, expected in ((lambda text: text, best), (other, 0.0)):
         with (tmp_path / "answers.jsonl").open("w") as out:

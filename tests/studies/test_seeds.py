@@ -7,8 +7,8 @@ from small_world import one_shot, stepprune, tiny_model, write_split
 
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.studies import seeds
-from stepprune_jax.studies.configs import load_config, row_configs
 from stepprune_jax.studies.processes import Job, run_jobs, shares
+from stepprune_jax.studies.variants import load_config, row_configs
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "shapes.py")
 

@@ -4,13 +4,13 @@ import math
 
 import jax
 import pytest
+from stepprune_jax.studies.configs import row_configs
 from tiny_run import ROOT, load_config, make_config, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.studies.configs import row_configs
 from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
     accelerator,

@@ -5,7 +5,7 @@ from PIL import Image, ImageDraw
 
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.visualize.study import Study
+from stepprune_jax.visualize.excerpts import Study
 
 COLOURS = {"red": "#d62728", "green": "#2ca02c", "blue": "#1f77b4", "yellow": "#ffd21f"}
 FAMILIES = ("colour", "count", "exists", "left of", "shape")

@@ -5,8 +5,9 @@ import json
 import fake_study
 import pytest
 
-from stepprune_jax.evaluation import folder as folders
-from stepprune_jax.evaluation.records import FOLDER, save_records, write_json
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.records import RECORDS, save_records
 from stepprune_jax.visualize.__main__ import main
 
 
@@ -25,11 +26,11 @@ def report(tmp_path):
     lines(data / "test_answers.jsonl", [{"question_id": i, "answer": a} for i, a in pairs])
     pairs = zip(ids, study.scenes, strict=True)
     lines(data / "test_scenes.jsonl", [{"question_id": i} | s._asdict() for i, s in pairs])
-    folders.open_folder(report)
+    report_folder.open_folder(report)
     write_json(report / "table.json", study.table)
-    save_records(report / FOLDER, study.records)
+    save_records(report / RECORDS, study.records)
     facts = {"data": "data", "grid": [12, 12], "seed": 3, "seconds": 1.5, "model": "/secret/model"}
-    folders.write_manifest(report, facts)
+    report_folder.write_manifest(report, facts)
     return report
 
 
@@ -45,7 +46,7 @@ def test_a_saved_report_is_drawn_again(report, capsys):
 
 def test_mistakes_are_told_in_one_line(report, tmp_path, capsys):
     assert main(["--report", str(tmp_path / "none")]) == 2
-    (report / FOLDER).rename(report / "elsewhere")
+    (report / RECORDS).rename(report / "elsewhere")
     assert main(["--report", str(report)]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 2 and "run eval.py first" in error[0] and "no records" in error[1]

@@ -125,6 +125,16 @@ class LlavaConfig:
         return side, side
 
     @property
+    def max_image_tokens(self) -> int:
+        """Largest number n of visual tokens of one unpruned image."""
+        return self.num_image_tokens
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the tower has a class token whose attention ranks patches."""
+        return True
+
+    @property
     def num_image_tokens(self) -> int:
         """Number n of visual tokens of one unpruned image."""
         return self.vision.num_patches + (self.feature_select == "full")

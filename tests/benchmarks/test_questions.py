@@ -6,7 +6,6 @@ from benchmark_folders import SIZES, write_benchmarks
 from PIL import Image
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.questions import read_questions
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -18,7 +17,7 @@ def root(tmp_path_factory):
 
 
 def read(root, name, *arguments, **options):
-    return read_questions(BENCHMARKS[name], root, *arguments, **options)
+    return BENCHMARKS[name].read_questions(root, *arguments, **options)
 
 
 def test_every_benchmark_is_read(root):
@@ -85,7 +84,7 @@ def test_mistakes_name_file_line_and_field(root, tmp_path):
     path.parent.mkdir()
     row = {"question_id": 1, "image": "a.jpg", "text": "Is it?"}
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(FileNotFoundError, match=r"1 of 1 pictures are missing, as .*a.jpg"):
+    with pytest.raises(FileNotFoundError, match=r"1 of 1 images are missing, such as .*a.jpg"):
         read(tmp_path, "pope")
     path.write_text(json.dumps(row | {"text": " "}) + "\n")
     with pytest.raises(ValueError, match=r'test.jsonl: line 1: "text" is empty'):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import FOLDER, AnswerFile, read_files
+from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, read_files
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.evaluation.records import write_json
-from stepprune_jax.evaluation.tables import pruning_rate
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.accuracy import pruning_rate
 
 SCORES = "scores.json"
 # What tables are made of.
@@ -41,11 +41,11 @@ def score_answers(
     """
     scores = []
     for name, root in roots.items():
-        for file in read_files(Path(workdir) / FOLDER / name):
+        for file in read_files(Path(workdir) / ANSWERS / name):
             scores.append(score_file(file, Path(root)))
     if not scores:
         raise FileNotFoundError(
-            f"no answers to {', '.join(roots)} in {Path(workdir) / FOLDER}: run the stage generate"
+            f"no answers to {', '.join(roots)} in {Path(workdir) / ANSWERS}: run the stage generate"
         )
     write_json(report / SCORES, scores)
     return scores
@@ -65,7 +65,7 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
         the questions with a picture: mean_k, sd_k, min_k, max_k; `ms`, the mean time of a question.
         K and time are null where nothing was answered.
     """
-    card, rows = file.card, _read_rows(file)
+    card, rows = file.provenance, _read_rows(file)
     measured = _measured(rows)
     rate = card.pruning_rate
     if rate is None and rows:
@@ -102,9 +102,11 @@ def _measured(rows: Sequence[Answer]) -> dict[str, float | int | None]:
 def _score(file: AnswerFile, root: Path, rows: Sequence[Answer]) -> dict[str, Any]:
     """The scorer's figures, or why there are none."""
     try:
-        if len(rows) < file.card.asked:
-            raise ValueError(f"{len(rows):,} of {file.card.asked:,} questions answered so far")
-        found = BENCHMARKS[file.card.benchmark].score(root, file.path)
+        if len(rows) < file.provenance.asked:
+            raise ValueError(
+                f"{len(rows):,} of {file.provenance.asked:,} questions answered so far"
+            )
+        found = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
     except (OSError, ValueError) as error:
         return {"headline": None, "parts": {}, "warnings": [], "problem": str(error)}
     return {**found._asdict(), "problem": None}

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
-    Card,
-    Line,
+    AnswerLine,
+    Provenance,
+    answer_object,
     append,
-    as_object,
     claim,
     outstanding,
     questions_digest,
@@ -17,15 +17,15 @@ from stepprune_jax.benchmarks.answer_files import (
     write_whole,
 )
 from stepprune_jax.benchmarks.answers import read_answers
-from stepprune_jax.benchmarks.questions import Asked
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 
 # The third has the id of the first, as TextVQA's may; the last is the second once more.
 ASKED = [
-    Asked("a", "Is it?", "Is it?", None),
-    Asked(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
-    Asked("a", "Was it?", "Was it?", None),
-    Asked("b", "\ud800", "\ud800", None),
-    Asked(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
+    BenchmarkQuestion("a", "Is it?", "Is it?", None),
+    BenchmarkQuestion(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
+    BenchmarkQuestion("a", "Was it?", "Was it?", None),
+    BenchmarkQuestion("b", "\ud800", "\ud800", None),
+    BenchmarkQuestion(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
 ]
 
 
@@ -35,7 +35,7 @@ def card(**fields):
         "method": "StepPrune", "mode": "adaptive", "pruning_rate": 66.7, "num_tokens": 9,
         "stop_bias": 0.25, "model": "tiny", "made": {"policy": "p", "positions": "original"},
     }  # fmt: skip
-    return Card(**(about | fields))
+    return Provenance(**(about | fields))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def file(tmp_path):
 
 
 def lines(file, *numbers):
-    return [as_object(file, n, ASKED[n], Line(f"said {n}", n, 1.5)) for n in numbers]
+    return [answer_object(file, n, ASKED[n], AnswerLine(f"said {n}", n, 1.5)) for n in numbers]
 
 
 def said(file):
@@ -58,7 +58,7 @@ def test_lines_have_the_fields_of_llava_in_its_order(file):
     assert list(plain) == [
         "question_id", "prompt", "text", "answer_id", "model_id", "metadata", "kept", "ms",
     ]  # fmt: skip
-    value = as_object(file, 1, ASKED[1], Line("A", 2, 0.12345, (5, 3)))
+    value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, (5, 3)))
     assert list(value) == [
         "question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id",
         "metadata", "kept", "ms", "order",
@@ -147,14 +147,14 @@ def test_other_settings_do_not_add_to_a_file(file):
     other = card(stop_bias=0.5, made={"policy": "q", "positions": "original"})
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
-    file.card_path.unlink()
+    file.provenance_path.unlink()
     with pytest.raises(ValueError, match=r"no stepprune-adaptive-66.7.json beside it"):
         claim(file)
 
 
 def test_cards_are_read_again(file, tmp_path):
-    write_whole(file, ASKED, [Line("x", 0, 1.0)] * 5)
-    write_whole(file, ASKED, [Line("y", 0, 1.0)] * 5)
+    write_whole(file, ASKED, [AnswerLine("x", 0, 1.0)] * 5)
+    write_whole(file, ASKED, [AnswerLine("y", 0, 1.0)] * 5)
     empty = AnswerFile.of(tmp_path, card(method="grid"))
     claim(empty)
     assert read_files(tmp_path / "pope") == [file] and said(file) == ["y"] * 5

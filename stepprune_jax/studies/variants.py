@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from stepprune_jax.evaluation.settings import DEFAULT
+from stepprune_jax.evaluation.names import DEFAULT
 
 
 class Row(NamedTuple):

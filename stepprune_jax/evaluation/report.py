@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question, Scene
-from stepprune_jax.evaluation.records import FOLDER, Records, load_records, write_json
+from stepprune_jax.evaluation.records import RECORDS, Records, load_records
 from stepprune_jax.evaluation.split import read_split
 
 MANIFEST = "report.json"
@@ -94,7 +95,7 @@ def read_report(folder: str | Path) -> Report:
     if facts.get("kind") != _KIND or "data" not in facts:
         raise ValueError(f"{folder / MANIFEST} is not that of a finished report")
     split = read_split(_beside(folder, facts["data"]), "test")
-    records = load_records(folder / FOLDER)
+    records = load_records(folder / RECORDS)
     table = json.loads((folder / "table.json").read_text(encoding="utf-8"))
     if len(table) != len(records):
         raise ValueError(f"{folder} has {len(table)} table rows, but {len(records)} records")

@@ -7,9 +7,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.evaluation.settings import DEFAULT
-from stepprune_jax.evaluation.tables import ALL
 
 _FIELDS = {
     "method": str,

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.data.llava import Question, Scene
-from stepprune_jax.evaluation.folder import MANIFEST, read_report
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.report import MANIFEST, read_report
 from stepprune_jax.visualize.accuracy import draw_accuracy, draw_families
 from stepprune_jax.visualize.animation import draw_selection
 from stepprune_jax.visualize.counts import draw_complexity, draw_histogram
+from stepprune_jax.visualize.excerpts import Study, check_study, default_record, tightest
 from stepprune_jax.visualize.overlays import draw_hero, draw_overlays
 from stepprune_jax.visualize.page import Picture, write_page
-from stepprune_jax.visualize.study import Study, check_study, default_record, tightest
 from stepprune_jax.visualize.training import draw_training
 
 # Of the manifest: what differs between two runs of the same command, or says where files are.

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
+from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.records import Records, write_json
-
-ALL = "all tokens"
+from stepprune_jax.evaluation.names import ALL
+from stepprune_jax.evaluation.records import Records
 
 
 def percent(correct: Bool[np.ndarray, "q"]) -> float:
@@ -42,7 +42,7 @@ def full_row(rows: Sequence[Records]) -> Records:
     return found[0]
 
 
-def make_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
+def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
     """One object per row: method, mode, rate, accuracy, retention, mean K, questions, seed.
 
     Args:
@@ -68,10 +68,10 @@ def make_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def make_family_table(
+def accuracy_by_family(
     rows: Sequence[Records], questions: Sequence[Question]
 ) -> list[dict[str, Any]]:
-    """As `make_table`, for every category of questions: one object per row, with all families."""
+    """As `accuracy_table`, for every category of questions: an object a row, with all families."""
     whole = full_row(rows).correct
     category = np.array([question.category for question in questions])
     table = []
@@ -90,21 +90,21 @@ def make_family_table(
     return table
 
 
-def write_tables(folder: Path, table: list[dict], families: list[dict]) -> None:
+def write_accuracy(folder: Path, table: list[dict], families: list[dict]) -> None:
     """Writes table.{json,md,csv} and table_by_family.{json,md}."""
     write_json(folder / "table.json", table)
     write_json(folder / "table_by_family.json", families)
-    (folder / "table.md").write_text(markdown(table), encoding="utf-8")
+    (folder / "table.md").write_text(markdown_table(table), encoding="utf-8")
     (folder / "table.csv").write_text(_csv(table), encoding="utf-8")
     flat = [
         {name: row[name] for name in ("method", "mode", "pruning_rate")}
         | {name: found["accuracy"] for name, found in row["families"].items()}
         for row in families
     ]
-    (folder / "table_by_family.md").write_text(markdown(flat), encoding="utf-8")
+    (folder / "table_by_family.md").write_text(markdown_table(flat), encoding="utf-8")
 
 
-def markdown(table: Sequence[dict[str, Any]]) -> str:
+def markdown_table(table: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of objects with the same fields; numbers are right-aligned."""
     fields = list(table[0])
     aligned = ["---" if isinstance(table[0][name], str) else "---:" for name in fields]

@@ -1,0 +1,151 @@
+"""What a benchmark is to the three stages of an evaluation: generate, convert, score."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from stepprune_jax.benchmarks import layout
+from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images, read_list
+
+T = TypeVar("T")
+
+
+class Score(NamedTuple):
+    """The outcome of scoring one file of answers.
+
+    Attributes:
+        headline: the figure that papers print for this benchmark, unrounded where the
+            official program does not round it.
+        parts: every other figure by name, JSON values only; percentages unless the name is one
+            of a count.
+        warnings: what a reader of the figures must know, one sentence each.
+    """
+
+    headline: float
+    parts: dict[str, Any]
+    warnings: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One benchmark in LLaVA's folder layout.
+
+    Attributes:
+        name: as given on the command line; the key in `BENCHMARKS`.
+        title: as papers print it.
+        headline: what the headline number is, in words.
+        decimals: of the headline number in tables.
+        question_files: places of LLaVA's question file, relative to the root, the preferred one
+            first.
+        question_source: where to get the question file.
+        read: `read(path, images)` yields the questions of a file in the benchmark's form.
+        images: folder that the question file's image paths start from, relative to the root;
+            empty where the question file holds the images itself.
+        image_source: where to get the images.
+        without_ocr: removes the OCR tokens from a question, where the question file has them.
+        max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
+        score: `score(root, answers, **options)`.
+        options: keyword options of `score`, each with its values, the default first.
+        worth: `worth(root)`, a function that says what an answer is worth on its own, from 0 to
+            1, or None where its question is not one of those with a known answer. The headline
+            need not be the mean.
+        convert: `convert(root, answers, out)`, which writes the official submission or text files
+            and returns their path; None where the official program reads the answers themselves.
+        submission_suffix: of the file that `convert` writes; empty for a folder.
+    """
+
+    name: str
+    title: str
+    headline: str
+    decimals: int = 1
+    question_files: tuple[str, ...]
+    question_source: str = "LLaVA's eval.zip"
+    read: Callable[[Path, Path], Iterable[BenchmarkQuestion]] = read_list
+    images: str = ""
+    image_source: str = ""
+    without_ocr: Callable[[BenchmarkQuestion], BenchmarkQuestion] | None = None
+    max_new_tokens: int
+    score: Callable[..., Score]
+    options: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    worth: Callable[[Path], Callable[[Answer], float | None]]
+    convert: Callable[[Path, Path, Path], Path] | None = None
+    submission_suffix: str = ".json"
+
+    def read_questions(
+        self, root: str | Path, file: str = "", *, ocr: bool = True
+    ) -> list[BenchmarkQuestion]:
+        """Reads the questions.
+
+        Args:
+            root: folder of LLaVA's layout; for the shapes world a folder of its data.
+            file: another question file, relative to the root: any of the benchmark's splits in the
+                same form, or, for VQAv2, the official questions of a split.
+            ocr: whether prompts keep their OCR tokens, as LLaVA's figures on TextVQA have it.
+
+        Returns:
+            The questions in the order of the file, at least one.
+
+        Raises:
+            FileNotFoundError: the file or an image is missing.
+            ValueError: the file is not what it should be; the message names file, line and field.
+        """
+        root = Path(root)
+        places = [root / name for name in ([file] if file else self.question_files)]
+        path = next((place for place in places if place.is_file()), places[0])
+        layout.file(path, self.question_source)
+        questions = list(self.read(path, root / self.images))
+        if not questions:
+            raise ValueError(f"{path}: expected at least one question, found none")
+        check_images(questions, self.image_source)
+        if self.without_ocr is not None and not ocr:
+            questions = [self.without_ocr(question) for question in questions]
+        return questions
+
+    def judge(self, root: str | Path, answers: str | Path) -> list[float | None]:
+        """Says what each line of an answer file is worth on its own.
+
+        Args:
+            root: as for `score`.
+            answers: answer file.
+
+        Returns:
+            `worth` of each line.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is not what it should be.
+        """
+        worth = self.worth(Path(root))
+        return [worth(answer) for answer in read_answers(answers)]
+
+
+def worth_by_id(
+    known: Mapping[str, T], judge: Callable[[str, T], float | bool]
+) -> Callable[[Answer], float | None]:
+    """Judges answers by the ids of their questions; see `Benchmark.worth`.
+
+    Args:
+        known: what there is to know of each question, by id.
+        judge: what a text is worth, given that.
+
+    Returns:
+        `judge` of an answer, None of one to an unknown question.
+    """
+    return lambda answer: (
+        float(judge(answer.text, known[answer.id])) if answer.id in known else None
+    )
+
+
+def mean_percent(values: Iterable[float | bool]) -> float:
+    """Averages values in percent.
+
+    Args:
+        values: what each question is worth, from 0 to 1; at least one.
+
+    Returns:
+        A number from 0 to 100.
+    """
+    values = list(values)
+    return 100 * sum(values) / len(values)

@@ -1,0 +1,79 @@
+"""Scores an answer file, without a model, an accelerator or jax.
+
+python -m stepprune_jax.benchmarks.score pope --data playground/data/eval --answers A.jsonl
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
+from stepprune_jax.command_line import Parser
+
+DATA = "playground/data/eval"
+
+
+def _parser() -> argparse.ArgumentParser:
+    """One sub-command a benchmark, each with the options of its scorer."""
+    parser = Parser(prog="stepprune_jax.benchmarks.score", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        add = commands.add_parser(name, help=benchmark.headline).add_argument
+        add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
+        add("--answers", required=True, help="answer file, JSON lines")
+        add("--json", help="file for headline, parts and warnings")
+        for option, values in benchmark.options.items():
+            add(f"--{option}", choices=values, default=values[0], help=f"default: {values[0]}")
+    return parser
+
+
+def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
+    """One line a figure; the names of nested figures are joined by a slash."""
+    lines = []
+    for name, value in parts.items():
+        if isinstance(value, dict):
+            lines += _lines(value, f"{prefix}{name}/")
+        else:
+            shown = f"{value:.2f}" if isinstance(value, float) else value
+            lines.append(f"  {prefix}{name}  {shown}")
+    return lines
+
+
+def summary(benchmark: Benchmark, score: Score) -> str:
+    """Writes a score out for a reader.
+
+    Args:
+        benchmark: what was scored.
+        score: the outcome.
+
+    Returns:
+        The headline, then one line a part and one a warning.
+    """
+    headline = f"{benchmark.title}  {score.headline:.2f}  ({benchmark.headline})"
+    warnings = [f"warning: {warning}" for warning in score.warnings]
+    return "\n".join([headline, *_lines(score.parts), *warnings])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and scores; one line on mistakes, exit code 2."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    benchmark = BENCHMARKS[arguments.benchmark]
+    options = {name: getattr(arguments, name) for name in benchmark.options}
+    try:
+        if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+            raise FileNotFoundError(f"--json: no folder {Path(arguments.json).parent}")
+        score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
+        if arguments.json is not None:
+            text = json.dumps(score._asdict(), indent=2, ensure_ascii=False, allow_nan=False)
+            Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(summary(benchmark, score))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Names of table rows that several packages tell apart."""
+
+ALL = "all tokens"
+RANDOM, GRID, CLS = "random", "grid", "[CLS] top-K"
+# The policy that the run in the working directory trained.
+DEFAULT = "StepPrune"
+
+
+def own_stop(method: str) -> str:
+    """Names the row in which a method stops where it learned to."""
+    return f"{method}, own stop"

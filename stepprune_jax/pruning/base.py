@@ -1,0 +1,461 @@
+"""One interface to every way of pruning: budgets, what a method sees, what it keeps.
+
+A `Pruner` is a frozen, hashable configuration with pure functions. It chooses before the language
+model (`select`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an order
+whose prefixes are its choices, so that one pass serves every budget. What a trained method has
+learned comes as an argument. Nothing outside this package asks which method it runs.
+"""
+
+import dataclasses
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.policy import FeatureStats
+
+EXACT = ("count", "rate")
+KINDS = ("all", *EXACT, "mean", "own")
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How many tokens of an image to keep.
+
+    Attributes:
+        kind: "all"; "count", the same number of every image; "rate", a share of each image's
+            tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
+            to a mean number; "own", a learned stop as it is.
+        value: the number or the share; None for "all" and "own".
+    """
+
+    kind: str = "all"
+    value: int | float | Fraction | None = None
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(KINDS)}")
+        value = self.value
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        good = {
+            "all": value is None,
+            "own": value is None,
+            "count": whole and value >= 1,
+            "rate": isinstance(value, int | float | Fraction) and 0 < value <= 1,
+            "mean": isinstance(value, int | float | Fraction) and value > 0,
+        }[self.kind]
+        if not good:
+            expected = {
+                "count": "an integer from 1",
+                "rate": "a share in (0, 1]",
+                "mean": "a positive number",
+            }.get(self.kind, "no number")
+            raise ValueError(f"budget is {value!r}, expected {expected}")
+
+    @classmethod
+    def parse(cls, text: str | int | None) -> "Budget":
+        """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
+
+        Args:
+            text: the text, or a count; None is "all".
+
+        Returns:
+            The budget. Shares are exact: a third of 576 tokens is 192.
+
+        Raises:
+            ValueError: something else, or a number out of range.
+        """
+        if text is None or text in ("all", "own"):
+            return cls(text or "all")
+        if isinstance(text, int):
+            return cls("count", text)
+        try:
+            if text.startswith("mean:"):
+                return cls("mean", float(text.removeprefix("mean:")))
+            if text.endswith("%"):
+                return cls("rate", Fraction(text[:-1]) / 100)
+            if "/" in text:
+                return cls("rate", Fraction(text))
+            return cls("count", int(text))
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"budget is {text!r}, expected a count such as 64, a share such as 1/3 or 22.2%, "
+                "mean:32, own, or all"
+            ) from error
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the number kept of an image follows from its size alone."""
+        return self.kind in (*EXACT, "all")
+
+    def count(self, num_tokens: int) -> int | None:
+        """Tokens kept of an image of so many; None if a learned stop decides."""
+        if self.kind == "all":
+            return num_tokens
+        if self.kind == "count":
+            return min(int(self.value), num_tokens)
+        if self.kind == "rate":
+            share = Fraction(self.value)
+            half_up = 2 * num_tokens * share.numerator + share.denominator
+            return max(1, half_up // (2 * share.denominator))
+        return None
+
+    def __str__(self) -> str:
+        shown = f"{float(self.value):g}" if self.kind == "mean" else str(self.value)
+        return {"count": shown, "rate": shown, "mean": f"mean:{shown}"}.get(self.kind, self.kind)
+
+
+class View(NamedTuple):
+    """What a pruner sees: one row is one (image, prompt).
+
+    Attributes:
+        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid.
+        valid: [r, n] True = token, a prefix of each row; None where all are.
+        grid: [r, 2] int32 rows and columns of the image's patches.
+        text: [r, l, e] word embeddings of what the user said.
+        text_valid: [r, l] True = word.
+        number: [r] int32 number of the row in its set, for draws that depend on nothing else.
+        count: [r] int32 tokens to keep, where the budget is exact.
+        taps: intermediates of the tower, in the order of `Pruner.taps`.
+    """
+
+    tokens: Float[Array, "r n d"]
+    valid: Bool[Array, "r n"] | None
+    grid: Int[Array, "r 2"]
+    text: Float[Array, "r l e"]
+    text_valid: Bool[Array, "r l"]
+    number: Int[Array, "r"]
+    count: Int[Array, "r"]
+    taps: tuple[Array, ...] = ()
+
+
+class Kept(NamedTuple):
+    """The tokens that enter the language model, padded to a static size; real ones come first.
+
+    Attributes:
+        index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
+            in the padding.
+        place: [r, k] int32 the token of the image whose position ids it has.
+        tokens: [r, k, d] the tokens; zero in the padding.
+        valid: [r, k] True = token.
+        count: [r] int32 their number.
+    """
+
+    index: Int[Array, "r k"]
+    place: Int[Array, "r k"]
+    tokens: Float[Array, "r k d"]
+    valid: Bool[Array, "r k"]
+    count: Int[Array, "r"]
+
+
+class Ranking(NamedTuple):
+    """An order of the tokens; choices are its prefixes.
+
+    Attributes:
+        order: [r, t] int32 indices in order of choice.
+        margin: [r, t] stop margins before each step, see `policy.count_at_bias`; None for a method
+            without a learned stop.
+    """
+
+    order: Int[Array, "r t"]
+    margin: Float[Array, "r t"] | None = None
+
+
+class Trained(NamedTuple):
+    """What a trained pruner has learned: the `params` of its functions.
+
+    Attributes:
+        weights: tree of arrays.
+        stats: statistics of the features it was trained with, or None.
+        stop_bias: added to the stop logits.
+    """
+
+    weights: dict[str, Any]
+    stats: FeatureStats | None
+    stop_bias: Any = 0.0
+
+
+class TrainedPolicy(Protocol):
+    """What a policy file holds; see `checkpoints.Policy`."""
+
+    params: dict[str, Any]
+    config: Any
+    stats: FeatureStats | None
+    stop_bias: float | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruner:
+    """A way to prune; the base class keeps everything.
+
+    Subclasses add their options as fields and override what they do otherwise.
+
+    Attributes:
+        budget: tokens to keep of each image.
+    """
+
+    budget: Budget = Budget()
+
+    name: ClassVar[str]
+    # What tables call it.
+    label: ClassVar[str]
+    # Kinds of budgets that it can keep.
+    budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
+    # The class of a policy's configuration, for trained methods.
+    config_type: ClassVar[type | None] = None
+    # Whether it looks at what the user said.
+    reads_text: ClassVar[bool] = False
+    # Whether it is the unpruned model at a budget of all tokens.
+    exact_when_full: ClassVar[bool] = True
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses what cannot work, before anything is loaded.
+
+        Args:
+            config: the model's.
+            num_tokens: tokens of its largest image.
+
+        Raises:
+            ValueError: a budget that it cannot keep, or a model without what it needs.
+        """
+        del config
+        if self.budget.kind not in self.budgets:
+            raise ValueError(
+                f"{self.name} cannot keep a budget of kind {self.budget.kind!r}; it can keep "
+                f"{', '.join(self.budgets)}"
+            )
+        most = self.most(num_tokens)
+        if self.budget.kind == "count" and self.budget.value > most:
+            raise ValueError(
+                f"budget is {self.budget.value}, expected an integer from 1 to {most}, as many as "
+                f"{self.name} can keep of {num_tokens} visual tokens"
+            )
+
+    def most(self, num_tokens: int) -> int:
+        """Returns the largest count that it can keep of an image of so many tokens."""
+        return num_tokens
+
+    def taps(self, config: Any) -> tuple[Tap, ...]:
+        """Names the intermediates of the tower that it needs to see."""
+        del config
+        return ()
+
+    def program(self) -> "Pruner":
+        """Returns what its compiled program depends on.
+
+        Methods that read the count from the view drop the number from their budget here, so that
+        all counts share programs.
+        """
+        return self
+
+    def select(self, params: Any, view: View, capacity: int) -> Kept:
+        """Chooses the tokens that enter the language model.
+
+        Args:
+            params: what it has learned; a `Trained`, or an empty tuple.
+            view: what it sees.
+            capacity: static size of the result; at least every row's count.
+
+        Returns:
+            What is kept.
+        """
+        del params
+        return keep_all(view, capacity)
+
+    def entering(self, num_tokens: int) -> int | None:
+        """Returns how many tokens of an image enter the language model; None if a stop decides."""
+        return self.budget.count(num_tokens)
+
+    def cuts(self, config: Any, num_tokens: int) -> tuple["LayerCut", ...]:
+        """Names the layers of the language model before which it drops tokens.
+
+        Args:
+            config: the model's.
+            num_tokens: tokens of its largest image.
+
+        Returns:
+            The cuts, from the first layer to the last.
+        """
+        del config, num_tokens
+        return ()
+
+    def drop(
+        self, params: Any, cut: "LayerCut", sequence: Sequence, taps: dict[str, Array],
+        count: Int[Array, "b j"],
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:  # fmt: skip
+        """Chooses what stays behind a cut.
+
+        Args:
+            params: what it has learned.
+            cut: which one.
+            sequence: the rows before it.
+            taps: the cut's intermediates by name.
+            count: [b, j] tokens of each image that shall stay, as `LayerCut.count` says.
+
+        Returns:
+            The rows, whose visual tokens may have been merged, and which slots stay. Text stays.
+        """
+        raise NotImplementedError(f"{self.name} has no cuts")
+
+
+class LayerCut(NamedTuple):
+    """A place between layers where a pruner drops tokens.
+
+    Attributes:
+        layer: layers run before it, at least 1.
+        budget: tokens that stay, of those that an image has.
+        taps: intermediates of the language model's earlier layers that the choice depends on.
+        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+    """
+
+    layer: int
+    budget: Budget
+    taps: tuple[Tap, ...] = ()
+    rows: str = "last"
+
+
+class Ranker(Pruner):
+    """A pruner that puts tokens in an order and keeps a prefix of it."""
+
+    def program(self) -> Pruner:
+        """Drops the number: `select` reads it from the view."""
+        if self.budget.kind not in EXACT:
+            return self
+        return dataclasses.replace(self, budget=Budget())
+
+    def rank(self, params: Any, view: View, steps: int) -> Ranking:
+        """Puts the tokens of each row in an order.
+
+        Args:
+            params: what it has learned.
+            view: what it sees.
+            steps: static length of the order.
+
+        Returns:
+            The order, and stop margins if it has learned to stop.
+        """
+        raise NotImplementedError
+
+    def counts(self, params: Any, ranking: Ranking, exact: Int[Array, "r"]) -> Int[Array, "r"]:
+        """Returns how long a prefix of each row's order is kept; `exact` where it is asked for."""
+        del params, ranking
+        return exact
+
+    def select(self, params: Any, view: View, capacity: int) -> Kept:
+        """Keeps the first `view.count` tokens of the order, in raster order."""
+        ranking = self.rank(params, view, capacity)
+        return take(view.tokens, ranking.order, view.count, capacity)
+
+
+def keep_all(view: View, capacity: int) -> Kept:
+    """Keeps every token of each row.
+
+    Args:
+        view: the rows.
+        capacity: static size of the result, at most n.
+
+    Returns:
+        The tokens, in their order.
+    """
+    r, n = view.tokens.shape[:2]
+    count = jnp.full(r, n, jnp.int32) if view.valid is None else view.valid.sum(1, dtype=jnp.int32)
+    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (r, n))
+    if view.valid is None and capacity == n:
+        return Kept(index, index, view.tokens, jnp.ones((r, n), bool), count)
+    return take(view.tokens, index, count, capacity)
+
+
+def take(
+    tokens: Float[Array, "r n d"],
+    order: Int[Array, "r t"],
+    count: Int[Array, "r"],
+    capacity: int,
+) -> Kept:
+    """Gathers the first `count` tokens of an order, in raster order.
+
+    Args:
+        tokens: [r, n, d] to gather from.
+        order: [r, t] indices in order of choice; what lies behind the count does not matter.
+        count: [r] how many of them.
+        capacity: static size of the result.
+
+    Returns:
+        What is kept. A row that keeps more than `capacity` keeps its first choices.
+    """
+    n = tokens.shape[1]
+    picks = order[:, :capacity]
+    chosen = jnp.arange(picks.shape[1]) < count[:, None]
+    index = jnp.where(chosen, picks, n)
+    index = jnp.pad(index, ((0, 0), (0, capacity - index.shape[1])), constant_values=n)
+    index = jnp.sort(index, axis=1).astype(jnp.int32)
+    valid = index < n
+    place = jnp.minimum(index, n - 1)
+    kept = jnp.take_along_axis(tokens, place[..., None], axis=1)
+    return Kept(
+        index=jnp.where(valid, index, -1),
+        place=jnp.where(valid, place, 0),
+        tokens=jnp.where(valid[..., None], kept, 0),
+        valid=valid,
+        count=jnp.minimum(count, capacity).astype(jnp.int32),
+    )
+
+
+def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:
+    """Orders tokens by score, best first, ties by position, padding last."""
+    scores = scores.astype(jnp.float32)
+    if valid is not None:
+        scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
+    return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
+
+
+def keep_best(
+    scores: Float[Array, "b s"], image: Int[Array, "b s"], count: Int[Array, "b j"]
+) -> Bool[Array, "b s"]:
+    """Keeps text, and of each image the tokens that score best.
+
+    Args:
+        scores: [b, s] of every slot of the rows; those of text do not matter.
+        image: [b, s] which image of its row a slot belongs to; -1 for text.
+        count: [b, j] how many tokens of each image stay.
+
+    Returns:
+        [b, s] True = stays. Ties go to the earlier token.
+    """
+    # Sorted by image, then by score: the rank within an image is the distance from its first.
+    order = jnp.lexsort((-scores.astype(jnp.float32), image), axis=1)
+    rank = jnp.argsort(order, axis=1)
+    of_image = image[..., None] == jnp.arange(count.shape[1])
+    earlier = jnp.cumsum(of_image.sum(1, dtype=jnp.int32), axis=1)
+    text = jnp.sum(image < 0, axis=1, keepdims=True)
+    first = jnp.concatenate([text, text + earlier[:, :-1]], axis=1)
+    at = jnp.maximum(image, 0)
+    within = rank - jnp.take_along_axis(first, at, axis=1)
+    return (image < 0) | (within < jnp.take_along_axis(count, at, axis=1))
+
+
+def tower_block(config: Any) -> int:
+    """Number of the tower's block whose output a model projects, counted from the end.
+
+    Args:
+        config: the model's.
+
+    Returns:
+        The block, as taps of kind "attention" and "keys" name it.
+
+    Raises:
+        ValueError: the model projects the embedding, which no block has made, or its tower has no
+            class token.
+    """
+    if not getattr(config, "has_class_token", False):
+        raise ValueError("the model's tower has no class token to rank patches by")
+    depth = config.vision.num_layers
+    state = config.feature_layer % (depth + 1)
+    if state == 0:
+        raise ValueError(
+            f"vision_feature_layer {config.feature_layer} is the embedding of a tower of {depth} "
+            "layers: no block attends before it, so there is no [CLS] attention to rank by"
+        )
+    return state - 1

@@ -1,0 +1,38 @@
+"""[CLS] attention: the patches that the tower's class token attends to most."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score, tower_block
+
+
+@dataclasses.dataclass(frozen=True)
+class Cls(Ranker):
+    """Keeps the patches that the class token attends to most, in the mean over heads.
+
+    The attention is that of the block whose output the model projects.
+    """
+
+    name = "cls"
+    label = "[CLS] top-K"
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses models without a class token, too."""
+        super().check(config, num_tokens)
+        tower_block(config)
+
+    def taps(self, config: Any) -> tuple[Tap, ...]:
+        """Returns the class token's row of attention."""
+        return (Tap("attention", tower_block(config)),)
+
+    def rank(self, params: Any, view: View, steps: int) -> Ranking:
+        """Orders patches by attention; a class token among the features comes first."""
+        del params
+        attention = jnp.mean(view.taps[0].astype(jnp.float32), axis=1)
+        order = by_score(attention[:, 1:], None)
+        if attention.shape[1] == view.tokens.shape[1]:
+            order = jnp.concatenate([jnp.zeros_like(order[:, :1]), order + 1], axis=1)
+        return Ranking(order[:, :steps])

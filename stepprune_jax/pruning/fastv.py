@@ -1,0 +1,68 @@
+"""FastV: tokens that the prompt's last token does not attend to leave the model after a few layers.
+
+Chen and others (https://arxiv.org/abs/2403.06764). The attention of layer K - 1, averaged over
+heads, from the prompt's last token to the visual tokens ranks them; from layer K on the best stay,
+at the position ids they had. The caches of the first K layers keep all tokens.
+"""
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+from jaxtyping import Array, Bool, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, keep_best
+
+
+@dataclasses.dataclass(frozen=True)
+class FastV(Pruner):
+    """Drops visual tokens before a layer of the language model.
+
+    Attributes:
+        layer: K, layers that see all tokens.
+        average: whether the budget is the mean over all layers, as some tables count, in place of
+            the tokens that stay from layer K on.
+    """
+
+    layer: int = 2
+    average: bool = False
+
+    name = "fastv"
+    label = "FastV"
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses a layer that does not exist, and averages below what the first layers take."""
+        super().check(config, num_tokens)
+        depth = config.text.num_layers
+        if not 1 <= self.layer < depth:
+            raise ValueError(f"fastv: layer is {self.layer}, expected 1 to {depth - 1}")
+        if self.cuts(config, num_tokens)[0].budget.value is not None:
+            return
+        raise ValueError(
+            f"fastv: an average of {self.budget} over {depth} layers is out of reach, as the first "
+            f"{self.layer} see all {num_tokens} tokens"
+        )
+
+    def entering(self, num_tokens: int) -> int:
+        """Returns n: all tokens enter."""
+        return num_tokens
+
+    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+        """Returns the cut before layer K."""
+        budget = self.budget
+        if self.average and budget.is_exact:
+            depth, share = config.text.num_layers, Fraction(budget.count(num_tokens), num_tokens)
+            share = (depth * share - self.layer) / (depth - self.layer)
+            budget = Budget("rate", share) if share > 0 else Budget()
+        return (LayerCut(self.layer, budget, (Tap("attention", self.layer - 1),), "last"),)
+
+    def drop(
+        self, params: Any, cut: LayerCut, sequence: Sequence, taps: dict[str, Array],
+        count: Int[Array, "b j"],
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:  # fmt: skip
+        """Keeps the tokens that the last token attends to most."""
+        del params, cut
+        (attention,) = taps.values()
+        return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)

@@ -1,0 +1,69 @@
+"""A uniform grid: tokens spread evenly over the image."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from stepprune_jax.pruning.base import EXACT, Budget, Kept, Pruner, View, take
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Pruner):
+    """Keeps tokens that lie evenly over rows and columns."""
+
+    name = "grid"
+    label = "grid"
+
+    def program(self) -> Pruner:
+        """Drops the number: `select` reads it from the view."""
+        if self.budget.kind not in EXACT:
+            return self
+        return dataclasses.replace(self, budget=Budget())
+
+    def select(self, params: Any, view: View, capacity: int) -> Kept:
+        """Keeps `view.count` tokens of each row."""
+        del params
+        patches = view.grid[:, 0] * view.grid[:, 1]
+        # A class token among the features stands in front, and is the last to be kept.
+        n = view.tokens.shape[1] if view.valid is None else view.valid.sum(1)
+        extra = n - patches
+        count = jnp.minimum(view.count, patches)
+        order = extra[:, None] + grid_indices(view.grid, count, capacity)
+        behind = jnp.arange(capacity) - count[:, None]
+        order = jnp.where(behind < 0, order, behind)
+        return take(view.tokens, order, view.count, capacity)
+
+
+def grid_indices(
+    grid: Int[Array, "r 2"], count: Int[Array, "r"], capacity: int
+) -> Int[Array, "r k"]:
+    """Spreads exactly `count` tokens evenly over each grid, in raster order.
+
+    The rows of the selection, about sqrt(k height / width) of them, lie evenly over the height.
+    Each holds its share of the tokens (shares differ by one at most), evenly over the width; where
+    two columns are equally near to a place, every other row takes the left one.
+
+    Args:
+        grid: [r, 2] rows and columns.
+        count: [r] tokens to choose, from 1 to rows times columns.
+        capacity: static size of the result.
+
+    Returns:
+        [r, k] int32 indices row * columns + column, ascending; what stands behind the count does
+        not matter.
+    """
+    height, width, count = (x[:, None] for x in (grid[:, 0], grid[:, 1], count))
+    slot = jnp.arange(capacity)
+    fewest = -(-count // width)
+    wanted = jnp.round(jnp.sqrt(count * height / width)).astype(jnp.int32)
+    lines = jnp.minimum(jnp.maximum(wanted, jnp.maximum(fewest, 1)), jnp.minimum(height, count))
+    line = -(-(slot + 1) * lines // count) - 1
+    first = count * line // lines
+    held = jnp.maximum(count * (line + 1) // lines - first, 1)
+    row = (2 * line + 1) * height // (2 * lines)
+    places = (2 * (slot - first) + 1) * width
+    # The nearest column, halves up or down: floor(x) and ceil(x) - 1 of x = place + 1/2.
+    column = jnp.where(line % 2 == 0, places // (2 * held), -(-places // (2 * held)) - 1)
+    return (row * width + column).astype(jnp.int32)

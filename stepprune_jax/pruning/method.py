@@ -1,0 +1,128 @@
+"""The list of pruners, and how one is made from a name, a budget, options and a policy."""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from stepprune_jax.pruning.all_tokens import AllTokens
+from stepprune_jax.pruning.autoselect import AutoSelect
+from stepprune_jax.pruning.base import Budget, Pruner, Trained, TrainedPolicy
+from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.visionzip import VisionZip
+
+# The only list of names: commands, configurations and tables take these.
+PRUNERS: dict[str, type[Pruner]] = {
+    kind.name: kind
+    for kind in (AllTokens, Random, Grid, Cls, FastV, VisionZip, AutoSelect, StepPrune)
+}
+
+
+class Method(NamedTuple):
+    """A pruner with what it has learned: all that a pipeline needs to prune.
+
+    Attributes:
+        pruner: the way to prune.
+        params: what it has learned: a `Trained`, or an empty tuple.
+    """
+
+    pruner: Pruner
+    params: Trained | tuple[()] = ()
+
+
+NO_PRUNING = Method(AllTokens())
+
+
+def make_method(
+    name: str | None = None,
+    budget: Budget | int | str | None = None,
+    *,
+    policy: TrainedPolicy | None = None,
+    stop_bias: float | int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Method:
+    """Makes a way to prune from what a user says.
+
+    Args:
+        name: of `PRUNERS`; by default that of the policy, or "all" without one.
+        budget: tokens to keep of each image, or text as `Budget.parse` takes it. Without one a
+            policy stops by itself.
+        policy: what a trained method has learned.
+        stop_bias: added to the policy's stop logits, in place of its own bias.
+        options: fields of the pruner by name; values may be text.
+
+    Returns:
+        The method.
+
+    Raises:
+        ValueError: an unknown name or option, a bad value, a budget of a kind that the method
+            cannot keep, or a policy with a method that has none of it, or the other way round.
+    """
+    if name is None:
+        name = "all" if policy is None else _name_of(policy)
+    if name not in PRUNERS:
+        close = difflib.get_close_matches(name, PRUNERS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}{hint}")
+    kind = PRUNERS[name]
+    if kind.config_type is not None and policy is None:
+        raise ValueError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
+    if policy is not None and not isinstance(policy.config, kind.config_type or ()):
+        raise ValueError(f"the policy is one of {_name_of(policy)!r}, not of {name!r}")
+    if stop_bias is not None and policy is None:
+        raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
+    if not isinstance(budget, Budget):
+        learned_stop = budget is None and "own" in kind.budgets
+        budget = Budget("own") if learned_stop else Budget.parse(budget)
+    if budget.kind not in kind.budgets:
+        raise ValueError(_wrong_budget(kind, budget))
+    fields = dict(options or {})
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(fields) - (known.keys() - {"budget", "config"}))
+    if unknown:
+        names = ", ".join(sorted(known.keys() - {"budget", "config"})) or "none"
+        raise ValueError(f"{name} has no option {unknown[0]!r}; its options: {names}")
+    fields = {key: _value(name, known[key], value) for key, value in fields.items()}
+    if policy is None:
+        return Method(kind(budget=budget, **fields))
+    bias = policy.stop_bias if stop_bias is None else stop_bias
+    params = Trained(policy.params, policy.stats, bias)
+    return Method(kind(budget=budget, config=policy.config, **fields), params)
+
+
+def _name_of(policy: TrainedPolicy) -> str:
+    """The pruner of a policy."""
+    return next(
+        name
+        for name, kind in PRUNERS.items()
+        if kind.config_type is not None and isinstance(policy.config, kind.config_type)
+    )
+
+
+def _wrong_budget(kind: type[Pruner], budget: Budget) -> str:
+    """Says what budget was expected."""
+    if kind.name == "all":
+        return f"budget is {budget}, but the pruner 'all' keeps every token: name another one"
+    if budget.kind == "all":
+        if kind.config_type is not None and "own" not in kind.budgets:
+            return f"{kind.name} has no stop of its own: give a budget (--budget)"
+        return f"the pruner {kind.name!r} needs a budget (--budget)"
+    return f"{kind.name} cannot keep the budget {budget}; it can keep {', '.join(kind.budgets)}"
+
+
+def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
+    """An option's value, of the type of its default."""
+    if isinstance(value, str) and not isinstance(field.default, str):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+    expected = int if field.default is None else type(field.default)
+    number = expected is float and isinstance(value, int) and not isinstance(value, bool)
+    if type(value) is not expected and not number and value is not field.default:
+        raise ValueError(f"{name}: option {field.name} is {value!r}, expected {expected.__name__}")
+    return value

@@ -1,0 +1,70 @@
+"""Random tokens: what any method has to beat."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Int
+
+from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Ranker):
+    """Keeps tokens drawn without replacement.
+
+    Attributes:
+        seed: of the draws. A row's draw depends on the seed and on its number alone.
+    """
+
+    seed: int = 0
+
+    name = "random"
+    label = "random"
+
+    def rank(self, params: Any, view: View, steps: int) -> Ranking:
+        """Orders the tokens of each row at random."""
+        del params
+        n = view.tokens.shape[1]
+        sizes = jnp.full(len(view.number), n) if view.valid is None else view.valid.sum(1)
+        scores = random_scores(jax.random.key(self.seed), view.number, sizes, n)
+        # Ascending, as a random permutation by sorting noise is usually made.
+        return Ranking(by_score(-scores, view.valid)[:, :steps])
+
+
+def random_scores(
+    key: Array, number: Int[Array, "r"], sizes: Int[Array, "r"], num_tokens: int
+) -> Array:
+    """Draws a number for each token, which other rows, their number and padding do not change.
+
+    Row i of a set of images of n tokens gets row i of `jax.random.uniform(key, (rows, n))`, without
+    the rows before it being drawn.
+
+    Args:
+        key: PRNG key.
+        number: [r] number of each row in its set.
+        sizes: [r] tokens of each row's image.
+        num_tokens: n, static.
+
+    Returns:
+        [r, n] float32 in [0, 1).
+    """
+    first, second = jax.random.key_data(key)
+    # 64-bit counters in two words: number * size + position.
+    low = number.astype(jnp.uint32)[:, None] * sizes.astype(jnp.uint32)[:, None]
+    high = _high_word(number.astype(jnp.uint32), sizes.astype(jnp.uint32))[:, None]
+    position = jnp.arange(num_tokens, dtype=jnp.uint32)
+    counter = low + position
+    high = high + (counter < low).astype(jnp.uint32)
+    words = [jnp.broadcast_to(word, counter.shape) for word in (first, second, high, counter)]
+    left, right = threefry2x32_p.bind(*words)
+    bits = (left ^ right) >> 9 | jnp.uint32(0x3F800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) - 1
+
+
+def _high_word(a: Array, b: Array) -> Array:
+    """The upper 32 bits of the product of two 32-bit numbers, b below 2**16."""
+    upper, lower = a >> 16, a & 0xFFFF
+    return (upper * b + (lower * b >> 16)) >> 16

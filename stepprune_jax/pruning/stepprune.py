@@ -1,0 +1,91 @@
+"""StepPrune as a pruner: a pointer decoder picks tokens one by one and stops by itself."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from stepprune_jax import policy
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning.base import (
+    EXACT,
+    Budget,
+    Kept,
+    Pruner,
+    Ranker,
+    Ranking,
+    Trained,
+    View,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrune(Ranker):
+    """Keeps what a trained policy picks.
+
+    Attributes:
+        config: of the policy.
+    """
+
+    config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+
+    name = "stepprune"
+    label = "StepPrune"
+    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
+    reads_text: ClassVar[bool] = True
+    config_type: ClassVar[type | None] = PolicyConfig
+
+    def most(self, num_tokens: int) -> int:
+        """Returns T_max."""
+        return self.config.steps(num_tokens)
+
+    def program(self) -> Pruner:
+        """Drops the number: exact counts are read from the view, a learned stop from the bias."""
+        kind = "all" if self.budget.kind in EXACT else "own"
+        return dataclasses.replace(self, budget=Budget(kind))
+
+    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+        """Rolls the policy out past its stop, whose margins are kept; the bias is left out."""
+        # As in inference: the chosen slot itself is fed back.
+        trajectory = policy.select(
+            params.weights,
+            self.config,
+            self._memory(params, view),
+            image_mask=view.valid,
+            max_steps=steps,
+            feedback_fn=policy.hard_feedback,
+        )
+        return Ranking(trajectory.choice, trajectory.margin)
+
+    def counts(self, params: Trained, ranking: Ranking, exact: Int[Array, "r"]) -> Int[Array, "r"]:
+        """Returns the exact count, or where the policy stops at its bias."""
+        if self.budget.is_exact:
+            return exact
+        least = min(self.config.min_tokens, ranking.order.shape[1])
+        return policy.count_at_bias(ranking.margin, params.stop_bias, least)
+
+    def select(self, params: Trained, view: View, capacity: int) -> Kept:
+        """Runs the loop until every row has stopped."""
+        exact = {"min_tokens": view.count, "max_tokens": view.count}
+        limits = exact if self.budget.is_exact else {"stop_bias": params.stop_bias}
+        n = view.tokens.shape[1]
+        picks = policy.pick(
+            params.weights,
+            self.config,
+            self._memory(params, view),
+            image_mask=view.valid,
+            max_steps=self.config.steps(n),
+            **limits,
+        )
+        pruned = policy.gather(picks, view.tokens, capacity)
+        return Kept(pruned.index, jnp.maximum(pruned.index, 0), *pruned[1:])
+
+    def _memory(self, params: Trained, view: View) -> Array:
+        """Slots to point at."""
+        x = policy.standardise(view.tokens, params.stats)
+        text = (view.text, view.text_valid) if self.config.text_width else (None, None)
+        encoded = policy.encode(
+            params.weights, self.config, x, text[0], image_mask=view.valid, text_mask=text[1]
+        )
+        return policy.memory(params.weights, encoded)

@@ -1,0 +1,132 @@
+"""VisionZip: patches that the class token attends to, and the others merged into a few.
+
+Yang and others (https://arxiv.org/abs/2412.04467). Of K tokens some are *dominant*: the class token
+itself and the patches that it attends to most, summed over heads. The others are *contextual*:
+every so many of the patches that are left is a target, and each of the rest is added to the target
+whose key is most like its own. Both signals are those of the block whose output is projected.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, tower_block
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionZip(Pruner):
+    """Keeps dominant tokens and merges the rest.
+
+    Attributes:
+        contextual: merged tokens; None for 5 of 32, as the authors have it: 10 of 64, 20 of 128, 30
+            of 192.
+    """
+
+    contextual: int | None = None
+
+    name = "visionzip"
+    label = "VisionZip"
+    budgets: ClassVar[tuple[str, ...]] = EXACT
+    # The class token is always among its tokens, and the last ones are always merged.
+    exact_when_full: ClassVar[bool] = False
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses models without a class token, and budgets without room for both kinds."""
+        super().check(config, num_tokens)
+        tower_block(config)
+        dominant, contextual = self.split(self.budget.count(num_tokens))
+        patches = config.grid[0] * config.grid[1]
+        if dominant < 1 or not 1 <= contextual <= patches + 1 - dominant:
+            raise ValueError(
+                f"visionzip: {dominant} dominant and {contextual} contextual tokens of "
+                f"{patches} patches and the class token; expected at least one of each"
+            )
+
+    def split(self, count: int) -> tuple[int, int]:
+        """Returns how many of so many tokens are dominant, and how many contextual."""
+        contextual = self.contextual
+        if contextual is None:
+            contextual = max(1, round(5 * count / 32))
+        return count - contextual, contextual
+
+    def taps(self, config: Any) -> tuple[Tap, ...]:
+        """Returns the class token's attention, the keys, and the output of the same block."""
+        block = tower_block(config)
+        return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1)
+
+    def select(self, params: Any, view: View, capacity: int) -> Kept:
+        """Returns dominant tokens in raster order, the class token first; then the merged ones."""
+        del params
+        attention, keys, hidden = view.taps
+        r, n = view.tokens.shape[:2]
+        dominant, contextual = self.split(self.budget.count(n))
+        tokens, source = merge(
+            attention.astype(jnp.float32).sum(1),
+            keys.astype(jnp.float32).mean(1),
+            hidden,
+            dominant,
+            contextual,
+        )
+        # The class token is one of the features in some models, and comes first.
+        first = hidden.shape[1] - n
+        index = jnp.where(jnp.arange(dominant + contextual) < dominant, source - first, -1)
+        place = jnp.maximum(source - first, 0)
+        missing = capacity - dominant - contextual
+
+        def padded(x: Array, value: int) -> Array:
+            widths = ((0, 0), (0, missing), (0, 0))[: x.ndim]
+            return jnp.pad(x, widths, constant_values=value)
+
+        valid = jnp.broadcast_to(jnp.arange(capacity) < dominant + contextual, (r, capacity))
+        count = jnp.full(r, dominant + contextual, jnp.int32)
+        tokens = padded(tokens.astype(view.tokens.dtype), 0)
+        return Kept(padded(index, -1), padded(place, 0), tokens, valid, count)
+
+
+def merge(
+    attention: Float[Array, "r m"],
+    keys: Float[Array, "r m c"],
+    hidden: Float[Array, "r m d"],
+    dominant: int,
+    contextual: int,
+) -> tuple[Float[Array, "r k d"], Int[Array, "r k"]]:
+    """Chooses dominant tokens and merges the others.
+
+    Args:
+        attention: [r, m] from the class token to itself and the m - 1 patches.
+        keys: [r, m, c] by whose cosine tokens are merged.
+        hidden: [r, m, d] the tokens, the class token first.
+        dominant: tokens to keep, the class token among them.
+        contextual: tokens to merge the others into.
+
+    Returns:
+        [r, dominant + contextual, d] tokens, and [r, ...] int32 which of the m each one is or was
+        merged into. A merged token is its target plus the mean of those assigned to it.
+    """
+    m = attention.shape[1]
+    best = by_score(attention[:, 1:], None)[:, : dominant - 1] + 1
+    chosen = jnp.sort(jnp.pad(best, ((0, 0), (1, 0))), axis=1)
+    is_chosen = jnp.any(chosen[..., None] == jnp.arange(m), axis=1)
+    rest = jnp.sort(jnp.where(is_chosen, m, jnp.arange(m)), axis=1)[:, : m - dominant]
+    step = max(1, (m - dominant) // contextual)
+    at = jnp.arange(contextual) * step
+    targets = rest[:, at]
+
+    def gathered(x: Array, index: Array) -> Array:
+        return jnp.take_along_axis(x, index[..., None], axis=1)
+
+    norm = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    metric = keys / jnp.maximum(norm, jnp.finfo(keys.dtype).tiny)
+    likeness = jnp.einsum("rxc,rtc->rxt", gathered(metric, rest), gathered(metric, targets))
+    nearest = jax.nn.one_hot(jnp.argmax(likeness, axis=2), contextual)
+    is_target = jnp.zeros(rest.shape[1], bool).at[at].set(True)
+    share = jnp.where(is_target[:, None], 0, nearest)
+    total = jnp.einsum("rxt,rxd->rtd", share, gathered(hidden, rest).astype(jnp.float32))
+    mean = total / jnp.maximum(1, share.sum(1))[..., None]
+    merged = gathered(hidden, targets).astype(jnp.float32) + mean
+    tokens = jnp.concatenate([gathered(hidden, chosen).astype(jnp.float32), merged], axis=1)
+    return tokens, jnp.concatenate([chosen, targets], axis=1).astype(jnp.int32)
