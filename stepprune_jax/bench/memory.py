@@ -6,6 +6,7 @@ Nothing is allocated and no weights are needed: the programs are compiled for vi
 """
 
 import argparse
+import functools
 import json
 import pathlib
 from collections.abc import Iterable, Sequence

@@ -413,7 +413,7 @@ def prefill(
         ValueError: unknown tap or attention, layers that do not exist.
     """
     options = {"remat": remat, "attention": attention}
-    caches, after, first, tapped = [], [], 0, {}
+    caches, after, first = [], [], 0
     for number, cut in enumerate(cuts):
         rows = _query_rows(cut.rows, sequence) if cut.taps else None
         stage = _stage(
@@ -429,13 +429,13 @@ def prefill(
         params, config, sequence, max_new_tokens, (first, config.text.num_layers), taps=taps,
         query_index=query_index, **options,
     )  # fmt: skip
-    tapped, hidden = stage.taps, stage.hidden
+    hidden = stage.hidden
     if not all_logits:
         last = jnp.maximum(sequence.length - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     caches.append(stage.cache._replace(next_position=sequence.next_position))
     cache = tuple(caches) if cuts else caches[0]
-    return Prefill(logits(params, config, hidden), cache, tapped, tuple(after))
+    return Prefill(logits(params, config, hidden), cache, stage.taps, tuple(after))
 
 
 def _stage(

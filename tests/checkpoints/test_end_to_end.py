@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from visual import visual_of
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm, save_vlm
@@ -27,12 +28,8 @@ from stepprune_jax.models.llava.prompts import (
 @functools.partial(jax.jit, static_argnames="config")
 def _ours(params, config, ids, length, pixels):
     features, _ = vlm.encode_image(params, config, pixels)
-    visual = vlm.project(params, config, features)[None]
-    shape = visual.shape[:3]
-    sequence = vlm.assemble(
-        params, config, ids, length, visual, jnp.ones(shape, bool),
-        jnp.broadcast_to(jnp.arange(shape[2]), shape),
-    )  # fmt: skip
+    visual = visual_of(config, vlm.project(params, config, features)[None])
+    sequence = vlm.assemble(params, config, ids, length, visual)
     return sequence.length, vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from visual import visual_of
 
 from stepprune_jax.bench import memory
 from stepprune_jax.models import vlm
@@ -172,9 +173,9 @@ def test_a_sharded_model_computes_what_one_device_does():
     def answer(params, pixels, ids, length, valid, index):
         features, _ = vlm.encode_image(params, config, pixels)
         kept = jnp.take_along_axis(features[:, None], index[..., None], axis=2)
-        visual = vlm.project(params, config, kept)
-        sequence = vlm.assemble(params, config, ids, length, visual, valid, index)
-        first, cache, _ = vlm.prefill(params, config, sequence, 2)
+        visual = visual_of(config, vlm.project(params, config, kept), index, valid)
+        sequence = vlm.assemble(params, config, ids, length, visual)
+        first, cache, *_ = vlm.prefill(params, config, sequence, 2)
         second, cache = vlm.decode_step(params, config, jnp.argmax(first, -1), cache)
         return first, second, cache
 

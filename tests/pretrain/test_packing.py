@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from visual import visual_of
 
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import Sample
@@ -131,10 +132,8 @@ def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
 
 
 def prompt_logits(params, ids, length, visual, index, config):
-    sequence = vlm.assemble(
-        params, config, ids, jnp.array([length]), visual[None, None],
-        jnp.ones((1, 1, visual.shape[0]), bool), index[None, None],
-    )  # fmt: skip
+    visual = visual_of(config, visual[None, None], index)
+    sequence = vlm.assemble(params, config, ids, jnp.array([length]), visual)
     return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 

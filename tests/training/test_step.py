@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import make_config, open_tiny, write_data
+from visual import visual_of
 
 from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.models import vlm
@@ -45,17 +46,14 @@ def full_logits_loss(params, model, tokens, batch):
         targets = jax.tree.map(np.asarray, batch.targets)
     labels = np.full((8, targets.ids.shape[1] - 1 + n), -1)
     for row in range(8):
-        ids = targets.ids[row, : int(targets.length[row])].tolist()
+        row_ids = targets.ids[row, : int(targets.length[row])].tolist()
         answer = targets.target[row][targets.supervised[row]].tolist()
-        assert ids[-len(answer) :] == answer  # these conversations end with their only answer
-        end = len(ids) - 1 + n
+        assert row_ids[-len(answer) :] == answer  # these conversations end with their only answer
+        end = len(row_ids) - 1 + n
         labels[row, end - len(answer) - 1 : end - 1] = answer
-    visual = vlm.project(params, model.config, tokens)[:, None]
-    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
-    sequence = vlm.assemble(
-        params, model.config, batch.targets.ids, batch.targets.length, visual, index >= 0, index,
-        capacity=labels.shape[1],
-    )  # fmt: skip
+    visual = visual_of(model.config, vlm.project(params, model.config, tokens)[:, None])
+    ids, length = batch.targets.ids, batch.targets.length
+    sequence = vlm.assemble(params, model.config, ids, length, visual, capacity=labels.shape[1])
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
     return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_run import ASKED, RIGHT, looks, make_config, metrics, write_data, write_questions
+from visual import visual_of
 
 from stepprune_jax import generate, load_policy, load_vlm, testing
 from stepprune_jax.evaluation.answers import Selection
@@ -119,12 +120,15 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
         tokens = jnp.asarray(split.features[split.image_of[row]][kept])[None]
         ids = targets.ids[row : row + 1, : targets.length[row]]
         padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
+        tokens = vlm.project(model.params, model.config, tokens)[:, None]
         sequence = vlm.assemble(
-            model.params, model.config, jnp.asarray(padded), jnp.array([ids.shape[1]]),
-            vlm.project(model.params, model.config, tokens)[:, None],
-            jnp.ones((1, 1, len(kept)), bool), jnp.asarray(kept, jnp.int32)[None, None],
+            model.params,
+            model.config,
+            jnp.asarray(padded),
+            jnp.array([ids.shape[1]]),
+            visual_of(model.config, tokens, kept),
             capacity=padded.shape[1] - 1 + 3,
-        )  # fmt: skip
+        )
         log_prob = jax.nn.log_softmax(logits_of(model.params, sequence)[0])
         answer = targets.target[row][targets.supervised[row]]
         end = ids.shape[1] - 1 + len(kept)  # conversations end with their answer
