@@ -8,6 +8,7 @@ from PIL import Image
 
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.pretrain.run import pretrain
+from stepprune_jax.pretrain.settings import read_pretraining
 from stepprune_jax.pretrain.structure import init_tower
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -30,7 +31,7 @@ def small_config(folder):
     config.language.thinned_share = config.noise.thinned_share = 0.0
     config.noise.steps = 0
     config.language.train_tower = True
-    return config
+    return read_pretraining(config)
 
 
 def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_path):

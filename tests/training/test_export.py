@@ -7,14 +7,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import make_config, write_data
+from tiny_run import make_run, write_data
 
 from stepprune_jax import export, load_policy, testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.evaluation.settings import DEFAULT, Settings, load_policies, own_policy
 from stepprune_jax.generate import main as generate
 from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import Checkpoints
+from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    train(make_config(*world), workdir)
+    train(make_run(*world), workdir)
     return workdir
 
 
