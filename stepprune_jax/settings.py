@@ -120,8 +120,7 @@ class Settings:
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raises a ValueError about the field `name` unless `holds`; says what is `expected`."""
         if not holds:
-            value = getattr(self, name)
-            raise ValueError(f"{self._path}.{name} is {value!r}, expected {expected}")
+            raise _refused(type(self), name, getattr(self, name), expected)
 
     def flat(self) -> dict[str, Any]:
         """Returns the fields by dotted name, their values as JSON has them."""
@@ -169,9 +168,16 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
             inner, value = field.metadata["settings"], fields[name]
             value = read(inner, value) if inner and isinstance(value, Mapping) else value
             values[name] = tuple(value) if isinstance(value, list) else value
+            # Before the class gets it: a checker of annotations would not name the field.
+            if not field.metadata["holds"](values[name]):
+                raise _refused(kind, name, value, field.metadata["expected"])
         elif field.default is dataclasses.MISSING:
             raise ValueError(f"{kind._path}.{name} is missing")
     return kind(**values)
+
+
+def _refused(kind: type[Settings], name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{kind._path}.{name} is {value!r}, expected {expected}")
 
 
 def is_count(value: Any, least: int = 1) -> bool:

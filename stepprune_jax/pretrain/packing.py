@@ -70,23 +70,16 @@ def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
 
     Args:
       tokenizer: A fast `transformers` tokenizer.
-      samples: Conversations, each with an image.
+      samples: Conversations, one at least, each with an image.
       most: Longest row; exchanges that do not fit are left out.
 
     Returns:
       The packed samples.
-
-    Raises:
-      ValueError: No sample, or one without an image, named by its index in the file.
     """
     # The same question with the same answer is asked of many images.
     encode = functools.cache(lambda turns: encode_conversation(tokenizer, turns, 1))
     rows, prefix = [], []
-    if not samples:
-        raise ValueError("there is no conversation to pack, expected at least one")
     for sample in samples:
-        if sample.image is None:
-            raise ValueError(f"sample {sample.index} ({sample.id}) has no image; all must have one")
         prefix, row = _pack_row(encode, sample, most)
         rows.append(row)
     fills = _Row(0, -1, 0, 0, -1)

@@ -26,13 +26,24 @@ def config(tmp_path, monkeypatch):
     config.model.folder = str(
         testing.tiny_llava(
             tmp_path / "model",
-            vision={"image_size": 336, "patch_size": 14, "hidden_size": 8, "num_attention_heads": 1,
-                    "intermediate_size": 8, "num_hidden_layers": 2},
-            text={"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1,
-                  "num_key_value_heads": 1, "num_hidden_layers": 1,
-                  "max_position_embeddings": 1024},
+            vision={
+                "image_size": 336,
+                "patch_size": 14,
+                "hidden_size": 8,
+                "num_attention_heads": 1,
+                "intermediate_size": 8,
+                "num_hidden_layers": 2,
+            },
+            text={
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 1,
+                "max_position_embeddings": 1024,
+            },
         )
-    )  # fmt: skip
+    )
     config.data.train_scenes, config.data.validation_scenes, config.data.test_scenes = 1, 0, 1
     return config
 

@@ -41,11 +41,18 @@ def make_config(**changes):
     config.log_every, config.checkpoint_every = 1, 2
     config.model.update(
         {
-            "image_size": 24, "patch_size": 8, "vision_width": 16, "vision_mlp": 16,
-            "vision_layers": 1, "vision_heads": 2, "text_width": 16, "text_mlp": 16,
-            "text_layers": 1, "text_heads": 2,
+            "image_size": 24,
+            "patch_size": 8,
+            "vision_width": 16,
+            "vision_mlp": 16,
+            "vision_layers": 1,
+            "vision_heads": 2,
+            "text_width": 16,
+            "text_mlp": 16,
+            "text_layers": 1,
+            "text_heads": 2,
         }
-    )  # fmt: skip
+    )
     config.tower.steps, config.tower.batch_size = 3, 4
     config.language.steps, config.language.batch_size = 4, 4
     config.language.kept = (4,)
@@ -176,9 +183,12 @@ def test_the_model_answers_as_in_transformers(data, whole):
         pixels = preprocess_batch([open_image(picture)], ours.image_settings)
         with torch.no_grad():
             told = theirs.generate(
-                input_ids=torch.tensor([ids]), attention_mask=torch.ones((1, len(ids)), dtype=int),
-                pixel_values=torch.tensor(np.array(pixels)), do_sample=False, max_new_tokens=4,
-            )  # fmt: skip
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones((1, len(ids)), dtype=int),
+                pixel_values=torch.tensor(np.array(pixels)),
+                do_sample=False,
+                max_new_tokens=4,
+            )
         told = [token for token in told[0, len(ids) :].tolist() if token != 2]
         assert [token for token in answer.token_ids if token != 2] == told
 

@@ -58,10 +58,16 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
     described = json.loads((run / "run.json").read_text())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for said in (
-        f"| frozen model | `{world[0]}`", described["model"], described["data"], str(world[1]),
-        "| updates | 6 of 6, each of 8 conversations |", "32 and 48 wide",
-        "- training, after update 6: ", f" loss {last['loss']:.4g}, ", '"policy.width": 8',
-    ):  # fmt: skip
+        f"| frozen model | `{world[0]}`",
+        described["model"],
+        described["data"],
+        str(world[1]),
+        "| updates | 6 of 6, each of 8 conversations |",
+        "32 and 48 wide",
+        "- training, after update 6: ",
+        f" loss {last['loss']:.4g}, ",
+        '"policy.width": 8',
+    ):
         assert said in card
     assert card.startswith("---\n") and "base_model" not in card and "$" not in card
     policy = load_policy(tmp_path / "policy.safetensors")

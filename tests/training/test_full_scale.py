@@ -88,13 +88,14 @@ def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys, mesh, count, d
     assert found.memory.total < ACCELERATORS[device].memory
     printed = capsys.readouterr().out
     for words in (
-        f"{mesh} {count}, ", f"{count} virtual CPU device(s)",
+        f"{mesh} {count}, ",
+        f"{count} virtual CPU device(s)",
         f"16 rows an update, {rows} on each device; the frozen model takes 1 of them at a time",
         "as XLA's CPU compiler plans the widest update",
         f"{device}: {ACCELERATORS[device].memory / 2**30:.1f} GiB, fits",
         "the mean over 128 ids 100%",
         f"hours for 39000 updates on {count} {device}, if they reach 40% of",
-    ):  # fmt: skip
+    ):
         assert words in printed
     assert not any((tmp_path / name).exists() for name in ("run.json", "checkpoints"))
 

@@ -121,11 +121,15 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
         ids = targets.ids[row : row + 1, : targets.length[row]]
         padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
         sequence = vlm.assemble(
-            model.params, model.config, jnp.asarray(padded), jnp.array([ids.shape[1]]),
+            model.params,
+            model.config,
+            jnp.asarray(padded),
+            jnp.array([ids.shape[1]]),
             vlm.project(model.params, model.config, tokens)[:, None],
-            jnp.ones((1, 1, len(kept)), bool), jnp.asarray(kept, jnp.int32)[None, None],
+            jnp.ones((1, 1, len(kept)), bool),
+            jnp.asarray(kept, jnp.int32)[None, None],
             capacity=padded.shape[1] - 1 + 3,
-        )  # fmt: skip
+        )
         log_prob = jax.nn.log_softmax(logits_of(model.params, sequence)[0])
         answer = targets.target[row][targets.supervised[row]]
         end = ids.shape[1] - 1 + len(kept)  # conversations end with their answer

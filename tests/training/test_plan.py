@@ -39,17 +39,23 @@ def policy_flops(setup):
     """Those of the policy's own loss and gradient, in front of a model that costs nothing."""
     shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.num_image_tokens, SEVEN_B.vision.hidden_size
     inputs = selectors.Inputs(
-        shape((ROWS, n, width), jnp.bfloat16), shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
+        shape((ROWS, n, width), jnp.bfloat16),
+        shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
         shape((ROWS, BUCKET.text), bool),
-    )  # fmt: skip
+    )
     params = jax.eval_shape(lambda: selectors.init(jax.random.key(0), setup.selector))
 
     def loss(params, inputs):
         progress = selectors.Progress(*(jnp.float32(0.5) for _ in range(3)))
         return selectors.train_loss(
-            params, setup.selector, jax.random.key(0), inputs, jnp.sum, progress,
+            params,
+            setup.selector,
+            jax.random.key(0),
+            inputs,
+            jnp.sum,
+            progress,
             FeatureStats.start(width),
-        )  # fmt: skip
+        )
 
     return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
 

@@ -185,5 +185,6 @@ def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
     for found, expected in zip(looks(tmp_path), looks(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     assert [path.name for path in sorted((tmp_path / "overlays").iterdir())] == [
-        "step_00000003.png", "step_00000006.png",
-    ]  # fmt: skip
+        "step_00000003.png",
+        "step_00000006.png",
+    ]

@@ -252,5 +252,5 @@ def test_settings_cannot_be_changed():
     tiny = make_run("", "")
     with pytest.raises(dataclasses.FrozenInstanceError):
         tiny.optimizer.lr = 1.0
-    with pytest.raises(ValueError, match=r"config.optimizer.lr is 0, expected a number above 0"):
-        dataclasses.replace(tiny.optimizer, lr=0)
+    with pytest.raises(ValueError, match=r"config.optimizer.lr is 0.0, expected a number above 0"):
+        dataclasses.replace(tiny.optimizer, lr=0.0)

@@ -53,9 +53,15 @@ def full_logits_loss(params, model, tokens, batch):
     visual = vlm.project(params, model.config, tokens)[:, None]
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
     sequence = vlm.assemble(
-        params, model.config, batch.targets.ids, batch.targets.length, visual, index >= 0, index,
+        params,
+        model.config,
+        batch.targets.ids,
+        batch.targets.length,
+        visual,
+        index >= 0,
+        index,
         capacity=labels.shape[1],
-    )  # fmt: skip
+    )
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
     return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)
@@ -192,9 +198,14 @@ def test_the_one_shot_baseline_has_the_same_interface(run):
 
     def loss(params):
         return selectors.train_loss(
-            params, baseline, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress,
+            params,
+            baseline,
+            jax.random.key(2),
+            inputs,
+            lambda t: jnp.mean(t**2),
+            progress,
             policy.FeatureStats.start(32),
-        )  # fmt: skip
+        )
 
     value, found = jax.eval_shape(loss, params)
     assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
