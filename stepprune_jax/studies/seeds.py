@@ -41,8 +41,8 @@ from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.studies.processes import Job, run_jobs
 from stepprune_jax.studies.spread import differences, summarise
 from stepprune_jax.studies.variants import ROWS, RowConfig, load_config, row_configs
-from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import claim
+from stepprune_jax.training import read_run, train
+from stepprune_jax.workdir.checkpoints import claim
 
 RESULTS = "results.json"
 
@@ -175,7 +175,7 @@ def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: P
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
             # Before anything is trained: a finished run with other settings is not taken for it.
-            claim(run.folder, config, models[place], identity)
+            claim(run.folder, read_run(config), models[place], identity)
             runs.append(run)
     return runs
 
@@ -192,7 +192,7 @@ def _train(run: Run) -> None:
     if run.policy_file.is_file():
         return
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
-    train(run.config, run.folder)
+    train(read_run(run.config), run.folder)
     if not run.policy_file.is_file():
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
