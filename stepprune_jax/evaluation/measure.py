@@ -211,7 +211,7 @@ def answer_rows(bench: Bench, rows: Sequence[Row]) -> list[Records]:
         correct = _written(bench, row, found)
         records.append(
             Records(
-                row.method, row.mode, row.pruning_rate, count,
+                row.method, row.mode, row.budget, row.num_tokens, count,
                 trimmed(row.selection.order, count), found.texts, correct,
             )
         )  # fmt: skip
@@ -228,7 +228,7 @@ def _written(bench: Bench, row: Row, found: Answered) -> Bool[np.ndarray, "q"]:
     ]
     card = Provenance(
         benchmark=shapes.BENCHMARK.name, questions=questions_digest(bench.asked),
-        asked=len(bench.asked), method=row.method, mode=row.mode, pruning_rate=row.pruning_rate,
+        asked=len(bench.asked), method=row.method, mode=row.mode, budget=row.budget,
         num_tokens=bench.num_tokens, stop_bias=row.stop_bias, model=bench.model.folder.name,
     )  # fmt: skip
     file = AnswerFile.of(bench.files.folder, card)

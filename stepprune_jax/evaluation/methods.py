@@ -12,7 +12,6 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.accuracy import pruning_rate
 from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM, own_stop
 from stepprune_jax.evaluation.orders import Ordering
 from stepprune_jax.evaluation.rows import (
@@ -42,12 +41,6 @@ class Method(NamedTuple):
     budget: int | None
     policy: str | None = None
     stop_bias: float | None = None
-
-    def pruning_rate(self, num_tokens: int) -> float | None:
-        """In percent; None for a policy's own stop, which is not known before."""
-        if self.name == ALL:
-            return 0.0
-        return None if self.budget is None else pruning_rate(self.budget, num_tokens)
 
 
 class Making(NamedTuple):
@@ -113,7 +106,7 @@ class Making(NamedTuple):
             made["seed"] = self.seed
         return Provenance(
             benchmark=name, questions=questions, asked=asked, method=method.name,
-            mode=method.mode, pruning_rate=method.pruning_rate(self.num_tokens),
+            mode=method.mode, budget=self.num_tokens if method.name == ALL else method.budget,
             num_tokens=self.num_tokens, stop_bias=method.stop_bias, model=self.model, made=made,
         )  # fmt: skip
 
@@ -176,8 +169,7 @@ def make_row(
         row = exact_row(method.name, found.order, method.budget, n)
     else:
         kept = stopped(found, policies[method.policy], method.stop_bias)
-        rate = method.pruning_rate(n)
-        row = Row(method.name, "adaptive", 0.0 if rate is None else rate, kept, method.stop_bias)
+        row = Row(method.name, "adaptive", method.budget, n, kept, method.stop_bias)
     return row._replace(seconds=found.seconds)
 
 

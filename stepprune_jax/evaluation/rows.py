@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.accuracy import pruning_rate
 from stepprune_jax.evaluation.answers import Selection
 from stepprune_jax.evaluation.names import ALL, CLS, GRID, RANDOM, own_stop
 from stepprune_jax.evaluation.orders import Ordering
@@ -24,7 +24,8 @@ class Row(NamedTuple):
     Attributes:
         method: name.
         mode: "exact" (every question keeps the budget) or "adaptive" (the policy stops).
-        pruning_rate: of the budget, in percent.
+        budget: tokens to keep, on average if adaptive; None for a policy's own stop.
+        num_tokens: N.
         selection: what is kept.
         stop_bias: added to the stop logits; None for exact rows.
         seconds: of a question, on average, for the order that it is kept in.
@@ -32,10 +33,17 @@ class Row(NamedTuple):
 
     method: str
     mode: str
-    pruning_rate: float
+    budget: int | None
+    num_tokens: int
     selection: Selection
     stop_bias: float | None = None
     seconds: float = 0.0
+
+    @property
+    def pruning_rate(self) -> float:
+        """Of the budget, in percent; of a policy's own stop that of its mean count."""
+        count = self.selection.count.mean() if self.budget is None else self.budget
+        return pruning_rate(float(count), self.num_tokens)
 
 
 def grid_shape(config: LlavaConfig) -> tuple[int, int]:
@@ -47,7 +55,7 @@ def grid_shape(config: LlavaConfig) -> tuple[int, int]:
 def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int) -> Row:
     """The row that keeps the first `budget` tokens of each order."""
     count = np.full(len(order), budget, np.int32)
-    return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
+    return Row(method, "exact", budget, num_tokens, Selection(order, count))
 
 
 def untrained_row(
@@ -107,9 +115,8 @@ def adaptive_rows(
     biases = stop_biases(policy, validation.margin, budgets)
     rows = []
     for budget, bias in zip(budgets, biases, strict=True):
-        rate = pruning_rate(budget, num_tokens)
         chosen = stopped(found, policy, bias)
-        rows.append(Row(method, "adaptive", rate, chosen, bias, found.seconds))
+        rows.append(Row(method, "adaptive", budget, num_tokens, chosen, bias, found.seconds))
     return rows
 
 
@@ -135,8 +142,7 @@ def stop_biases(
 def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) -> Row:
     """A policy that stops where it learned to, at the mean number of tokens that this gives."""
     selection = stopped(found, policy, 0.0)
-    rate = pruning_rate(float(selection.count.mean()), num_tokens)
-    return Row(own_stop(method), "adaptive", rate, selection, 0.0, found.seconds)
+    return Row(own_stop(method), "adaptive", None, num_tokens, selection, 0.0, found.seconds)
 
 
 def stopped(found: Ordering, policy: Policy, bias: float) -> Selection:

@@ -100,18 +100,18 @@ def make_statistics(
     whole = full_row(rows).correct
     numbers: dict[Any, int] = {}
     image = np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
-    exact = {(row.method, row.pruning_rate): row for row in rows if row.mode == "exact"}
+    exact = {(row.method, row.budget): row for row in rows if row.mode == "exact"}
     adaptive = [row for row in rows if row.mode == "adaptive"]
     against_exact, against_others = [], []
     for row in adaptive:
-        other = exact.get((row.method, row.pruning_rate))
+        other = exact.get((row.method, row.budget))
         if other is not None:
             head = {"method": row.method, "pruning_rate": row.pruning_rate}
             against_exact.append(head | paired_difference(row.correct, other.correct, image))
-    for (method, rate), row in exact.items():
-        own = exact.get((default, rate))
+    for (method, budget), row in exact.items():
+        own = exact.get((default, budget))
         if own is not None and method not in (default, ALL):
-            head = {"method": method, "pruning_rate": rate}
+            head = {"method": method, "pruning_rate": row.pruning_rate}
             against_others.append(head | paired_difference(own.correct, row.correct, image))
     return {
         "questions": len(questions),

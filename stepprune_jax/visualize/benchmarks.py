@@ -25,7 +25,7 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
     """The default policy at the middle budget; adaptive, unless it does not stop by itself."""
     for mode in ("adaptive", "exact"):
         found = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
-        found.sort(key=lambda file: file.provenance.pruning_rate)
+        found.sort(key=lambda file: -file.provenance.budget)
         if found:
             return found[len(found) // 2]
     return next((f for f in files if f.provenance.method == own_stop(DEFAULT)), None)

@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 from matplotlib.axes import Axes
 
+from stepprune_jax.evaluation.report import Report
 from stepprune_jax.evaluation.statistics import spearman
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import (
     ALL,
     DEFAULT,
-    Study,
     all_tokens,
     default_record,
     families,
@@ -30,7 +30,7 @@ def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray
     return np.arange(low, high + width + 1, width)
 
 
-def draw_histogram(path: str | Path, study: Study) -> Path:
+def draw_histogram(path: str | Path, report: Report) -> Path:
     """Draws how often each K occurs, and the accuracy of those questions.
 
     Of the default policy, adaptive, at the middle budget. Accuracy is shown, with its standard
@@ -38,18 +38,18 @@ def draw_histogram(path: str | Path, study: Study) -> Path:
 
     Args:
       path: The PNG to write.
-      study: A checked study.
+      report: A checked report.
 
     Returns:
       The path.
     """
-    record, full = default_record(study), all_tokens(study)
+    record, full = default_record(report), all_tokens(report)
     curves = [
         Curve(f"accuracy, {full.method}", style.COLOURS[ALL], "D", full.correct),
         Curve(f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o",
               record.correct),
     ]  # fmt: skip
-    return draw_counts(path, record.count, study.num_tokens, curves)
+    return draw_counts(path, record.count, report.num_tokens, curves)
 
 
 class Curve(NamedTuple):
@@ -127,7 +127,7 @@ def draw_counts(
         return style.save(figure, path)
 
 
-def draw_complexity(path: str | Path, study: Study) -> Path:
+def draw_complexity(path: str | Path, report: Report) -> Path:
     """Draws K against what the picture and the question need.
 
     Boxes hold the middle half of the questions, whiskers 90 %; of the default policy, adaptive, at
@@ -135,19 +135,19 @@ def draw_complexity(path: str | Path, study: Study) -> Path:
 
     Args:
       path: The PNG to write.
-      study: A checked study.
+      report: A checked report.
 
     Returns:
       The path.
     """
-    count = default_record(study).count
-    kinds = families(study)
-    panels = 1 if study.scenes is None else 3
+    count = default_record(report).count
+    kinds = families(report)
+    panels = 1 if report.scenes is None else 3
     with style.canvas(3.6 if panels == 1 else 9, 3.4) as figure:
         all_axes = figure.subplots(1, panels, squeeze=False, width_ratios=[1, 1, 0.9][:panels])[0]
-        if study.scenes is not None:
-            complexity = np.array([scene.complexity for scene in study.scenes])
-            relevant = np.array([len(scene.relevant) for scene in study.scenes])
+        if report.scenes is not None:
+            complexity = np.array([scene.complexity for scene in report.scenes])
+            relevant = np.array([len(scene.relevant) for scene in report.scenes])
             _draw_boxes(all_axes[0], count, complexity, "objects in the picture")
             _draw_boxes(all_axes[1], count, relevant, "patches the answer depends on")
             top = max(axes.get_ylim()[1] for axes in all_axes[:2])

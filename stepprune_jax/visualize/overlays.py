@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.report import Report
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.excerpts import Study, default_record
+from stepprune_jax.visualize.excerpts import default_record
 from stepprune_jax.visualize.patches import draw_panel, font
 
 ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
@@ -42,7 +43,11 @@ class Example(NamedTuple):
 
 
 def choose(
-    study: Study, count: Int[np.ndarray, "q"], share: float, number: int, taken: Sequence[int] = ()
+    report: Report,
+    count: Int[np.ndarray, "q"],
+    share: float,
+    number: int,
+    taken: Sequence[int] = (),
 ) -> list[int]:
     """Chooses examples around a quantile of K, knowing neither answers nor selections.
 
@@ -50,7 +55,7 @@ def choose(
     are taken, preferring a picture and a family not shown yet.
 
     Args:
-      study: A checked study.
+      report: A checked report.
       count: K of each question.
       share: The quantile, 0 to 1.
       number: How many to choose; fewer come back if there are fewer questions.
@@ -67,8 +72,8 @@ def choose(
     chosen: list[int] = []
     for _ in range(number):
         shown = [*taken, *chosen]
-        pictures = [study.questions[i].image for i in shown]
-        kinds = [study.questions[i].category for i in shown]
+        pictures = [report.questions[i].image for i in shown]
+        kinds = [report.questions[i].category for i in shown]
         left = [i for i in pool if i not in shown]
         if not left:
             break
@@ -76,8 +81,8 @@ def choose(
             min(
                 left,
                 key=lambda i: (
-                    pictures.count(study.questions[i].image),
-                    kinds.count(study.questions[i].category),
+                    pictures.count(report.questions[i].image),
+                    kinds.count(report.questions[i].category),
                     i,
                 ),
             )
@@ -86,22 +91,22 @@ def choose(
 
 
 def choose_spread(
-    study: Study, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
+    report: Report, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
 ) -> list[list[int]]:
     """Chooses `each` examples around every quantile in turn, none twice; see `choose`."""
     groups: list[list[int]] = []
     for share in shares:
         taken = [i for members in groups for i in members]
-        groups.append(choose(study, count, share, each, taken))
+        groups.append(choose(report, count, share, each, taken))
     return groups
 
 
-def draw_overlays(path: str | Path, study: Study, columns: int = 4) -> Path:
+def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
     """Draws rows of examples of the default policy: few, middling and many tokens kept.
 
     Args:
       path: The PNG to write.
-      study: A checked study.
+      report: A checked report.
       columns: Pictures in a row.
 
     Returns:
@@ -111,22 +116,22 @@ def draw_overlays(path: str | Path, study: Study, columns: int = 4) -> Path:
       FileNotFoundError: A picture is missing.
       ValueError: A picture cannot be read.
     """
-    record = default_record(study)
-    groups = choose_spread(study, record.count, [share for _, share in ROWS], columns)
+    record = default_record(report)
+    groups = choose_spread(report, record.count, [share for _, share in ROWS], columns)
     named = [
-        (name, [_example(study, record, i) for i in members])
+        (name, [_example(report, record, i) for i in members])
         for (name, _), members in zip(ROWS, groups, strict=True)
         if members
     ]
-    return draw_rows(path, study.grid, named)
+    return draw_rows(path, report.grid, named)
 
 
-def draw_hero(path: str | Path, study: Study) -> Path:
+def draw_hero(path: str | Path, report: Report) -> Path:
     """Draws one row of four examples, from few tokens kept to many.
 
     Args:
       path: The PNG to write.
-      study: A checked study.
+      report: A checked report.
 
     Returns:
       The path.
@@ -135,19 +140,19 @@ def draw_hero(path: str | Path, study: Study) -> Path:
       FileNotFoundError: A picture is missing.
       ValueError: A picture cannot be read.
     """
-    record = default_record(study)
-    groups = choose_spread(study, record.count, (0.05, 0.35, 0.65, 0.95))
-    members = [_example(study, record, i) for group in groups for i in group]
-    return draw_rows(path, study.grid, [("", members)])
+    record = default_record(report)
+    groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
+    members = [_example(report, record, i) for group in groups for i in group]
+    return draw_rows(path, report.grid, [("", members)])
 
 
-def _example(study: Study, record: Records, i: int) -> Example:
+def _example(report: Report, record: Records, i: int) -> Example:
     """What is shown of question i."""
-    question, right = study.questions[i], bool(record.correct[i])
+    question, right = report.questions[i], bool(record.correct[i])
     answer = shorten(record.answer[i], 24, placeholder="…")
     if not right:
-        answer += f"  (right: {shorten(study.answers[i], 16, placeholder='…')})"
-    patches = study.patches(record, i)
+        answer += f"  (right: {shorten(report.answers[i], 16, placeholder='…')})"
+    patches = report.patches(record, i)
     return Example(
         question.image, patches, f"K = {record.count[i]}", question.category, question.text,
         answer, right,
