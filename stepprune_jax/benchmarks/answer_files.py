@@ -80,7 +80,7 @@ def digest(texts: Sequence[str]) -> str:
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """A fingerprint of a question list: ids and messages, not pictures."""
+    """A fingerprint of a question list: ids and messages, not images."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
 
@@ -120,7 +120,7 @@ class AnswerLine(NamedTuple):
 
     Attributes:
         text: the answer.
-        kept: K, the visual tokens that were kept; 0 without a picture.
+        kept: K, the visual tokens that were kept; 0 without an image.
         ms: milliseconds for it.
         order: the kept tokens in order of choice, where they are to be looked at; or None.
     """

@@ -25,7 +25,7 @@ _POPE_STEP = 10**7  # ids of POPE's splits are so far apart in LLaVA's list
 
 
 class Known(NamedTuple):
-    """A question of the shapes world, its picture and the right answer."""
+    """A question of the shapes world, its image and the right answer."""
 
     text: str
     image: Path
@@ -37,7 +37,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
     """Writes the three benchmarks.
 
     Args:
-        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the pictures.
+        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the images.
         scenes: of the shapes world, eight questions each.
         seed: of the scenes.
 
@@ -46,7 +46,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
 
     Raises:
         FileExistsError: out/eval is there already.
-        ValueError: so few scenes that MME's tasks would lack a picture.
+        ValueError: so few scenes that MME's tasks would lack an image.
     """
     root = Path(out) / "eval"
     if root.exists():
@@ -61,7 +61,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
     tasks = (*PERCEPTION, *COGNITION)
     if len(pairs) < len(tasks):
         raise ValueError(
-            f"{scenes} scenes have {len(pairs)} pictures with a yes and a no, MME needs "
+            f"{scenes} scenes have {len(pairs)} images with a yes and a no, MME needs "
             f"{len(tasks)}: more --scenes"
         )
     _write_gqa(root / "gqa", [row for row in known if row.kind != "existence"])
@@ -71,7 +71,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
 
 
 def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
-    """Of each picture that has both, a question whose answer is yes and one whose answer is no."""
+    """Of each image that has both, a question whose answer is yes and one whose answer is no."""
     found: dict[Path, dict[str, Known]] = defaultdict(dict)
     for row in known:
         if row.answer in ("yes", "no"):
@@ -112,7 +112,7 @@ def _write_pope(folder: Path, known: Sequence[Known]) -> None:
 
 
 def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
-    """LLaVA's list and the authors' release, one picture a task."""
+    """LLaVA's list and the authors' release, one image a task."""
     lines = []
     for task, rows in pairs.items():
         place = folder / "MME_Benchmark_release_version" / task

@@ -29,11 +29,11 @@ def draw_accuracy(path: str | Path, report: Report) -> Path:
     of the lines.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
     palette = style.colours([row["method"] for row in report.table])
     with style.canvas(7, 4.3) as figure:
@@ -122,11 +122,11 @@ def draw_families(path: str | Path, report: Report) -> Path:
     standard errors.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
     palette = style.colours([row["method"] for row in report.table])
     kinds = families(report)

@@ -25,17 +25,17 @@ def draw_selection(
     """Animates the default policy on a few questions side by side.
 
     Args:
-      path: The GIF to write.
-      report: A checked report.
-      shares: A question is chosen around each of these quantiles of K.
-      most_bytes: Colours are dropped until the file is this small, down to 16 of them.
+        path: the GIF to write.
+        report: a checked report.
+        shares: a question is chosen around each of these quantiles of K.
+        most_bytes: colours are dropped until the file is this small, down to 16 of them.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     record = default_record(report)
     chosen = [i for members in choose_spread(report, record.count, shares) for i in members]

@@ -36,7 +36,7 @@ def draw_benchmark_counts(
 ) -> Path | None:
     """Draws how many tokens the default policy keeps, and what its answers are worth.
 
-    Only questions with a picture count. Where answers cannot be judged here, as those to test-dev
+    Only questions with an image count. Where answers cannot be judged here, as those to test-dev
     of VQAv2, the curves are left out.
 
     Args:
@@ -85,7 +85,7 @@ def draw_benchmark_overlays(
     file: AnswerFile,
     questions: Sequence[BenchmarkQuestion],
 ) -> Path | None:
-    """Draws the samples of an answer file: pictures with their kept patches.
+    """Draws the samples of an answer file: images with their kept patches.
 
     Args:
         path: the PNG to write.
@@ -99,7 +99,7 @@ def draw_benchmark_overlays(
     """
     rows = read_answers(file.path)
     worth = judged(benchmark, root, file)
-    side = math.isqrt(file.provenance.num_tokens)  # LLaVA's pictures are square
+    side = math.isqrt(file.provenance.num_tokens)  # LLaVA's images are square
     first = file.provenance.num_tokens - side * side  # 1 where the class token is kept
     examples = [
         _example(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))

@@ -37,11 +37,11 @@ def draw_histogram(path: str | Path, report: Report) -> Path:
     error, in buckets of at least 20 questions, next to that of all tokens on the same questions.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
     record, full = default_record(report), all_tokens(report)
     curves = [
@@ -56,10 +56,10 @@ class Curve(NamedTuple):
     """Accuracy of one method against K of another.
 
     Attributes:
-      label: In the legend.
-      colour: Of the line.
-      marker: Of the points.
-      worth: What each answer is worth, from 0 to 1.
+        label: in the legend.
+        colour: of the line.
+        marker: of the points.
+        worth: what each answer is worth, from 0 to 1.
     """
 
     label: str
@@ -78,14 +78,14 @@ def draw_counts(
     """Draws how often each K occurs, and what the answers to those questions are worth.
 
     Args:
-      path: The PNG to write.
-      count: K of each question.
-      num_tokens: N.
-      curves: Drawn, with a standard error, in buckets of at least 20 questions.
-      title: Above the axes.
+        path: the PNG to write.
+        count: K of each question.
+        num_tokens: N.
+        curves: drawn, with a standard error, in buckets of at least 20 questions.
+        title: above the axes.
 
     Returns:
-      The path.
+        The path.
     """
     edges = count_buckets(count)
     number, _ = np.histogram(count, edges)
@@ -128,17 +128,17 @@ def draw_counts(
 
 
 def draw_complexity(path: str | Path, report: Report) -> Path:
-    """Draws K against what the picture and the question need.
+    """Draws K against what the image and the question need.
 
     Boxes hold the middle half of the questions, whiskers 90 %; of the default policy, adaptive, at
     the middle budget. Without scenes only the question families are drawn.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
     count = default_record(report).count
     kinds = families(report)
@@ -148,7 +148,7 @@ def draw_complexity(path: str | Path, report: Report) -> Path:
         if report.scenes is not None:
             complexity = np.array([scene.complexity for scene in report.scenes])
             relevant = np.array([len(scene.relevant) for scene in report.scenes])
-            _draw_boxes(all_axes[0], count, complexity, "objects in the picture")
+            _draw_boxes(all_axes[0], count, complexity, "objects in the image")
             _draw_boxes(all_axes[1], count, relevant, "patches the answer depends on")
             top = max(axes.get_ylim()[1] for axes in all_axes[:2])
             for axes in all_axes[:2]:

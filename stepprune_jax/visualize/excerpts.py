@@ -23,15 +23,15 @@ def check_report(report: Report) -> Report:
     """Checks that the parts of a report belong together.
 
     Args:
-      report: Table, records and questions as given.
+        report: table, records and questions as given.
 
     Returns:
-      The same report.
+        The same report.
 
     Raises:
-      ValueError: Something is empty, lengths differ, a field is missing or of the wrong type, a
-        count or a token lies outside its range, or the rows that every figure needs are not
-        there. The message names the record or row and the field.
+        ValueError: something is empty, lengths differ, a field is missing or of the wrong type, a
+            count or a token lies outside its range, or the rows that every figure needs are not
+            there. The message names the record or row and the field.
     """
     for name in ("table", "records", "questions"):
         if not getattr(report, name):
@@ -107,7 +107,7 @@ def all_tokens(report: Report) -> Records:
     """The record of the model that reads everything.
 
     Raises:
-      ValueError: There is none.
+        ValueError: there is none.
     """
     for record in report.records:
         if record.method == ALL:
@@ -119,7 +119,7 @@ def default_record(report: Report) -> Records:
     """The default policy at the middle budget; adaptive, unless it does not stop by itself.
 
     Raises:
-      ValueError: There is none.
+        ValueError: there is none.
     """
     found = records_of(report, DEFAULT, "adaptive") or records_of(report, DEFAULT, "exact")
     if not found:
@@ -158,11 +158,11 @@ def group(
     """Groups integers: by value, or by ranges with about as many members each.
 
     Args:
-      values: What to group by.
-      most: Largest number of groups.
+        values: what to group by.
+        most: largest number of groups.
 
     Returns:
-      Label and members of each group; none is empty.
+        Label and members of each group; none is empty.
     """
     distinct = np.unique(values)
     starts = distinct

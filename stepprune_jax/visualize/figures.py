@@ -48,9 +48,9 @@ def write_report(
     report, folder = check_report(report), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     draw_hero(folder / "overlay_hero.png", report)
-    pictures = [*_result_pictures(folder, report), *_selection_pictures(folder, report)]
+    figures = [*_result_figures(folder, report), *_selection_figures(folder, report)]
     if report.metrics_file is not None:
-        pictures.append(
+        figures.append(
             PageFigure(
                 draw_training(folder / "training.png", report.metrics_file),
                 "Training",
@@ -59,22 +59,22 @@ def write_report(
                 "Faint: as logged; strong: running mean. The band is a standard deviation of K.",
             )
         )
-    return write_page(folder, report, pictures, title=title, command=command, config=config)
+    return write_page(folder, report, figures, title=title, command=command, config=config)
 
 
 def redraw(folder: str | Path, *, command: str | None = None) -> Path:
     """Draws the report of an evaluation from what it saved; runs no model.
 
     Args:
-      folder: The report folder that `evaluate` wrote.
-      command: The command that made the evaluation, shown as it is.
+        folder: the report folder that `evaluate` wrote.
+        command: the command that made the evaluation, shown as it is.
 
     Returns:
-      The path of `index.html`, in the same folder.
+        The path of `index.html`, in the same folder.
 
     Raises:
-      FileNotFoundError: The folder, its data, a picture or the metrics file are missing.
-      ValueError: The folder holds no finished report, or as `write_report`.
+        FileNotFoundError: the folder, its data, an image or the metrics file are missing.
+        ValueError: the folder holds no finished report, or as `write_report`.
     """
     report = read_report(folder)
     facts = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
@@ -83,17 +83,17 @@ def redraw(folder: str | Path, *, command: str | None = None) -> Path:
     return write_report(folder, report, command=command, config=config)
 
 
-def _result_pictures(folder: Path, report: Report) -> list[PageFigure]:
+def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
     """The figures about accuracy and K."""
     record = default_record(report)
     low, high = tightest(report)[0], f"{record.count.min()} to {record.count.max()}"
-    pictures = [
+    figures = [
         PageFigure(
             draw_accuracy(folder / "accuracy.png", report),
             "Retention against tokens kept",
             "Lines of retention against the number of visual tokens kept, one for each method; "
             "the numbers are those of the table.",
-            "Fewer tokens to the right. Solid: the same count for every picture; dashed: the "
+            "Fewer tokens to the right. Solid: the same count for every image; dashed: the "
             "policy's own stop, calibrated to that mean.",
         ),
         PageFigure(
@@ -115,7 +115,7 @@ def _result_pictures(folder: Path, report: Report) -> list[PageFigure]:
     what = "objects, against patches the answer depends on, and by question family"
     if report.scenes is None:
         what = "question family"
-    pictures.append(
+    figures.append(
         PageFigure(
             draw_complexity(folder / "k_complexity.png", report),
             "What K follows",
@@ -125,16 +125,16 @@ def _result_pictures(folder: Path, report: Report) -> list[PageFigure]:
             else "Mean over the questions of a family.",
         )
     )
-    return pictures
+    return figures
 
 
-def _selection_pictures(folder: Path, report: Report) -> list[PageFigure]:
-    """The pictures with their kept patches, at rest and in motion."""
+def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
+    """The images with their kept patches, at rest and in motion."""
     return [
         PageFigure(
             draw_overlays(folder / "overlays.png", report),
             "What is kept",
-            "Test pictures with the kept patches bright and numbered in the order of choice and "
+            "Test images with the kept patches bright and numbered in the order of choice and "
             "the rest dimmed, with question and answer; rows with few, middling and many tokens.",
             "Numbers: order of choice (dots from dark to bright where patches are small). "
             + _CHOSEN,
@@ -142,7 +142,7 @@ def _selection_pictures(folder: Path, report: Report) -> list[PageFigure]:
         PageFigure(
             draw_selection(folder / "selection.gif", report),
             "The selection, step by step",
-            "Animation: patches of test pictures light up one by one until the policy stops; then "
+            "Animation: patches of test images light up one by one until the policy stops; then "
             "the answer appears.",
             _CHOSEN,
         ),

@@ -1,4 +1,4 @@
-"""What the policy looks at: test pictures with their kept patches."""
+"""What the policy looks at: test images with their kept patches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +21,16 @@ _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
 
 
 class Example(NamedTuple):
-    """A picture with its kept patches, and what was asked and answered.
+    """An image with its kept patches, and what was asked and answered.
 
     Attributes:
-      image: The picture.
-      patches: Kept patches in the order of choice.
-      title: Above the picture, on the left.
-      category: Above the picture, on the right.
-      text: The question.
-      answer: What was answered.
-      right: Whether that is right; `None` where it is not known.
+        image: the image.
+        patches: kept patches in the order of choice.
+        title: above the image, on the left.
+        category: above the image, on the right.
+        text: the question.
+        answer: what was answered.
+        right: whether that is right; `None` where it is not known.
     """
 
     image: str | Path | Image.Image
@@ -52,17 +52,17 @@ def choose(
     """Chooses examples around a quantile of K, knowing neither answers nor selections.
 
     Among the tenth of the questions nearest to the quantile in rank of K, the first in file order
-    are taken, preferring a picture and a family not shown yet.
+    are taken, preferring an image and a family not shown yet.
 
     Args:
-      report: A checked report.
-      count: K of each question.
-      share: The quantile, 0 to 1.
-      number: How many to choose; fewer come back if there are fewer questions.
-      taken: Questions that are shown already.
+        report: a checked report.
+        count: K of each question.
+        share: the quantile, 0 to 1.
+        number: how many to choose; fewer come back if there are fewer questions.
+        taken: questions that are shown already.
 
     Returns:
-      Indices of questions.
+        Indices of questions.
     """
     asked = len(count)
     ranked = np.argsort(count, kind="stable")
@@ -72,7 +72,7 @@ def choose(
     chosen: list[int] = []
     for _ in range(number):
         shown = [*taken, *chosen]
-        pictures = [report.questions[i].image for i in shown]
+        images = [report.questions[i].image for i in shown]
         kinds = [report.questions[i].category for i in shown]
         left = [i for i in pool if i not in shown]
         if not left:
@@ -81,7 +81,7 @@ def choose(
             min(
                 left,
                 key=lambda i: (
-                    pictures.count(report.questions[i].image),
+                    images.count(report.questions[i].image),
                     kinds.count(report.questions[i].category),
                     i,
                 ),
@@ -105,16 +105,16 @@ def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
     """Draws rows of examples of the default policy: few, middling and many tokens kept.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
-      columns: Pictures in a row.
+        path: the PNG to write.
+        report: a checked report.
+        columns: images in a row.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     record = default_record(report)
     groups = choose_spread(report, record.count, [share for _, share in ROWS], columns)
@@ -130,15 +130,15 @@ def draw_hero(path: str | Path, report: Report) -> Path:
     """Draws one row of four examples, from few tokens kept to many.
 
     Args:
-      path: The PNG to write.
-      report: A checked report.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     record = default_record(report)
     groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
@@ -165,17 +165,17 @@ def draw_rows(
     """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
 
     Args:
-      path: The PNG to write.
-      grid: Rows and columns of patches.
-      rows: What stands beside each row, and its examples; without any such text there is no room
-        for it.
+        path: the PNG to write.
+        grid: rows and columns of patches.
+        rows: what stands beside each row, and its examples; without any such text there is no room
+            for it.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     margin = _LEFT if any(name for name, _ in rows) else _GAP // 2
     columns = max(len(members) for _, members in rows)
@@ -228,13 +228,13 @@ def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
     """Breaks a line of text so that it fits a width.
 
     Args:
-      text: Any text; white space is collapsed.
-      width: Pixels.
-      size: Pixels of the type.
-      most: Largest number of lines; what does not fit ends in an ellipsis.
+        text: any text; white space is collapsed.
+        width: pixels.
+        size: pixels of the type.
+        most: largest number of lines; what does not fit ends in an ellipsis.
 
     Returns:
-      The lines.
+        The lines.
     """
     typeface, text = font(size), " ".join(text.split())
     per_line = max(len(text), 1)

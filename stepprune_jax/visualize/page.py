@@ -41,10 +41,10 @@ class PageFigure(NamedTuple):
     """A figure of the page.
 
     Attributes:
-      path: The file, in the folder of the page.
-      title: Heading above it.
-      alt: What it shows, for who cannot see it.
-      caption: How to read it.
+        path: the file, in the folder of the page.
+        title: heading above it.
+        alt: what it shows, for who cannot see it.
+        caption: how to read it.
     """
 
     path: Path
@@ -57,17 +57,17 @@ def describe(report: Report) -> list[tuple[str, str]]:
     """Numbers about the default policy that the table does not hold, in words.
 
     Args:
-      report: A checked report.
+        report: a checked report.
 
     Returns:
-      Pairs of what is told and its value.
+        Pairs of what is told and its value.
     """
     record, full = default_record(report), all_tokens(report)
     count = record.count
-    pictures: dict[Path, int] = {}
-    image = np.array([pictures.setdefault(q.image, len(pictures)) for q in report.questions])
+    images: dict[Path, int] = {}
+    image = np.array([images.setdefault(q.image, len(images)) for q in report.questions])
     facts = [
-        ("Questions", f"{len(count):,} on {len(pictures):,} pictures"),
+        ("Questions", f"{len(count):,} on {len(images):,} images"),
         ("All tokens", f"{100 * full.correct.mean():.1f} % of the answers are right"),
         (
             f"K of {record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned",
@@ -80,7 +80,7 @@ def describe(report: Report) -> list[tuple[str, str]]:
         objects = np.array([scene.complexity for scene in report.scenes])
         relevant = np.array([len(scene.relevant) for scene in report.scenes])
         told = (
-            (spearman(count, objects), "the number of objects in the picture"),
+            (spearman(count, objects), "the number of objects in the image"),
             (spearman(count, relevant), "the number of patches the answer depends on"),
         )
         known = [f"{value:.2f} with {what}" for value, what in told if value is not None]
@@ -90,7 +90,7 @@ def describe(report: Report) -> list[tuple[str, str]]:
         if same and exact.mode == "exact" != record.mode:
             change = paired_difference(record.correct, exact.correct, image)
             error = change["standard_error_by_image"]
-            spread = "" if error is None else f" ± {error:.1f} (standard error, by picture)"
+            spread = "" if error is None else f" ± {error:.1f} (standard error, by image)"
             value = f"{change['difference']:+.1f}{spread} points of accuracy"
             facts.append(("Adaptive against exact at the same budget", value))
     return facts
@@ -99,7 +99,7 @@ def describe(report: Report) -> list[tuple[str, str]]:
 def write_page(
     folder: str | Path,
     report: Report,
-    pictures: Sequence[PageFigure],
+    figures: Sequence[PageFigure],
     *,
     title: str = "StepPrune: evaluation",
     command: str | None = None,
@@ -108,15 +108,15 @@ def write_page(
     """Writes `index.html` next to its figures.
 
     Args:
-      folder: Where the figures are.
-      report: A checked report.
-      pictures: The figures, in order.
-      title: Heading of the page.
-      command: The command that made the report, if it is to be told.
-      config: The configuration as text, if it is to be shown.
+        folder: where the figures are.
+        report: a checked report.
+        figures: the figures, in order.
+        title: heading of the page.
+        command: the command that made the report, if it is to be told.
+        config: the configuration as text, if it is to be shown.
 
     Returns:
-      The path of the page.
+        The path of the page.
     """
     facts = "\n".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in describe(report))
     seeds = sorted({str(row["seed"]) for row in report.table if row.get("seed") is not None})
@@ -128,7 +128,7 @@ def write_page(
     sections = [
         ("Table", f'<div class="scroll">{html_table(report)}</div><p><small>{_LEGEND}</small></p>'),
         ("Numbers", f"<dl>{facts}</dl>"),
-        *((picture.title, _figure(picture)) for picture in pictures),
+        *((figure.title, _figure(figure)) for figure in figures),
         ("How it was made", made),
     ]
     body = "\n".join(
@@ -149,21 +149,21 @@ def write_page(
 
 _LEGEND = (
     "Large: retention, accuracy in percent of that of all tokens; small: accuracy, and mean number "
-    "of tokens kept. Bold: the highest retention at a budget. Exact: K tokens of every picture. "
+    "of tokens kept. Bold: the highest retention at a budget. Exact: K tokens of every image. "
     "Adaptive: the policy stops by itself, its stop calibrated on other questions to keep K on "
     "average."
 )
 
 
-def _figure(picture: PageFigure) -> str:
+def _figure(figure: PageFigure) -> str:
     """A figure with its size in points, so that the page does not jump while it loads."""
-    with Image.open(picture.path) as image:
+    with Image.open(figure.path) as image:
         width, height = image.size
-    if picture.path.suffix == ".png":  # drawn with two pixels a point
+    if figure.path.suffix == ".png":  # drawn with two pixels a point
         width, height = (round(100 * pixels / DPI) for pixels in (width, height))
     return (
-        f'<figure><img src="{escape(picture.path.name)}" width="{width}" height="{height}" '
-        f'alt="{escape(picture.alt)}">\n<figcaption>{escape(picture.caption)}</figcaption></figure>'
+        f'<figure><img src="{escape(figure.path.name)}" width="{width}" height="{height}" '
+        f'alt="{escape(figure.alt)}">\n<figcaption>{escape(figure.caption)}</figcaption></figure>'
     )
 
 
@@ -181,10 +181,10 @@ def html_table(report: Report) -> str:
     without a budget of the others, as a policy that follows its own stop, stand below.
 
     Args:
-      report: A checked report.
+        report: a checked report.
 
     Returns:
-      An HTML table; every text from the report is escaped.
+        An HTML table; every text from the report is escaped.
     """
     rates = budgets(report)
     best = {

@@ -63,7 +63,7 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
     """A colour for each method: its own where it has one, else one of the rest by alphabet.
 
     Args:
-      methods: Names; give those of the whole table, so that every figure agrees.
+        methods: names; give those of the whole table, so that every figure agrees.
     """
     unknown = sorted(set(methods) - set(COLOURS))
     return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
@@ -85,12 +85,12 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
     """Writes a figure as a PNG with a palette.
 
     Args:
-      figure: What to draw; its size is kept as it is.
-      path: The file; written anew. Its bytes depend on the figure alone.
-      most_bytes: The palette is halved, from 256 colours down to 64, until the file is this small.
+        figure: what to draw; its size is kept as it is.
+        path: the file; written anew. Its bytes depend on the figure alone.
+        most_bytes: the palette is halved, from 256 colours down to 64, until the file is no larger.
 
     Returns:
-      The path.
+        The path.
     """
     figure.canvas.draw()
     flat = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
@@ -110,11 +110,11 @@ def choose_palette(image: Image.Image, colours: int) -> UInt8[np.ndarray, "p 3"]
     forget a thin line.
 
     Args:
-      image: An RGB picture.
-      colours: How many, 4 to 256.
+        image: an RGB image.
+        colours: how many, 4 to 256.
 
     Returns:
-      At most that many distinct colours, in a fixed order.
+        At most that many distinct colours, in a fixed order.
     """
     counted = image.getcolors(image.width * image.height)
     common = [rgb for _, rgb in sorted(counted, reverse=True)[: colours // 2]]
@@ -127,11 +127,11 @@ def reduce_colours(image: Image.Image, palette: UInt8[np.ndarray, "p 3"]) -> Ima
     """Replaces every colour by the nearest of the palette; colours of the palette stay exact.
 
     Args:
-      image: An RGB picture.
-      palette: From `choose_palette`.
+        image: an RGB image.
+        palette: from `choose_palette`.
 
     Returns:
-      The picture in mode P.
+        The image in mode P.
     """
     pixels = np.asarray(image).astype(np.int32)
     packed = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
@@ -149,11 +149,11 @@ def spread(positions: Sequence[float | int], gap: float | int) -> list[float]:
     """Moves positions apart until neighbours are `gap` apart, and none further than it must.
 
     Args:
-      positions: Where labels would like to be.
-      gap: Least distance.
+        positions: where labels would like to be.
+        gap: least distance.
 
     Returns:
-      Where they can be, in the given order.
+        Where they can be, in the given order.
     """
     order = sorted(range(len(positions)), key=lambda i: (positions[i], i))
     blocks: list[list[float]] = []  # mean of (position - offset), members

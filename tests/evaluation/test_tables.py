@@ -27,7 +27,6 @@ from stepprune_jax.evaluation.statistics import (
     by_count,
     make_statistics,
     paired_difference,
-    ranks,
     spearman,
 )
 
@@ -85,8 +84,10 @@ def test_tables_in_three_formats(tmp_path):
     assert markdown_table([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
 
 
-def test_ranks_and_correlation_worked_by_hand():
-    assert ranks(np.array([30, 10, 20, 20])).tolist() == [4.0, 1.0, 2.5, 2.5]
+def test_correlation_worked_by_hand():
+    # Ranks 4, 1, 2.5, 2.5 and 4, 3, 1, 2: sums of products 1.5, of squares 4.5 and 5.
+    tied = spearman(np.array([30, 10, 20, 20]), np.array([9, 8, 1, 2]))
+    assert tied == pytest.approx(1.5 / math.sqrt(4.5 * 5), abs=1e-4)
     assert spearman(np.array([1, 2, 3, 4]), np.array([1, 4, 9, 16])) == 1.0
     assert spearman(np.array([1, 2, 3]), np.array([9, 5, 1])) == -1.0
     # Without ties: 1 - 6 sum d^2 / (n (n^2 - 1)) with d = 1, 1, 2, 2, 0.

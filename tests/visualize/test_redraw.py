@@ -40,7 +40,7 @@ def test_a_saved_report_is_drawn_again(report, capsys):
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
     assert "&quot;seed&quot;: 3" in text and "seconds" not in text and "/secret" not in text
-    assert "12 on 4 pictures" in text and "Spearman" in text
+    assert "12 on 4 images" in text and "Spearman" in text
     assert (report / "selection.gif").exists()
 
 
