@@ -106,9 +106,10 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     asked = {score["benchmark"] for _, score in every}
     order = sorted(rows, key=_place)
     return BenchmarkTable(
-        [name for name in BENCHMARKS if name in asked], every[0][1]["num_tokens"],
-        [MethodScores(*key, rows[key]) for key in order],
-    )  # fmt: skip
+        benchmarks=[name for name in BENCHMARKS if name in asked],
+        num_tokens=every[0][1]["num_tokens"],
+        rows=[MethodScores(*key, rows[key]) for key in order],
+    )
 
 
 def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
@@ -250,7 +251,7 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and merges; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that eval.py wrote")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")

@@ -49,9 +49,16 @@ def draw_accuracy(path: str | Path, report: Report) -> Path:
         axes.set_ylabel("retention: accuracy, % of all tokens")
         handles = [
             Line2D([], [], color=style.SOFT, marker="o", label="exact: K tokens of every image"),
-            Line2D([], [], color=style.SOFT, marker="o", markerfacecolor="white", linestyle="--",
-                   label="adaptive: K tokens on average"),
-        ]  # fmt: skip
+            Line2D(
+                [],
+                [],
+                color=style.SOFT,
+                marker="o",
+                markerfacecolor="white",
+                linestyle="--",
+                label="adaptive: K tokens on average",
+            ),
+        ]
         axes.legend(handles=handles, loc="lower left", handlelength=2.6)
         return style.save(figure, path)
 
@@ -108,11 +115,23 @@ def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     edge = axes.get_xlim()[1]
     for (x, y, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
-            name, (x, y), xytext=(edge * 0.93, place), color=colour, va="center", fontsize=8.5,
-            weight="bold" if name == DEFAULT else "normal", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6,
-                        "shrinkA": 1, "shrinkB": 4},
-        )  # fmt: skip
+            name,
+            (x, y),
+            xytext=(edge * 0.93, place),
+            color=colour,
+            va="center",
+            fontsize=8.5,
+            weight="bold" if name == DEFAULT else "normal",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.5,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+            },
+        )
 
 
 def draw_families(path: str | Path, report: Report) -> Path:
@@ -143,10 +162,16 @@ def draw_families(path: str | Path, report: Report) -> Path:
             if name != ALL:
                 name += f", {record.mode}, {record.count.mean():.0f} tokens"
             axes.errorbar(
-                share, np.arange(len(kinds))[::-1] + offset, xerr=error, label=name,
-                fmt="D" if record.method == ALL else "o", color=palette[record.method],
-                markerfacecolor="white" if adaptive else None, elinewidth=0.9, capsize=0,
-            )  # fmt: skip
+                share,
+                np.arange(len(kinds))[::-1] + offset,
+                xerr=error,
+                label=name,
+                fmt="D" if record.method == ALL else "o",
+                color=palette[record.method],
+                markerfacecolor="white" if adaptive else None,
+                elinewidth=0.9,
+                capsize=0,
+            )
         numbers = [int(members.sum()) for members in kinds.values()]
         names = [f"{kind} ({n})" for kind, n in zip(kinds, numbers, strict=True)]
         axes.set_yticks(np.arange(len(kinds))[::-1], names)

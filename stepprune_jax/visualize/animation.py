@@ -60,9 +60,14 @@ def _write(path: Path, frames: Sequence[Image.Image], duration: list[int], colou
     palette = sheet.quantize(colours, method=Image.Quantize.FASTOCTREE)
     flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     flat[0].save(
-        path, format="GIF", save_all=True, append_images=flat[1:], duration=duration, loop=0,
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=flat[1:],
+        duration=duration,
+        loop=0,
         optimize=True,
-    )  # fmt: skip
+    )
 
 
 def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) -> Image.Image:

@@ -46,9 +46,10 @@ def draw_histogram(path: str | Path, report: Report) -> Path:
     record, full = default_record(report), all_tokens(report)
     curves = [
         Curve(f"accuracy, {full.method}", style.COLOURS[ALL], "D", full.correct),
-        Curve(f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o",
-              record.correct),
-    ]  # fmt: skip
+        Curve(
+            f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o", record.correct
+        ),
+    ]
     return draw_counts(path, record.count, report.num_tokens, curves)
 
 
@@ -100,10 +101,13 @@ def draw_counts(
         axes.set_xlabel(f"K, tokens kept of {num_tokens}")
         axes.set_title(title)
         axes.annotate(
-            f"mean {count.mean():.1f}", (count.mean(), 0), ha="center",
-            xytext=(count.mean(), 1.1 * number.max()), color=style.SOFT,
+            f"mean {count.mean():.1f}",
+            (count.mean(), 0),
+            ha="center",
+            xytext=(count.mean(), 1.1 * number.max()),
+            color=style.SOFT,
             arrowprops={"arrowstyle": "-", "color": style.SOFT, "linestyle": (0, (4, 3))},
-        )  # fmt: skip
+        )
         right = axes.twinx()
         right.spines["right"].set_visible(True)
         enough = np.flatnonzero(number >= min(FEWEST, number.max()))
@@ -113,9 +117,15 @@ def draw_counts(
             share[enough] = [100 * curve.worth[bucket == i].mean() for i in enough]
             error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
             right.errorbar(
-                middle, share, yerr=error, marker=curve.marker, color=curve.colour,
-                linewidth=1.6, elinewidth=0.8, label=curve.label,
-            )  # fmt: skip
+                middle,
+                share,
+                yerr=error,
+                marker=curve.marker,
+                color=curve.colour,
+                linewidth=1.6,
+                elinewidth=0.8,
+                label=curve.label,
+            )
         low = min(80.0, 10 * (right.get_ylim()[0] // 10))
         right.set_ylim(low - 1.15 * (100 - low), 100 + 0.06 * (100 - low))
         right.set_yticks(np.linspace(low, 100, 3))
@@ -164,11 +174,16 @@ def _draw_boxes(
     """Boxes of K for groups of questions, with the rank correlation as title."""
     names, members = group(by, most=8 if len(np.unique(by)) <= 8 else 6)
     axes.boxplot(
-        [count[inside] for inside in members], whis=(5, 95), showfliers=False, widths=0.62,
-        patch_artist=True, boxprops={"facecolor": "#cfe3f1", "edgecolor": style.COLOURS[DEFAULT]},
+        [count[inside] for inside in members],
+        whis=(5, 95),
+        showfliers=False,
+        widths=0.62,
+        patch_artist=True,
+        boxprops={"facecolor": "#cfe3f1", "edgecolor": style.COLOURS[DEFAULT]},
         medianprops={"color": style.COLOURS[DEFAULT], "linewidth": 2},
-        whiskerprops={"color": style.COLOURS[DEFAULT]}, showcaps=False,
-    )  # fmt: skip
+        whiskerprops={"color": style.COLOURS[DEFAULT]},
+        showcaps=False,
+    )
     axes.set_xticks(range(1, len(names) + 1), names, fontsize=7.5)
     axes.set_ylabel("K")
     axes.set_xlabel(label)
@@ -191,9 +206,13 @@ def _draw_kinds(
     axes.barh(range(len(order)), means[order], height=0.68, color=style.COLOURS[DEFAULT])
     for place, i in enumerate(order):
         axes.annotate(
-            f"{means[i]:.1f}", (means[i], place), xytext=(3, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
+            f"{means[i]:.1f}",
+            (means[i], place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     axes.set_yticks(range(len(order)), [names[i] for i in order])
     axes.set_xlim(0, max(means.max(), 1) * 1.16)
     axes.set_xlabel("mean K")

@@ -20,7 +20,7 @@ ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
 _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
 
 
-class Example(NamedTuple):
+class Overlay(NamedTuple):
     """An image with its kept patches, and what was asked and answered.
 
     Attributes:
@@ -119,7 +119,7 @@ def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
     record = default_record(report)
     groups = choose_spread(report, record.count, [share for _, share in ROWS], columns)
     named = [
-        (name, [_example(report, record, i) for i in members])
+        (name, [_overlay(report, record, i) for i in members])
         for (name, _), members in zip(ROWS, groups, strict=True)
         if members
     ]
@@ -142,25 +142,29 @@ def draw_hero(path: str | Path, report: Report) -> Path:
     """
     record = default_record(report)
     groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
-    members = [_example(report, record, i) for group in groups for i in group]
+    members = [_overlay(report, record, i) for group in groups for i in group]
     return draw_rows(path, report.grid, [("", members)])
 
 
-def _example(report: Report, record: Records, i: int) -> Example:
+def _overlay(report: Report, record: Records, i: int) -> Overlay:
     """What is shown of question i."""
     question, right = report.questions[i], bool(record.correct[i])
     answer = shorten(record.answer[i], 24, placeholder="…")
     if not right:
         answer += f"  (right: {shorten(report.answers[i], 16, placeholder='…')})"
-    patches = report.patches(record, i)
-    return Example(
-        question.image, patches, f"K = {record.count[i]}", question.category, question.text,
-        answer, right,
-    )  # fmt: skip
+    return Overlay(
+        image=question.image,
+        patches=report.patches(record, i),
+        title=f"K = {record.count[i]}",
+        category=question.category,
+        text=question.text,
+        answer=answer,
+        right=right,
+    )
 
 
 def draw_rows(
-    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Example]]]
+    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Overlay]]]
 ) -> Path:
     """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
 
@@ -187,16 +191,22 @@ def draw_rows(
             top = r * row_height + _HEAD
             if name:
                 figure.text(
-                    0.4 * margin / width, 1 - (top + _SIDE / 2) / height, name,
-                    rotation=90, ha="center", va="center", color=style.SOFT, fontsize=9,
-                )  # fmt: skip
+                    0.4 * margin / width,
+                    1 - (top + _SIDE / 2) / height,
+                    name,
+                    rotation=90,
+                    ha="center",
+                    va="center",
+                    color=style.SOFT,
+                    fontsize=9,
+                )
             for c, example in enumerate(members):
-                _draw_example(figure, grid, example, margin + c * (_SIDE + _GAP), top)
+                _draw_overlay(figure, grid, example, margin + c * (_SIDE + _GAP), top)
         return style.save(figure, path)
 
 
-def _draw_example(
-    figure: Figure, grid: tuple[int, int], example: Example, left: int, top: int
+def _draw_overlay(
+    figure: Figure, grid: tuple[int, int], example: Overlay, left: int, top: int
 ) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
@@ -208,15 +218,23 @@ def _draw_example(
         figure.text((left + x) / width, 1 - y / height, text, **look)
 
     write(0, top - 12, example.title, weight="bold", fontsize=9, va="baseline")
-    write(_SIDE, top - 12, example.category, ha="right", va="baseline",
-          fontsize=7.5, color=style.SOFT)  # fmt: skip
+    write(
+        _SIDE, top - 12, example.category, ha="right", va="baseline", fontsize=7.5, color=style.SOFT
+    )
     lines = wrap_pixels(example.text, _SIDE, 21, most=2)
     for n, line in enumerate(lines):
         write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
     mark = "" if example.right is None else "✓ " if example.right else "✗ "
     colour = style.INK if example.right is None else tick_colour(example.right)
-    write(0, top + _SIDE + 32 + 26 * len(lines), mark + example.answer,
-          va="baseline", fontsize=8, weight="bold", color=colour)  # fmt: skip
+    write(
+        0,
+        top + _SIDE + 32 + 26 * len(lines),
+        mark + example.answer,
+        va="baseline",
+        fontsize=8,
+        weight="bold",
+        color=colour,
+    )
 
 
 def tick_colour(right: bool) -> str:

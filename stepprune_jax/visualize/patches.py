@@ -111,9 +111,14 @@ def draw_panel(
         for number, token in enumerate(order, 1):
             left, top, right, bottom = patch_box(token, grid, side)
             draw.text(
-                ((left + right) / 2, (top + bottom) / 2), str(number), fill="white", font=typeface,
-                anchor="mm", stroke_width=max(1, patch // 14), stroke_fill=INK,
-            )  # fmt: skip
+                ((left + right) / 2, (top + bottom) / 2),
+                str(number),
+                fill="white",
+                font=typeface,
+                anchor="mm",
+                stroke_width=max(1, patch // 14),
+                stroke_fill=INK,
+            )
     elif marks:
         _draw_dots(draw, order, grid, side)
     return panel
@@ -132,9 +137,11 @@ def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: in
         left, top, right, bottom = patch_box(token, grid, side)
         x, y = (left + right) / 2, (top + bottom) / 2
         draw.ellipse(
-            (x - radius, y - radius, x + radius, y + radius), fill=tuple(colour[:3].tolist()),
-            outline="white", width=max(1, round(radius / 4)),
-        )  # fmt: skip
+            (x - radius, y - radius, x + radius, y + radius),
+            fill=tuple(colour[:3].tolist()),
+            outline="white",
+            width=max(1, round(radius / 4)),
+        )
 
 
 def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "rows columns"], side: int) -> None:

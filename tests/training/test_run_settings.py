@@ -4,13 +4,13 @@ import math
 
 import jax
 import pytest
-from stepprune_jax.studies.configs import row_configs
 from tiny_run import ROOT, load_config, make_config, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.studies.variants import variant_configs
 from stepprune_jax.training import run, selectors, train
 from stepprune_jax.training.settings import (
     accelerator,
@@ -168,10 +168,12 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     literal = selectors.build(load_config("shapes", "literal"), MODEL)
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
-    for row in row_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
+    for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
     # What the command line changes is not taken back by a row.
-    row = row_configs(str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"])
+    row = variant_configs(
+        str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
+    )
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
     rival = selectors.build(load_config("ablations/autoselect"), MODEL)
     assert rival.policy_width == default.policy_width
