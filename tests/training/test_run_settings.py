@@ -11,7 +11,7 @@ from stepprune_jax import testing
 from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.studies.variants import row_configs
+from stepprune_jax.studies.variants import variant_configs
 from stepprune_jax.training import read_run, run, selectors, train
 from stepprune_jax.training.settings import make_mesh, make_setup
 
@@ -158,10 +158,12 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     literal = build(load_config("shapes", "literal"))
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
-    for row in row_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
+    for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
     # What the command line changes is not taken back by a row.
-    row = row_configs(str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"])
+    row = variant_configs(
+        str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
+    )
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
     baseline = build(load_config("ablations/autoselect"))
     assert baseline.policy_width == default.policy_width
