@@ -169,3 +169,24 @@ def cut_prompts(encoded: Encoded) -> Encoded:
         )
     length = np.minimum(prompts.length, most).astype(np.int32)
     return encoded._replace(prompts=prompts._replace(length=length))
+
+
+@user_input()
+def check_lengths(encoded: Encoded) -> None:
+    """Refuses prompts that are too long for the model with all their visual tokens.
+
+    Args:
+        encoded: the questions.
+
+    Raises:
+        ValueError: the number of the first such question and its length.
+    """
+    prompts = encoded.prompts
+    sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+    total = prompts.length + np.where(prompts.has_image, sizes - 1, 0)
+    longest = int(np.argmax(total))
+    if total[longest] > CONTEXT_LIMIT:
+        raise ValueError(
+            f"question {longest} takes {total[longest]} embeddings with all visual tokens, more "
+            f"than {CONTEXT_LIMIT}: its end would be cut"
+        )

@@ -500,8 +500,8 @@ class Answers(NamedTuple):
     seconds: Float[np.ndarray, "q"]
 
 
-def _rows(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Row numbers of each batch, the last one filled up, and how many are real."""
+def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
     for first in range(0, total, size):
         rows = np.arange(first, first + size)
         yield np.minimum(rows, total - 1), min(size, total - first)
@@ -533,7 +533,7 @@ def rank_all(
     """
     pruner = method.pruner.program()
     parts, seconds = [], 0.0
-    for rows, count in _rows(len(prompts.length), batch_size):
+    for rows, count in batches(len(prompts.length), batch_size):
 
         def run(rows=rows):
             batch = prompts.take(rows)
