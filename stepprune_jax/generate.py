@@ -19,7 +19,7 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.command_line import Parser
-from stepprune_jax.data.images import image_settings, open_image
+from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import Answer, Options, check_options, generate
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.layers import ATTENTIONS
@@ -64,7 +64,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     pictures = [open_image(path) for path in arguments.image]
     source = folders.inspect_folder(arguments.model, arguments.vision_folder)
     tokenizer = folders.load_tokenizer(source.folder)
-    settings = image_settings(source.vision_folder or source.folder)
+    settings = source.config.family.image_settings(source.vision_folder or source.folder)
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
         **{name: getattr(arguments, name) for name in _OPTIONS},

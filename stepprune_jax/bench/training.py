@@ -36,7 +36,7 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
-from stepprune_jax.parallel.placement import replicate_like, place_rows
+from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import memory, plan, settings, step
 from stepprune_jax.training.batches import Batches

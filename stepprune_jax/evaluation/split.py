@@ -21,11 +21,11 @@ from stepprune_jax.data.llava import (
     read_questions,
     read_scenes,
 )
+from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.evaluation.timing import timed
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.prompts import pad_batch
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,

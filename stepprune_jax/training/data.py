@@ -6,7 +6,6 @@ from typing import Any
 from stepprune_jax.checkpoints.folder import Source as ModelSource
 from stepprune_jax.checkpoints.folder import load_tokenizer
 from stepprune_jax.data.corpus import Limits
-from stepprune_jax.data.images import image_settings
 from stepprune_jax.data.survey import Source, open_corpus
 from stepprune_jax.training.batches import Batches, Loading
 from stepprune_jax.training.pixels import PixelCache
@@ -42,7 +41,7 @@ def open_batches(
         )
     corpus = open_corpus(source, load_tokenizer(model.folder), limits, identity, say)
     cache = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
-    settings = image_settings(model.vision_folder or model.folder)
+    settings = shape.family.image_settings(model.vision_folder or model.folder)
     loading = Loading(data.threads, data.workers, local, data.missing == "skip")
     return Batches(
         corpus, PixelCache(settings, shape.vision.image_size, cache), config.batch_size,

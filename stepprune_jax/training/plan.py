@@ -13,7 +13,7 @@ from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.accelerators import Accelerator
 from stepprune_jax.parallel.compiling import Usage, usage
-from stepprune_jax.parallel.sharding import BATCH_RULES, VLM_RULES, shardings
+from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket
@@ -126,7 +126,7 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
 
 def abstract_weights(setup: step.Setup, mesh: Mesh | None, dtype: Any) -> Any:
     """Shapes of the frozen weights, placed as a run has them."""
-    return _placed(vlm.abstract_params(setup.model, dtype), mesh, VLM_RULES)
+    return _placed(vlm.abstract_params(setup.model, dtype), mesh, setup.model.family.SHARDING_RULES)
 
 
 def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:

@@ -15,7 +15,7 @@ from stepprune_jax.models.layers import check_attention
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.training import selectors
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import nearest
@@ -178,7 +178,9 @@ def make_setup(config: Any, model: LlavaConfig, mesh: Mesh | None = None) -> Set
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     selector = selectors.build(config, model)
     if mesh is not None:
-        shardings(vlm.abstract_params(model), VLM_RULES, mesh)  # before data are read
+        shardings(
+            vlm.abstract_params(model), model.family.SHARDING_RULES, mesh
+        )  # before data are read
     parts = row_count(mesh)
     rows, each = config.model.rows_at_once, config.batch_size // parts
     _require(
