@@ -21,17 +21,30 @@ from stepprune_jax.data.json_files import read_json_object, replace_file, write_
 ANSWERS = "answers"
 
 
+def pruning_rate(count: float | int, num_tokens: int) -> float:
+    """Share of an image's tokens that is pruned, in percent, to one decimal."""
+    return round(100 * (1 - count / num_tokens), 1)
+
+
+def budget_of_rate(method: str, rate: float | None, num_tokens: int) -> int | None:
+    """Recovers a budget from files that hold its rounded pruning rate in place of the count."""
+    if rate is None or method.endswith(", own stop"):
+        return None
+    return round(num_tokens * (1 - rate / 100))
+
+
 class Provenance(NamedTuple):
-    """What the answers of a file depend on.
+    """Provenance of an answer file: everything that determines its answers.
 
     Attributes:
         benchmark: its name.
         questions: `questions_digest` of all that is asked.
         asked: their number.
         method: name of the table row.
-        mode: "exact" or "adaptive".
-        pruning_rate: nominal, in percent; None where the policy stops where it learned to.
-        num_tokens: N, visual tokens of a picture.
+        mode: "exact" (every image keeps the budget) or "adaptive" (the policy stops by itself).
+        budget: tokens to keep of each image, on average if adaptive; N for all tokens; None where
+            the policy stops where it learned to.
+        num_tokens: N, visual tokens of an image.
         stop_bias: added to the stop logits; None for exact rows.
         model: its name.
         made: what else the answers depend on, JSON values by name.
@@ -42,11 +55,16 @@ class Provenance(NamedTuple):
     asked: int
     method: str
     mode: str
-    pruning_rate: float | None
+    budget: int | None
     num_tokens: int
     stop_bias: float | None
     model: str
     made: Mapping[str, Any] = {}
+
+    @property
+    def pruning_rate(self) -> float | None:
+        """In percent; None for a policy's own stop, which is not known before."""
+        return None if self.budget is None else pruning_rate(self.budget, self.num_tokens)
 
     @property
     def slug(self) -> str:
@@ -62,7 +80,7 @@ def digest(texts: Sequence[str]) -> str:
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """A fingerprint of a question list: ids and messages, not pictures."""
+    """A fingerprint of a question list: ids and messages, not images."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
 
@@ -102,7 +120,7 @@ class AnswerLine(NamedTuple):
 
     Attributes:
         text: the answer.
-        kept: K, the visual tokens that were kept; 0 without a picture.
+        kept: K, the visual tokens that were kept; 0 without an image.
         ms: milliseconds for it.
         order: the kept tokens in order of choice, where they are to be looked at; or None.
     """
@@ -123,10 +141,7 @@ def check_claim(file: AnswerFile) -> None:
         ValueError: answers without a provenance, or with another one; the message names the fields.
     """
     if file.provenance_path.is_file():
-        known, mine = (
-            _flat(read_json_object(file.provenance_path)),
-            _flat(file.provenance._asdict()),
-        )
+        known, mine = _flat(_read(file.provenance_path)), _flat(file.provenance)
         if file.parts():
             changed = [
                 f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
@@ -159,10 +174,22 @@ def claim(file: AnswerFile) -> None:
     write_json(file.provenance_path, file.provenance._asdict())
 
 
-def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
+def _flat(provenance: Provenance) -> dict[str, Any]:
     """The values of a provenance by name."""
-    provenance = dict(provenance)
-    return {**provenance, **provenance.pop("made", {})}
+    values = provenance._asdict()
+    return values | values.pop("made")
+
+
+def _read(path: Path) -> Provenance:
+    """The provenance in a file."""
+    value = read_json_object(path)
+    try:
+        if "pruning_rate" in value:  # written before budgets were counts
+            rate = value.pop("pruning_rate")
+            value["budget"] = budget_of_rate(value["method"], rate, value["num_tokens"])
+        return Provenance(**value)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the provenance of an answer file: {error}") from error
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
@@ -174,14 +201,8 @@ def read_files(folder: Path) -> list[AnswerFile]:
     Raises:
         ValueError: a provenance that cannot be read.
     """
-    files = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            files.append(
-                AnswerFile(path.with_suffix(".jsonl"), Provenance(**read_json_object(path)))
-            )
-        except TypeError as error:
-            raise ValueError(f"{path} is not the card of an answer file: {error}") from error
+    paths = sorted(folder.glob("*.json"))
+    files = [AnswerFile(path.with_suffix(".jsonl"), _read(path)) for path in paths]
     return [file for file in files if file.path.is_file()]
 
 

@@ -14,7 +14,7 @@ from stepprune_jax.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and converts; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog="stepprune_jax.benchmarks.convert", description=__doc__.splitlines()[0])
     add = parser.add_argument

@@ -95,7 +95,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         ValueError: it is no such file; or a row, whose last line is named, has too few or too many
             fields or no whole number as index.
     """
-    limit = csv.field_size_limit(2**31 - 1)  # a picture is longer than the usual limit
+    limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the usual limit
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, dialect="excel-tab")
@@ -159,7 +159,7 @@ def _has_text(cell: str | None) -> bool:
 
 
 def _table(path: Path) -> dict[str, Row]:
-    """The rows of a file by index, without the pictures."""
+    """The rows of a file by index, without the images."""
     table = {}
     for row in read_rows(path):
         name = str(int(row["index"]))
@@ -268,7 +268,7 @@ def _submit(edition: Edition) -> str:
 
 
 def _read_dev(root: str | Path, edition: Edition) -> dict[str, Row]:
-    """The rows of the dev file with their answers, without the pictures."""
+    """The rows of the dev file with their answers, without the images."""
     path = _find(root, edition).get(edition.dev)
     if path is None:
         raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""POPE: is the object in the picture? Yes or no, in three splits that differ in the wrong objects.
+"""POPE: is the object in the image? Yes or no, in three splits that differ in the wrong objects.
 
 The official program joins answers and labels by their position in the files. Here both are found
 by the question; the figures of the official join stand beside them.

@@ -25,11 +25,6 @@ def retention(correct: Bool[np.ndarray, "q"], whole: Bool[np.ndarray, "q"]) -> f
     return round(100 * float(np.sum(correct) / np.sum(whole)), 2) if np.any(whole) else None
 
 
-def pruning_rate(count: float | int, num_tokens: int) -> float:
-    """Share of the tokens that is gone, in percent, to one decimal."""
-    return round(100 * (1 - count / num_tokens), 1)
-
-
 def full_row(rows: Sequence[Records]) -> Records:
     """The row that keeps all tokens.
 

@@ -1,8 +1,8 @@
-"""The first stage on the public benchmarks: a model and question files give answer files.
+"""The first stage: a model and questions give answer files.
 
-Questions are taken in chunks. A chunk goes through the tower once, each policy is rolled out on it
+Questions are taken in chunks. A chunk goes through the tower once, each ranker orders its tokens
 once, and every row of the table is answered from that; each row's answers are on the disk before
-the next row begins.
+the next row begins. A run that was stopped continues with the questions that have no answer.
 """
 
 import itertools
@@ -31,40 +31,54 @@ from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.answers import Answering, Selection, answer, cut_prompts
-from stepprune_jax.evaluation.methods import (
-    Making,
-    Method,
-    make_row,
-    plan,
-    policy_digest,
-    random_orders,
-)
-from stepprune_jax.evaluation.names import CLS, DEFAULT
-from stepprune_jax.evaluation.orders import Ordering, trained_order
+from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
+from stepprune_jax.evaluation.encode import WIDTHS, Encoded, cut_prompts, encode_questions
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.rows import Row
+from stepprune_jax.evaluation.rows import Conditions, TableRow, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import (
+    DEFAULT,
     POLICY_FILE,
+    SHAPES,
     Settings,
     check_policies,
     load_policies,
     own_policy,
     read_settings,
 )
-from stepprune_jax.evaluation.sources import load_model
-from stepprune_jax.evaluation.split import Encoded, encode_split
-from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.evaluation.sources import load_model, split_folders
+from stepprune_jax.evaluation.split import read_split, thin
+from stepprune_jax.inference.pipeline import (
+    Answers,
+    Batching,
+    RunOptions,
+    answer_all,
+    place_method,
+    rank_all,
+)
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.policy import bucket_ladder
+from stepprune_jax.pruning import Ranking
+from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
 
-# Questions that share a pass through the tower: with 576 tokens of width 1024 in bfloat16, 300 MB.
-CHUNK = 256
-# Widths of prompts and of the user's words.
-WIDTHS = bucket_ladder(CONTEXT_LIMIT)
+# Bytes of features that questions of a chunk may bring, and the most questions.
+_CHUNK_BYTES, _CHUNK = 300_000_000, 1024
+
+
+class Benchmark(NamedTuple):
+    """One benchmark of a run.
+
+    Attributes:
+        name: of `BENCHMARKS`.
+        questions: all of them.
+        sample: that stop biases are computed on; None if no row needs them.
+        keep_order: whether every line records which tokens were kept, not that of a few samples.
+    """
+
+    name: str
+    questions: list[BenchmarkQuestion]
+    sample: Sample | None
+    keep_order: bool
 
 
 class Stage(NamedTuple):
@@ -72,36 +86,37 @@ class Stage(NamedTuple):
 
     Attributes:
         model: the frozen model.
-        policies: by row name.
-        methods: the rows.
-        making: what answers are made with.
+        conditions: what answers depend on besides row and question.
         batch_size: questions that go through a program together, on all devices.
         attention: "matmul", "xla" or "cudnn".
     """
 
     model: VLM
-    policies: Mapping[str, Policy]
-    methods: Sequence[Method]
-    making: Making
+    conditions: Conditions
     batch_size: int
     attention: str
 
+    @property
+    def settings(self) -> Settings:
+        """Of the evaluation."""
+        return self.conditions.settings
+
 
 class Task(NamedTuple):
-    """One benchmark.
+    """One benchmark with its rows and files.
 
     Attributes:
-        name: of the benchmark.
-        questions: all of them.
-        files: for each row of the table.
+        benchmark: the questions.
+        rows: of the table.
+        files: for each row.
         missing: for each row, the questions without an answer.
         chunks: of the questions that some row lacks, this process's share. There are as many in
             each process; some may be empty.
-        samples: questions whose selections are kept for pictures.
+        samples: questions whose kept tokens are recorded.
     """
 
-    name: str
-    questions: list[BenchmarkQuestion]
+    benchmark: Benchmark
+    rows: list[TableRow]
     files: list[AnswerFile]
     missing: list[frozenset[int]]
     chunks: list[list[int]]
@@ -110,17 +125,17 @@ class Task(NamedTuple):
     @property
     def work(self) -> int:
         """Answers that this process has to give."""
-        return sum(number in lacking for chunk in self.chunks for number in chunk
-                   for lacking in self.missing)  # fmt: skip
+        mine = list(itertools.chain.from_iterable(self.chunks))
+        return sum(number in lacking for number in mine for lacking in self.missing)
 
 
 def generate_answers(
     config: Any, workdir: str | Path, *, policy: str | Path | None = None
 ) -> dict[str, Path]:
-    """Answers the questions of the public benchmarks that have no answer yet.
+    """Answers the questions of all benchmarks that have no answer yet.
 
     Args:
-        config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
+        config: the run's configuration; for the group `eval` see `settings.Settings`.
         workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl. Several
             processes must all see it.
         policy: a policy file, or folder of a run, for the default row; otherwise that of the
@@ -130,55 +145,159 @@ def generate_answers(
         Name of the benchmark to its folder of answer files.
 
     Raises:
-        FileNotFoundError: a policy, the model, questions or pictures are missing.
+        FileNotFoundError: a policy, the model, questions or images are missing.
         ValueError: bad settings or files, policies that do not fit the model, or answer files that
             were made otherwise.
     """
     workdir = Path(workdir)
-    folder = workdir / ANSWERS
+    folder = answers_folder(config, workdir)
     with user_input():
         settings = read_settings(config)
-        asked = {name: questions_of(name, settings) for name in settings.public}
         policies = _policies(settings, workdir, policy)
         source = inspect_folder(*model_folders(config))
         check_policies(policies, source.config, settings)
-        making = Making(
-            _model_name(source), source.config.num_image_tokens, config.seed, settings,
-            {name: policy_digest(found) for name, found in policies.items()},
-            model_identity(source)[:16], config.model.dtype,
-        )  # fmt: skip
-        # What is known to be in vain is refused before the model is loaded.
-        methods = plan(settings, policies, known_biases(folder, making))
-        for name, questions in asked.items():
-            for file in making.files(folder, methods, name, questions):
-                check_claim(file)
-        model = load_model(config)
-    size = settings.batch_size * row_count(mesh_of(model.params))
+        benchmarks = read_benchmarks(config, settings, workdir, policies)
+    return answer_benchmarks(config, settings, benchmarks, policies, source, folder)
+
+
+def answers_folder(config: Any, workdir: Path) -> Path:
+    """Names the folder of a run's answers; a fresh test world has one of its own."""
+    seed = config.data.get("test_seed") if "data" in config else None
+    return workdir / (ANSWERS if seed is None or seed < 0 else f"{ANSWERS}_test_{seed}")
+
+
+def read_benchmarks(
+    config: Any, settings: Settings, workdir: Path, policies: Mapping[str, Policy]
+) -> list[Benchmark]:
+    """Reads the questions of every benchmark, and those that stop biases are computed on.
+
+    Args:
+        config: the run's configuration.
+        settings: of the evaluation.
+        workdir: folder of the run.
+        policies: by row name.
+
+    Returns:
+        The benchmarks.
+
+    Raises:
+        FileNotFoundError: questions or images are missing.
+        ValueError: a file is not what it should be.
+    """
+    stops = any(stops_itself(name, policy, settings) for name, policy in policies.items())
+    asked = {name: public_questions(name, settings) for name in settings.public}
+    benchmarks = []
+    if SHAPES in settings.benchmark_names:
+        places, sample = split_folders(config, workdir), None
+        if stops:
+            split = thin(read_split(places["validation"], "validation"),
+                         settings.validation_questions)  # fmt: skip
+            sample = Sample({"split": "validation"}, split.questions)
+        questions = [
+            BenchmarkQuestion(q.question_id, q.text, q.text, q.image)
+            for q in read_split(places["test"], "test").questions
+        ]
+        benchmarks.append(Benchmark(SHAPES, questions, sample, keep_order=True))
+    if asked:
+        sample = None
+        if stops:
+            sample = Sample({}, spread(asked, settings.validation_questions), decimals=3)
+        benchmarks += [Benchmark(name, qs, sample, keep_order=False) for name, qs in asked.items()]
+    return benchmarks
+
+
+def stops_itself(name: str, policy: Policy, settings: Settings) -> bool:
+    """Whether the learned stop of a row is used as well."""
+    return name in settings.adaptive and policy.method == "stepprune"
+
+
+def public_questions(name: str, settings: Settings) -> list[BenchmarkQuestion]:
+    """Reads a public benchmark's questions."""
+    return BENCHMARKS[name].read_questions(
+        settings.data, settings.questions.get(name, ""), ocr=settings.textvqa_ocr
+    )
+
+
+def answer_benchmarks(
+    config: Any,
+    settings: Settings,
+    benchmarks: Sequence[Benchmark],
+    policies: Mapping[str, Policy],
+    source: Source,
+    folder: Path,
+    *,
+    untrained: bool = True,
+    model: VLM | None = None,
+) -> dict[str, Path]:
+    """Answers what has no answer yet.
+
+    Args:
+        config: the run's configuration.
+        settings: of the evaluation.
+        benchmarks: from `read_benchmarks`.
+        policies: by row name.
+        source: of the model.
+        folder: for the answers.
+        untrained: whether methods without training have rows.
+        model: the model, if it is loaded already.
+
+    Returns:
+        Name of the benchmark to its folder of answer files.
+
+    Raises:
+        ValueError: answer files that were made otherwise, or questions that the model cannot take.
+    """
+    digests = {name: policy_digest(policy) for name, policy in policies.items()}
+    conditions = Conditions(
+        model=_model_name(source),
+        weights=model_identity(source)[:16],
+        dtype=config.model.dtype,
+        num_tokens=source.config.max_image_tokens,
+        seed=config.seed,
+        settings=settings,
+        policies=digests,
+    )
+    stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
+    biases = StopBiases(folder, conditions.weights, stopping, settings)
+
+    def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
+        return plan_rows(settings, source.config, policies, known, config.seed, untrained)
+
     with user_input():
-        biases = find_biases(
-            folder, model, policies, asked, making, batch_size=size,
-            attention=config.model.attention, sizes=WIDTHS,
-        )  # fmt: skip
-        methods = plan(settings, policies, biases)
-        stage = Stage(model, policies, methods, making, size, config.model.attention)
-        tasks = [_task(stage, folder, name, asked[name]) for name in asked]
+        # What is known to be in vain is refused before the model is loaded.
+        for benchmark in benchmarks:
+            known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
+            rows = planned(benchmark, known)
+            for file in conditions.files(folder, rows, benchmark.name, benchmark.questions):
+                check_claim(file)
+        model = load_model(config) if model is None else model
+    devices = row_count(mesh_of(model.params))
+    size = -(-settings.batch_size // devices) * devices
+    stage = Stage(model, conditions, size, config.model.attention)
+    tasks = []
+    with user_input():
+        for benchmark in benchmarks:
+            known = {}
+            if benchmark.sample is not None:
+                known = biases.compute(model, policies, benchmark.sample, stage.attention, size)
+            tasks.append(_task(stage, folder, benchmark, planned(benchmark, known)))
     progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
         _answer_task(stage, task, progress)
     progress.close()
-    return {name: folder / name for name in asked}
+    return {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
 
 
 def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> dict[str, Policy]:
-    """The policies whose rows are wanted. The default row may be left out, which is told."""
+    """The policies whose rows are wanted. The default row may be left out, with a message."""
     wanted = {
         name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
         for name in ("rows", "ablations")
     }
     own = None
     if settings.wants(DEFAULT):
-        named = policy is not None or settings.methods
-        if named or (workdir / POLICY_FILE).is_file():
+        needed = policy is not None or settings.methods or SHAPES in settings.benchmark_names
+        if needed or (workdir / POLICY_FILE).is_file():
             own = own_policy(workdir, policy)
         else:
             distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
@@ -190,15 +309,10 @@ def _model_name(source: Source) -> str:
     return Path(source.origins[0]).expanduser().resolve().name
 
 
-def questions_of(name: str, settings: Settings) -> list[BenchmarkQuestion]:
-    """Reads a benchmark's questions."""
-    file = settings.questions.get(name, "")
-    return BENCHMARKS[name].read_questions(settings.data, file, ocr=settings.textvqa_ocr)
-
-
-def _task(stage: Stage, folder: Path, name: str, questions: list[BenchmarkQuestion]) -> Task:
-    """Takes the answer files of a benchmark, and finds out what is missing."""
-    files = stage.making.files(folder, stage.methods, name, questions)
+def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]) -> Task:
+    """Takes the answer files of a benchmark, and lists what is missing."""
+    questions = benchmark.questions
+    files = stage.conditions.files(folder, rows, benchmark.name, questions)
 
     def look() -> list[frozenset[int]]:
         if distributed.is_main():
@@ -209,27 +323,34 @@ def _task(stage: Stage, folder: Path, name: str, questions: list[BenchmarkQuesti
     missing = distributed.main_first(look)
     distributed.any_process(False)  # nobody writes while another still reads
     todo = sorted(frozenset().union(*missing))
-    chunks = share(todo, stage.batch_size, jax.process_index(), jax.process_count())
+    chunk = _chunk_size(stage)
+    chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
-    most = min(stage.making.settings.samples, len(shown))
+    most = len(shown) if benchmark.keep_order else min(stage.settings.samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
-    return Task(name, questions, files, missing, chunks, samples)
+    return Task(benchmark, rows, files, missing, chunks, samples)
 
 
-def share(todo: Sequence[int], batch_size: int, index: int, count: int) -> list[list[int]]:
-    """Deals questions out to processes, and each its own to chunks of whole batches.
+def _chunk_size(stage: Stage) -> int:
+    """Questions of a chunk: whole batches, whose features fit into memory beside the model."""
+    config, dtype = stage.model.config, jax.tree.leaves(stage.model.params)[0].dtype
+    image = config.max_image_tokens * config.vision.hidden_size * dtype.itemsize
+    most = min(_CHUNK, _CHUNK_BYTES // image)
+    return max(1, most // stage.batch_size) * stage.batch_size
+
+
+def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
+    """Deals questions out to processes, and each its own to chunks.
 
     Args:
         todo: numbers of questions.
-        batch_size: questions that go through a program together.
+        size: questions of a chunk.
         index: of this process.
         count: processes.
 
     Returns:
-        The chunks of this process, of about `CHUNK` questions; as many as every process has, the
-        last ones may be empty.
+        The chunks of this process; as many as every process has, the last ones may be empty.
     """
-    size = max(1, CHUNK // batch_size) * batch_size
     begin, end = (len(todo) * place // count for place in (index, index + 1))
     chunks = math.ceil(math.ceil(len(todo) / count) / size)
     cuts = [min(begin + size * number, end) for number in range(chunks + 1)]
@@ -253,7 +374,7 @@ def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
     def merge() -> None:
         if distributed.is_main():
             for file in task.files:
-                outstanding(file, task.questions)
+                outstanding(file, task.benchmark.questions)
 
     if jax.process_count() > 1:
         distributed.main_first(merge)
@@ -261,112 +382,99 @@ def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
 
 def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progress) -> None:
     """Answers some questions in every row that lacks them."""
+    questions = task.benchmark.questions
     lacking = [
-        (method, file, [number for number in numbers if number in missing])
-        for method, file, missing in zip(stage.methods, task.files, task.missing, strict=True)
+        (row, file, [number for number in numbers if number in missing])
+        for row, file, missing in zip(task.rows, task.files, task.missing, strict=True)
     ]
-    lacking = [(method, file, mine) for method, file, mine in lacking if mine]
+    lacking = [(row, file, mine) for row, file, mine in lacking if mine]
     if not lacking:
         return
-    methods = [method for method, _, _ in lacking]
-    encoded = encode_split(
-        stage.model, [task.questions[number] for number in numbers],
-        batch_size=stage.batch_size, with_attention=any(m.name == CLS for m in methods),
-        attention=stage.attention, sizes=WIDTHS,
+    rows, config = [row for row, _, _ in lacking], stage.model.config
+    taps = [tap for row in rows for tap in row.method.pruner.taps(config)]
+    encoded = encode_questions(
+        stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
+        taps=taps, attention=stage.attention, numbers=numbers,
     )  # fmt: skip
-    encoded = cut_prompts(encoded, stage.making.num_tokens, numbers)
-    plain = _answer_plain(stage, task, encoded, numbers)
-    places = np.flatnonzero(encoded.has_image)
-    seen, shown = encoded.take(places), [numbers[place] for place in places]
-    orders = _roll_out(stage, seen, methods) if shown else {}
-    drawn = random_orders(stage.making.seed, shown, stage.making.num_tokens)
-    for method, file, mine in lacking:
-        wanted = frozenset(mine)
-        report = progress.task(f"{task.name}, {file.path.stem}", len(mine), len(mine))
-        lines = dict(plain)
-        rows = np.array([row for row, number in enumerate(shown) if number in wanted], np.int64)
-        if len(rows):
-            row = make_row(method, seen, stage.model.config, stage.policies, orders, drawn)
-            lines |= _answer_row(stage, task, seen, row, rows, shown, report)
+    encoded = cut_prompts(encoded)
+    plain = _answer_plain(stage, task, encoded)
+    seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
+    rankings = _rank(stage, task, seen, rows)
+    for row, file, mine in lacking:
+        report = progress.task(f"{task.benchmark.name}, {file.path.stem}", len(mine), len(mine))
+        wanted = np.flatnonzero(np.isin(seen.prompts.number, mine))
+        lines = plain | _answer_row(stage, task, seen.take(wanted), row, rankings, wanted, report)
         append(
             file.part(jax.process_index()),
-            [answer_object(file, number, task.questions[number], lines[number]) for number in mine],
+            [answer_object(file, number, questions[number], lines[number]) for number in mine],
         )
         report(len(mine))
+
+
+def _rank(
+    stage: Stage, task: Task, seen: Encoded, rows: Sequence[TableRow]
+) -> dict[Any, tuple[Ranking, float]]:
+    """One ranking for all rows that share it, as long as any row of the task needs it."""
+    rankings, n = {}, stage.conditions.num_tokens
+    for row in rows:
+        key = row.ranking
+        if key is None or key in rankings or not len(seen.prompts.number):
+            continue
+        steps = max(other.steps(n) for other in task.rows if other.ranking == key)
+        rankings[key] = rank_all(
+            stage.model, place_method(stage.model, row.method), seen.prompts, seen.vision,
+            steps=steps, batch_size=stage.batch_size,
+        )  # fmt: skip
+    return rankings
 
 
 def _answer_row(
     stage: Stage,
     task: Task,
     seen: Encoded,
-    row: Row,
-    rows: np.ndarray,
-    numbers: Sequence[int],
+    row: TableRow,
+    rankings: Mapping[Any, tuple[Ranking, float]],
+    places: np.ndarray,
     report: Any,
 ) -> dict[int, AnswerLine]:
-    """The lines of one row of the table, by number of the question.
-
-    Args:
-        stage: what is answered with.
-        task: the benchmark.
-        seen: questions with a picture.
-        row: of the table.
-        rows: [r] which of the questions to answer.
-        numbers: of all these questions.
-        report: called with the number of questions done at each batch.
-    """
-    selection = Selection(row.selection.order[rows], row.selection.count[rows])
-    found = answer(stage.model, seen.take(rows), selection, _how(stage, task.name), report)
+    """The lines of one row of the table, by number of the question."""
+    if not len(places):
+        return {}
+    ranking, ranked = rankings.get(row.ranking, (None, 0.0))
+    if ranking is not None:
+        ranking = jax.tree.map(lambda part: part[places], ranking)
+    answers = _answer(stage, task, row.method, seen, ranking, report)
     lines = {}
-    for place, at in enumerate(rows.tolist()):
-        kept, number = int(selection.count[place]), numbers[at]
-        order = selection.order[place, :kept] if number in task.samples else None
-        taken = 1000 * float(seen.seconds + row.seconds + found.seconds[place])
-        lines[number] = AnswerLine(found.texts[place], kept, taken, order)
+    for at, number in enumerate(seen.prompts.number.tolist()):
+        keep = number in task.samples and row.budget.kind != "all"
+        order = answers.order[at] if keep else None
+        taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
+        lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, order)
     return lines
 
 
-def _answer_plain(
-    stage: Stage, task: Task, encoded: Encoded, numbers: Sequence[int]
-) -> dict[int, AnswerLine]:
-    """Questions without a picture, which no method answers otherwise than another."""
-    rows = np.flatnonzero(~encoded.has_image)
+def _answer_plain(stage: Stage, task: Task, encoded: Encoded) -> dict[int, AnswerLine]:
+    """Questions without an image, which no method answers otherwise than another."""
+    rows = np.flatnonzero(~encoded.prompts.has_image)
     if not len(rows):
         return {}
-    nothing = Selection(np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32))
-    found = answer(stage.model, encoded.take(rows), nothing, _how(stage, task.name))
-    return {
-        numbers[row]: AnswerLine(text, 0, 1000 * float(taken))
-        for row, text, taken in zip(rows.tolist(), found.texts, found.seconds, strict=True)
-    }
+    some = encoded.take(rows)
+    answers = _answer(stage, task, NO_PRUNING, some, None, lambda done: None)
+    pairs = zip(some.prompts.number.tolist(), answers.texts, answers.seconds, strict=True)
+    return {number: AnswerLine(text, 0, 1000 * float(taken)) for number, text, taken in pairs}
 
 
-def _how(stage: Stage, name: str) -> Answering:
-    """Sizes and settings of a benchmark's answers."""
-    making, settings = stage.making, stage.making.settings
-    sizes = {making.num_tokens, *(m.budget for m in stage.methods if m.budget is not None)}
-    sizes |= {
-        stage.policies[m.policy].config.steps(making.num_tokens)
-        for m in stage.methods
-        if m.stop_bias is not None
-    }
-    return Answering(
-        tuple(sorted(sizes)), stage.batch_size, settings.longest_answer(BENCHMARKS[name]),
-        settings.positions, stage.attention, WIDTHS,
+def _answer(
+    stage: Stage, task: Task, method: Any, seen: Encoded, ranking: Ranking | None, report: Any
+) -> Answers:
+    """Answers questions by one method."""
+    settings, name = stage.settings, task.benchmark.name
+    n = stage.conditions.num_tokens
+    sizes = {row.steps(n) for row in task.rows}
+    return answer_all(
+        stage.model, place_method(stage.model, method), seen.prompts, seen.vision,
+        settings.longest_answer(BENCHMARKS[name]),
+        RunOptions(settings.positions, stage.attention),
+        Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
+        ranking=ranking, report=report,
     )  # fmt: skip
-
-
-def _roll_out(stage: Stage, seen: Encoded, methods: Sequence[Method]) -> dict[str, Ordering]:
-    """The order of each policy that these rows need, as long as they need it."""
-    orders = {}
-    for name in dict.fromkeys(m.policy for m in methods if m.policy is not None):
-        policy = stage.policies[name]
-        rows = [method for method in stage.methods if method.policy == name]
-        if any(method.stop_bias is not None for method in rows):
-            steps = policy.config.steps(stage.making.num_tokens)
-        else:
-            steps = max(stage.making.settings.budgets)
-        orders[name] = trained_order(
-            stage.model, policy, seen, steps=steps, batch_size=stage.batch_size
-        )
-    return orders

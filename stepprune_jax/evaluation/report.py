@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.records import RECORDS, Records, load_records
@@ -14,15 +17,15 @@ _KIND = "stepprune_report"
 
 
 class Report(NamedTuple):
-    """A report as it was saved.
+    """One evaluation: q questions, asked of every method.
 
     Attributes:
-        table: objects of table.json.
+        table: objects of table.json, one a row.
         records: one per row of the table.
-        questions: the questions.
+        questions: the questions, in the order of the records.
         answers: the right answers.
-        scenes: what is known of the pictures, or None.
-        grid: rows and columns of a picture's patches.
+        scenes: what is known of the images, or None.
+        grid: rows and columns of an image's patches.
         metrics_file: of the training run, or None.
     """
 
@@ -30,9 +33,24 @@ class Report(NamedTuple):
     records: list[Records]
     questions: list[Question]
     answers: list[str]
-    scenes: list[Scene] | None
-    grid: tuple[int, int]
-    metrics_file: Path | None
+    scenes: list[Scene] | None = None
+    grid: tuple[int, int] = (12, 12)
+    metrics_file: Path | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of visual tokens of an image."""
+        return self.records[0].num_tokens
+
+    @property
+    def first(self) -> int:
+        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        return self.num_tokens - self.grid[0] * self.grid[1]
+
+    def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
+        """Patches that a record keeps of question i, in the order of choice."""
+        order = record.order[i, : record.count[i]].astype(int) - self.first
+        return order[order >= 0]
 
 
 def open_folder(folder: str | Path) -> Path:
@@ -107,9 +125,14 @@ def read_report(folder: str | Path) -> Report:
             )
     metrics = facts.get("metrics_file")
     return Report(
-        table, records, split.questions, split.answers, split.scenes, tuple(facts["grid"]),
-        _beside(folder, metrics) if metrics else None,
-    )  # fmt: skip
+        table=table,
+        records=records,
+        questions=split.questions,
+        answers=split.answers,
+        scenes=split.scenes,
+        grid=tuple(facts["grid"]),
+        metrics_file=_beside(folder, metrics) if metrics else None,
+    )
 
 
 def relative(path: Path, folder: Path) -> str:

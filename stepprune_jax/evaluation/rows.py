@@ -1,146 +1,213 @@
-"""Rows of the table: a method, a budget, and what it keeps of each question's picture."""
+"""The rows of a table: a way to prune at a budget, and where its answers go."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Float, Int
 
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.accuracy import pruning_rate
-from stepprune_jax.evaluation.answers import Selection
-from stepprune_jax.evaluation.names import ALL, CLS, GRID, RANDOM, own_stop
-from stepprune_jax.evaluation.orders import Ordering
-from stepprune_jax.evaluation.split import Encoded
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
-from stepprune_jax.pruning import grid_order
+from stepprune_jax.evaluation.names import own_stop
+from stepprune_jax.evaluation.settings import DEFAULT, Settings
+from stepprune_jax.pruning import PRUNERS, Budget, Method, Ranker, make_method
 
 
-class Row(NamedTuple):
-    """One row before its questions are answered.
+class TableRow(NamedTuple):
+    """One row of a table, before any question is answered.
 
     Attributes:
-        method: name.
-        mode: "exact" (every question keeps the budget) or "adaptive" (the policy stops).
-        pruning_rate: of the budget, in percent.
-        selection: what is kept.
-        stop_bias: added to the stop logits; None for exact rows.
-        seconds: of a question, on average, for the order that it is kept in.
+        label: what the table calls it.
+        budget: tokens to keep.
+        method: how.
+        policy: name of the policy that chooses; None for a row without training.
     """
 
-    method: str
-    mode: str
-    pruning_rate: float
-    selection: Selection
-    stop_bias: float | None = None
-    seconds: float = 0.0
+    label: str
+    budget: Budget
+    method: Method
+    policy: str | None = None
+
+    @property
+    def mode(self) -> str:
+        """Whether the budget is kept of every image ("exact") or the policy stops ("adaptive")."""
+        return "exact" if self.budget.is_exact else "adaptive"
+
+    @property
+    def stop_bias(self) -> float | None:
+        """Added to the stop logits of an adaptive row."""
+        return None if self.budget.is_exact else float(self.method.params.stop_bias)
+
+    def count(self, num_tokens: int) -> int | None:
+        """Tokens kept of an image of so many, on average if adaptive; None for an own stop."""
+        return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
+
+    @property
+    def ranking(self) -> tuple[Any, str | None] | None:
+        """What rows have in common that share a ranking; None for methods that do not rank."""
+        pruner = self.method.pruner
+        if not isinstance(pruner, Ranker):
+            return None
+        return dataclasses.replace(pruner, budget=Budget()), self.policy
+
+    def steps(self, num_tokens: int) -> int:
+        """Length of the order that the row needs."""
+        if self.budget.is_exact:
+            return self.budget.count(num_tokens)
+        return self.method.pruner.most(num_tokens)
 
 
-def grid_shape(config: LlavaConfig) -> tuple[int, int]:
-    """Rows and columns of a picture's patches."""
-    side = config.vision.image_size // config.vision.patch_size
-    return side, side
-
-
-def exact_row(method: str, order: Int[np.ndarray, "q t"], budget: int, num_tokens: int) -> Row:
-    """The row that keeps the first `budget` tokens of each order."""
-    count = np.full(len(order), budget, np.int32)
-    return Row(method, "exact", pruning_rate(budget, num_tokens), Selection(order, count))
-
-
-def untrained_row(
-    method: str,
-    split: Encoded,
-    config: LlavaConfig,
-    budget: int,
-    drawn: Int[np.ndarray, "q n"],
-) -> Row:
-    """All tokens, random ones, a grid, or the class token's favourites.
+def plan_rows(
+    settings: Settings,
+    config: Any,
+    policies: Mapping[str, Policy],
+    biases: Mapping[str, Mapping[int, float]],
+    seed: int,
+    untrained: bool = True,
+) -> list[TableRow]:
+    """Plans the rows of a table in their order.
 
     Args:
-        method: `ALL`, `RANDOM`, `GRID` or `CLS`.
-        split: the questions; for `CLS` encoded with the class token's attention.
+        settings: with budgets and methods.
         config: the model's.
-        budget: tokens to keep; not read for all tokens.
-        drawn: a random order of each question's tokens; read for random ones alone.
+        policies: by row name.
+        biases: for each policy that stops by itself, a stop bias for each budget.
+        seed: of random rows.
+        untrained: whether methods without training have rows.
+
+    Returns:
+        All tokens, the methods without training at each budget, then each policy: exact, adaptive,
+        and for the default one where it stops by itself. Methods that need what the model does not
+        have are left out.
     """
-    questions, n = len(split.image_of), split.features.shape[1]
-    if method == ALL:
-        return exact_row(ALL, np.broadcast_to(np.arange(n, dtype=np.int32), (questions, n)), n, n)
-    if method == RANDOM:
-        return exact_row(RANDOM, drawn, budget, n)
-    if method == GRID:
-        first = n - config.vision.num_patches  # a class token that is kept stands in front
-        grid = first + grid_order(*grid_shape(config), budget, questions)
-        return exact_row(GRID, grid, budget, n)
-    return exact_row(CLS, split.by_attention[split.image_of], budget, n)
+    budgets = [Budget("count", count) for count in settings.budgets]
+    rows, n = [], config.max_image_tokens
+    for name, kind in PRUNERS.items() if untrained else ():
+        if kind.config_type is not None:
+            continue
+        options = {"seed": seed} if name == "random" else {}
+        for budget in [Budget()] if kind.budgets == ("all",) else budgets:
+            row = TableRow(kind.label, budget, make_method(name, budget, options=options))
+            try:
+                row.method.pruner.check(config, n)
+            except ValueError:
+                if settings.methods:
+                    raise
+                continue
+            rows.append(row)
+    for name, policy in policies.items():
+        rows += [TableRow(name, b, make_method(None, b, policy=policy), name) for b in budgets]
+        if name not in biases:
+            continue
+        for count in settings.budgets:
+            budget, bias = Budget("mean", count), biases[name][count]
+            method = make_method(None, budget, policy=policy, stop_bias=bias)
+            rows.append(TableRow(name, budget, method, name))
+        if name == DEFAULT:
+            own = Budget("own")
+            method = make_method(None, own, policy=policy, stop_bias=0.0)
+            rows.append(TableRow(own_stop(name), own, method, name))
+    return [row for row in rows if settings.wants(row.policy or row.label)]
 
 
-def exact_rows(method: str, found: Ordering, budgets: Sequence[int], num_tokens: int) -> list[Row]:
-    """A trained method at exact budgets."""
-    return [
-        exact_row(method, found.order, budget, num_tokens)._replace(seconds=found.seconds)
-        for budget in budgets
-    ]
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What answers depend on besides row and question.
 
-
-def adaptive_rows(
-    method: str,
-    policy: Policy,
-    found: Ordering,
-    validation: Ordering,
-    budgets: Sequence[int],
-    num_tokens: int,
-) -> list[Row]:
-    """A policy that stops by itself, at biases that meet each budget on the validation split.
-
-    Args:
-        method: name of the rows.
-        policy: StepPrune's.
-        found: its order on the questions.
-        validation: its order on other questions.
-        budgets: mean numbers of tokens wanted.
-        num_tokens: N.
+    Attributes:
+        model: its name.
+        weights: its fingerprint.
+        dtype: of its weights.
+        num_tokens: N of its largest image.
+        seed: of the random rows.
+        settings: of the evaluation.
+        policies: the fingerprint of each, by row name.
     """
-    biases = stop_biases(policy, validation.margin, budgets)
-    rows = []
-    for budget, bias in zip(budgets, biases, strict=True):
-        rate = pruning_rate(budget, num_tokens)
-        chosen = stopped(found, policy, bias)
-        rows.append(Row(method, "adaptive", rate, chosen, bias, found.seconds))
-    return rows
+
+    model: str
+    weights: str
+    dtype: str
+    num_tokens: int
+    seed: int
+    settings: Settings
+    policies: Mapping[str, str]
+
+    def files(
+        self,
+        folder: Path,
+        rows: Sequence[TableRow],
+        benchmark: str,
+        questions: Sequence[BenchmarkQuestion],
+    ) -> list[AnswerFile]:
+        """Names the answer file of each row.
+
+        Args:
+            folder: with a folder for each benchmark.
+            rows: of the table.
+            benchmark: its name.
+            questions: all of it.
+
+        Returns:
+            The files.
+
+        Raises:
+            ValueError: two rows would have the same file.
+        """
+        digest, files, owners = questions_digest(questions), [], {}
+        for row in rows:
+            provenance = self._provenance(row, benchmark, digest, len(questions))
+            file = AnswerFile.of(folder, provenance)
+            other = owners.setdefault(file.path, row)
+            if other is not row:
+                raise ValueError(
+                    f"{file.path} would hold the answers of {other.label!r} at {other.budget} and "
+                    f"of {row.label!r} at {row.budget}: leave out one budget, or give the row "
+                    "another name"
+                )
+            files.append(file)
+        return files
+
+    def _provenance(self, row: TableRow, benchmark: str, questions: str, asked: int) -> Provenance:
+        """All that the answers of a row depend on."""
+        made = {
+            "weights": self.weights,
+            "dtype": self.dtype,
+            "positions": self.settings.positions,
+            "max_new_tokens": self.settings.longest_answer(BENCHMARKS[benchmark]),
+        }
+        if row.policy is not None:
+            made["policy"] = self.policies[row.policy]
+        pruner = row.method.pruner
+        hidden = ("budget", "config")
+        for field in dataclasses.fields(pruner):
+            if field.name not in hidden:
+                made[field.name] = getattr(pruner, field.name)
+        if pruner.version > 1:
+            made["version"] = pruner.version
+        return Provenance(
+            benchmark=benchmark,
+            questions=questions,
+            asked=asked,
+            method=row.label,
+            mode=row.mode,
+            budget=row.count(self.num_tokens),
+            num_tokens=self.num_tokens,
+            stop_bias=row.stop_bias,
+            model=self.model,
+            made=made,
+        )
 
 
-def stop_biases(
-    policy: Policy, margin: Float[np.ndarray, "q t"], budgets: Sequence[int]
-) -> list[float]:
-    """Stop biases at which a policy keeps so many tokens on average.
-
-    Args:
-        policy: StepPrune's.
-        margin: its stop margins on some questions.
-        budgets: mean numbers of tokens wanted.
-    """
-    least = min(policy.config.min_tokens, margin.shape[1])
-    margin = jnp.asarray(margin)
-    bound = float(jnp.max(jnp.abs(margin))) + 1
-    return [
-        float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
-        for budget in budgets
-    ]
-
-
-def own_stop_row(method: str, policy: Policy, found: Ordering, num_tokens: int) -> Row:
-    """A policy that stops where it learned to, at the mean number of tokens that this gives."""
-    selection = stopped(found, policy, 0.0)
-    rate = pruning_rate(float(selection.count.mean()), num_tokens)
-    return Row(own_stop(method), "adaptive", rate, selection, 0.0, found.seconds)
-
-
-def stopped(found: Ordering, policy: Policy, bias: float) -> Selection:
-    """What a policy keeps that stops by itself, with a number added to its stop logits."""
-    least = min(policy.config.min_tokens, found.order.shape[1])
-    count = np.asarray(count_at_bias(jnp.asarray(found.margin), bias, least))
-    return Selection(found.order, count)
+def policy_digest(policy: Policy) -> str:
+    """Fingerprints all that a policy's choices depend on, but for the stop bias."""
+    digest = hashlib.sha256(repr(policy.config).encode())
+    leaves: list[Any] = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
+    for path, leaf in leaves:
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]

@@ -5,6 +5,7 @@ official programs and servers take; *score*: answer files and annotations give t
 shapes world is one of the benchmarks.
 """
 
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,15 @@ from typing import Any
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
 from stepprune_jax.evaluation import report as report_folder
-from stepprune_jax.evaluation.evaluate import evaluate
-from stepprune_jax.evaluation.generate_stage import generate_answers, questions_of
+from stepprune_jax.evaluation.generate_stage import (
+    answers_folder,
+    generate_answers,
+    public_questions,
+)
+from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
 from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
+from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
@@ -55,11 +61,9 @@ def run(
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
     shapes = SHAPES in settings.benchmark_names
+    begin = time.monotonic()
     if "generate" in stages:
-        if shapes and distributed.is_main():
-            evaluate(config, workdir, policy=policy, command=command)
-        if settings.public:
-            generate_answers(config, workdir, policy=policy)
+        generate_answers(config, workdir, policy=policy)
     if not distributed.is_main():
         return
     if "convert" in stages:
@@ -70,12 +74,36 @@ def run(
             if shapes:
                 roots[SHAPES] = split_folders(config, workdir)["test"]
             report = report_folder.open_folder(workdir / "report")
-            scores = score_answers(workdir, roots, report)
+            answers = answers_folder(config, workdir)
+            scores = score_answers(answers, roots, report)
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
+        if shapes:
+            _report_shapes(config, settings, answers / SHAPES, roots[SHAPES], report, command)
         if settings.public:
             print(as_markdown(table), end="")
             draw(workdir, settings, report, command)
+    print(f"evaluated in {time.monotonic() - begin:.0f} s")
+
+
+def _report_shapes(
+    config: Any, settings: Settings, folder: Path, data: Path, report: Path, command: str | None
+) -> None:
+    """Reports on the shapes world, once every row of this run is complete."""
+    labels = [*settings.labels, own_stop(DEFAULT)]
+    files = [f for f in read_files(folder) if f.provenance.method in labels]
+    open_ends = [f for f in files if _answered(f) < f.provenance.asked]
+    if open_ends or ALL not in [f.provenance.method for f in files]:
+        what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"
+        print(f"no report on {SHAPES}: the answers of {what} are not complete")
+    elif not all(f.provenance.made for f in files):
+        print(
+            f"no report on {SHAPES}: {folder} holds answers of an older version, which do not say "
+            "what was kept; the report stays as it is. Move the folder away and run eval.py again"
+        )
+    else:
+        files = in_table_order(files, settings.labels)
+        write_report(config, settings, files, data, report, command)
 
 
 def convert_answers(workdir: Path, settings: Settings) -> None:
@@ -138,7 +166,7 @@ def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -
         if mine is None:
             continue
         pictures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
-        questions = questions_of(name, settings)
+        questions = public_questions(name, settings)
         if questions_digest(questions) == mine.provenance.questions:
             path = report / f"overlays_{name}.png"
             pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))

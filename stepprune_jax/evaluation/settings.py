@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
 from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
-from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
-from stepprune_jax.inference.prefix import check_positions
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.models.vlm import check_positions
+from stepprune_jax.pruning import PRUNERS
 from stepprune_jax.user_input import nearest
 
 SHAPES = shapes.BENCHMARK.name
@@ -26,8 +26,8 @@ class Settings(NamedTuple):
         questions: further question files by benchmark, relative to `data`: of another split, in
             the form of the benchmark's own; empty for its own.
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as LLaVA's figures have it.
-        methods: names of rows to answer on the public benchmarks, separated by commas; empty for
-            all.
+        methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
+            empty for all.
         samples: questions of each public benchmark whose selections are kept for pictures.
         budgets: exact numbers of tokens, and mean ones for a learned stop.
         batch_size: questions that go through a program together.
@@ -69,9 +69,20 @@ class Settings(NamedTuple):
         """The longest answer to a benchmark, in tokens."""
         return self.max_new_tokens or benchmark.max_new_tokens
 
-    def wants(self, method: str) -> bool:
-        """Whether a row is to be answered."""
-        return not self.methods or method.lower() in _listed(self.methods.lower())
+    def wants(self, label: str) -> bool:
+        """Whether a row is to be answered, by its label or by the name of its pruner."""
+        wanted = _listed(self.methods.lower())
+        if not wanted or label.lower() in wanted:
+            return True
+        if label == ALL and SHAPES in self.benchmark_names:
+            return True  # what retention is measured against
+        return any(kind.label == label and kind.name in wanted for kind in PRUNERS.values())
+
+    @property
+    def labels(self) -> list[str]:
+        """What tables call the rows, in their order."""
+        untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
+        return [*untrained, *self.rows, DEFAULT, *self.ablations]
 
 
 def _listed(text: str) -> list[str]:
@@ -128,9 +139,10 @@ def _check_rows(settings: Settings) -> None:
         good = isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())
         _require(good, name, settings, "a mapping from row names to policy files")
     names = [DEFAULT, *settings.rows, *settings.ablations]
-    rows = [ALL, RANDOM, GRID, CLS, *names]
-    strange = [m for m in _listed(settings.methods) if m.lower() not in map(str.lower, rows)]
-    _require(not strange, "methods", settings, f"some of {', '.join(rows)}")
+    known = {name.lower() for name in (*PRUNERS, *settings.labels)}
+    strange = [name for name in _listed(settings.methods) if name.lower() not in known]
+    expected = ", ".join(dict.fromkeys((*PRUNERS, *settings.labels)))
+    _require(not strange, "methods", settings, f"some of {expected}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
@@ -214,7 +226,7 @@ def load_policies(settings: Settings, own: Path | None) -> dict[str, Policy]:
     return {name: load_policy(path) for name, path in paths.items()}
 
 
-def check_policies(policies: Mapping[str, Policy], config: LlavaConfig, settings: Settings) -> None:
+def check_policies(policies: Mapping[str, Policy], config: Any, settings: Settings) -> None:
     """Refuses policies that do not fit the model or cannot keep to the budgets.
 
     Args:
@@ -225,7 +237,7 @@ def check_policies(policies: Mapping[str, Policy], config: LlavaConfig, settings
     Raises:
         ValueError: which row, and what is wrong.
     """
-    n = config.num_image_tokens
+    n = config.max_image_tokens
     most = max(settings.budgets)
     if most > n:
         raise ValueError(f"config.eval.budgets holds {most}, the model has {n} visual tokens")

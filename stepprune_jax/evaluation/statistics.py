@@ -1,11 +1,12 @@
-"""What the rows say beyond their means: does K follow the picture, and are differences real."""
+"""What the rows say beyond their means: does K follow the image, and are differences real."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+import scipy.stats
+from jaxtyping import Bool, Int
 
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.accuracy import full_row, percent, retention
@@ -16,19 +17,11 @@ from stepprune_jax.evaluation.records import Records
 _BUCKETS = 4
 
 
-def ranks(values: np.ndarray) -> Float[np.ndarray, "q"]:
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(sizes)
-    return ((2 * last - sizes + 1) / 2)[group.reshape(-1)]
-
-
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's rank correlation of two samples; None where one of them is constant."""
-    first, second = ranks(a), ranks(b)
-    first, second = first - first.mean(), second - second.mean()
-    spread = math.sqrt(float(first @ first) * float(second @ second))
-    return round(float(first @ second) / spread, 4) if spread > 0 else None
+    """Computes Spearman's rank correlation of two samples; None where one of them is constant."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return round(float(scipy.stats.spearmanr(a, b).statistic), 4)
 
 
 def paired_difference(
@@ -39,8 +32,8 @@ def paired_difference(
     Args:
         first: right or wrong, per question.
         second: the same questions, another method.
-        image: number of each question's picture. Questions about one picture are not independent:
-            `standard_error_by_image` counts pictures, `standard_error` questions.
+        image: number of each question's image. Questions about one image are not independent:
+            `standard_error_by_image` counts images, `standard_error` questions.
     """
     each = 100.0 * (first.astype(float) - second.astype(float))
     mean, total = each.mean(), len(each)
@@ -89,7 +82,7 @@ def make_statistics(
     Args:
         rows: what was answered.
         questions: the questions.
-        scenes: what is known of their pictures, or None.
+        scenes: what is known of their images, or None.
         default: the method that all others are compared with.
 
     Returns:
@@ -100,18 +93,18 @@ def make_statistics(
     whole = full_row(rows).correct
     numbers: dict[Any, int] = {}
     image = np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
-    exact = {(row.method, row.pruning_rate): row for row in rows if row.mode == "exact"}
+    exact = {(row.method, row.budget): row for row in rows if row.mode == "exact"}
     adaptive = [row for row in rows if row.mode == "adaptive"]
     against_exact, against_others = [], []
     for row in adaptive:
-        other = exact.get((row.method, row.pruning_rate))
+        other = exact.get((row.method, row.budget))
         if other is not None:
             head = {"method": row.method, "pruning_rate": row.pruning_rate}
             against_exact.append(head | paired_difference(row.correct, other.correct, image))
-    for (method, rate), row in exact.items():
-        own = exact.get((default, rate))
+    for (method, budget), row in exact.items():
+        own = exact.get((default, budget))
         if own is not None and method not in (default, ALL):
-            head = {"method": method, "pruning_rate": rate}
+            head = {"method": method, "pruning_rate": row.pruning_rate}
             against_others.append(head | paired_difference(own.correct, row.correct, image))
     return {
         "questions": len(questions),

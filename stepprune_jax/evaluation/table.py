@@ -100,15 +100,16 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
     for run, score in every:
         method = f"{score['method']} ({run})" if score["method"] in clashes else score["method"]
-        row = rows.setdefault((method, score["mode"], _budget(score)), {})
+        row = rows.setdefault((method, score["mode"], score["budget"]), {})
         if _whole(score) or score["benchmark"] not in row:
             row[score["benchmark"]] = score
     asked = {score["benchmark"] for _, score in every}
     order = sorted(rows, key=_place)
     return BenchmarkTable(
-        [name for name in BENCHMARKS if name in asked], every[0][1]["num_tokens"],
-        [MethodScores(*key, rows[key]) for key in order],
-    )  # fmt: skip
+        benchmarks=[name for name in BENCHMARKS if name in asked],
+        num_tokens=every[0][1]["num_tokens"],
+        rows=[MethodScores(*key, rows[key]) for key in order],
+    )
 
 
 def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
@@ -117,13 +118,6 @@ def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
     untrained = (RANDOM, GRID, CLS)
     kind = untrained.index(method) if method in untrained else len(untrained)
     return method != ALL, -(budget or 0), kind, method.startswith(DEFAULT), method, mode != "exact"
-
-
-def _budget(score: Score) -> int | None:
-    """Nominal tokens of a row; None for a policy's own stop."""
-    if score["own_stop"]:
-        return None
-    return round(score["num_tokens"] * (1 - score["pruning_rate"] / 100))
 
 
 def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> None:
@@ -149,7 +143,7 @@ def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
     for _, score in every:
         if not _whole(score):
             continue
-        key = score["benchmark"], score["method"], score["mode"], _budget(score)
+        key = score["benchmark"], score["method"], score["mode"], score["budget"]
         result = score["headline"], score["mean_k"]
         if seen.setdefault(key, result) != result:
             clashes.add(score["method"])
@@ -257,7 +251,7 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and merges; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that eval.py wrote")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")

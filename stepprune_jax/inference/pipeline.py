@@ -489,15 +489,15 @@ class Answers(NamedTuple):
     Attributes:
         texts: one a prompt.
         kept: [q] visual tokens that were kept.
-        order: for each prompt of a ranker its kept tokens in order of choice, for other methods in
-            raster order; None unless asked for.
+        order: for each prompt the indices of its kept tokens: of a ranker in order of choice, of
+            other methods in raster order, without tokens that were merged or added.
         seconds: [q] of each prompt: its share of the time of its batch, from features to the last
             token.
     """
 
     texts: list[str]
     kept: Int[np.ndarray, "q"]
-    order: list[np.ndarray] | None
+    order: list[np.ndarray]
     seconds: Float[np.ndarray, "q"]
 
 
@@ -584,7 +584,7 @@ def answer_all(
     total, size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)
     bucket = np.searchsorted(widths, prompts.length)
-    count, order = np.zeros(total, np.int32), None
+    count, order = np.zeros(total, np.int32), [np.zeros(0, np.int32)] * total
     if ranking is not None:
         exact = _exact(method.pruner, vision.sizes[prompts.image_of[:, 0]])
         count = np.asarray(method.pruner.counts(method.params, ranking, exact), np.int32)
@@ -610,13 +610,17 @@ def answer_all(
             state = finish(model, begun.state, greedy, max_tokens)
             tokens, counts = fetch((state.tokens, state.count))
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
-            return ids, begun.kept
+            return ids, begun.kept, begun.trace.stages[-1].index
 
-        (ids, left), taken = timed(run, *_COMPILED)
-        for row, answer, number in zip(rows[:real], ids, left, strict=False):
-            if answer not in known:
-                known[answer] = answer_text(model.tokenizer, answer)
-            texts[row], seconds[row], kept[row] = known[answer], taken / real, number
+        (ids, left, index), taken = timed(run, *_COMPILED)
+        if ranking is None:
+            index = fetch(index)
+        for at, row in enumerate(rows[:real].tolist()):
+            if ids[at] not in known:
+                known[ids[at]] = answer_text(model.tokenizer, ids[at])
+            texts[row], seconds[row], kept[row] = known[ids[at]], taken / real, left[at]
+            if ranking is None:
+                order[row] = index[at][index[at] >= 0]
         report(first + real)
     return Answers(texts, kept, order, seconds)
 

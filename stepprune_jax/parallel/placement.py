@@ -138,7 +138,7 @@ def fetch(tree: Any) -> Any:
     """
 
     def whole(leaf):
-        if leaf.is_fully_addressable:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             return np.asarray(leaf)
         return multihost_utils.process_allgather(leaf, tiled=True)
 

@@ -207,6 +207,8 @@ class Pruner:
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
     # The class of a policy's configuration, for trained methods.
     config_type: ClassVar[type | None] = None
+    # Raised when it keeps other tokens than before, so that answers are not mixed.
+    version: ClassVar[int] = 1
     # Whether it looks at what the user said.
     reads_text: ClassVar[bool] = False
     # Whether it is the unpruned model at a budget of all tokens.

@@ -1,7 +1,7 @@
 """Random tokens: what any method has to beat."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ class Random(Ranker):
 
     name = "random"
     label = "random"
+    version: ClassVar[int] = 2
 
     def rank(self, params: Any, view: View, steps: int) -> Ranking:
         """Orders the tokens of each row at random."""

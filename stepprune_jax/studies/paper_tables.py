@@ -249,7 +249,7 @@ def _ablation(ablation: dict[str, Any], table: Table) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the page; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.studies.paper_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="docs/paper-tables.md", help="file to write")
     arguments = parser.parse_args(argv)

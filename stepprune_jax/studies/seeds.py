@@ -3,7 +3,7 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
     python -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
-Each run lies in WORKDIR/ROW-SEED. The same command again goes on where it was stopped.
+Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was interrupted.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.studies.processes import Job, run_jobs
 from stepprune_jax.studies.spread import differences, summarise
-from stepprune_jax.studies.variants import ROWS, RowConfig, load_config, row_configs
-from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import claim
+from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
+from stepprune_jax.training import read_run, train
+from stepprune_jax.workdir.checkpoints import claim
 
 RESULTS = "results.json"
 
@@ -74,19 +74,20 @@ class Run(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads the arguments, trains what is missing, evaluates; one line on mistakes, exit code 2."""
+    """Trains what is missing and evaluates; reports user errors in one line, with status 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="configuration of the default row")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="changes",
-        help="fields to change in every configuration, such as steps=100",
-    )  # fmt: skip
+        "--rows", nargs="+", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
+    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
+    change.metavar = "FIELD=VALUE"
+    change.help = "fields to change in every configuration, such as steps=100"
     # For the processes that this one starts: only train, on these processors.
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -115,7 +116,7 @@ def run_seeds(
         config: path of the default row's configuration; those of the others lie beside it.
         workdir: folder for runs, data and report.
         seeds: of the runs.
-        rows: of `configs.ROWS`.
+        rows: of `variants.VARIANTS`.
         processes: runs trained at a time, each on its share of the processors.
         changes: "field=value" for every configuration.
         train_only: trains in this process and evaluates nothing.
@@ -135,7 +136,7 @@ def run_seeds(
         raise ValueError(f"--processes is {processes}, expected at least 1")
     base = load_config(config, changes)
     settings = read_settings(base)
-    planned = row_configs(config, rows, changes)
+    planned = variant_configs(config, rows, changes)
     places = split_folders(base, workdir)
     runs = plan(planned, workdir, seeds, places["validation"])
     if processes > 1 and not train_only:
@@ -149,11 +150,13 @@ def run_seeds(
     return {} if train_only else evaluate_runs(base, workdir, runs, settings, places)
 
 
-def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: Path) -> list[Run]:
+def plan(
+    variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
+) -> list[Run]:
     """Every run, seed by seed, all on the same data.
 
     Args:
-        rows: what to train.
+        variants: what to train.
         workdir: folder of all runs.
         seeds: of the runs.
         data: folder with the training file.
@@ -167,15 +170,15 @@ def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: P
     runs, identity = [], file_identity(data / TRAIN_FILE)
     models: dict[Any, str] = {}
     for seed in seeds:
-        for row in rows:
-            config = row.config.copy_and_resolve_references()
+        for variant in variants:
+            config = variant.config.copy_and_resolve_references()
             config.seed, config.data.folder, config.data.test_seed = seed, str(data), None
-            run = Run(row.key, row.method, config, workdir / f"{row.key}-{seed}")
+            run = Run(variant.key, variant.method, config, workdir / f"{variant.key}-{seed}")
             place = model_folders(config)
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
             # Before anything is trained: a finished run with other settings is not taken for it.
-            claim(run.folder, config, models[place], identity)
+            claim(run.folder, read_run(config), models[place], identity)
             runs.append(run)
     return runs
 
@@ -192,7 +195,7 @@ def _train(run: Run) -> None:
     if run.policy_file.is_file():
         return
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
-    train(run.config, run.folder)
+    train(read_run(run.config), run.folder)
     if not run.policy_file.is_file():
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
@@ -277,8 +280,8 @@ def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Record
 
 def _mark(run: Run | None, test: Split, settings: Settings) -> str:
     """Changes with whatever a result depends on: questions, settings and the policy's bytes."""
-    parts = [f"{q.image.name} {q.text} {a}" for q, a in zip(test.questions, test.answers,
-                                                            strict=True)]  # fmt: skip
+    pairs = zip(test.questions, test.answers, strict=True)
+    parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
     free = {"rows": {}, "ablations": {}, "batch_size": 0}
     parts.append(repr(settings._replace(**free)))
     if run is not None:

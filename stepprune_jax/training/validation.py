@@ -21,14 +21,14 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import count_at_bias
 from stepprune_jax.training.batches import stack_targets
-from stepprune_jax.training.language_loss import Reading, Targets, row_losses
+from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
 from stepprune_jax.training.step import Setup
 
 FOLDER = "overlays"
 # Sizes that kept tokens are padded to, as shares of all: a program each, as far as it is needed.
 _SHARES = (8, 4, 2, 1)
 
-_losses = jit_for_weights(row_losses, ("reading",))
+_losses = jit_for_weights(row_losses, ("model", "options"))
 
 
 def read_questions(config: Any, setup: Setup, workdir: Path) -> Split | None:
@@ -86,7 +86,7 @@ class Validation:
         self._how = Answering(
             self._ladder, self._size, self._config.max_new_tokens, attention=attention
         )
-        self._reading = Reading(model.config, attention, mesh=mesh_of(model.params))
+        self._options = ForwardOptions(attention, mesh=mesh_of(model.params))
         self._targets = self._read_answers(
             Limits(n, config.data.context_limit, config.data.policy_text_limit)
         )
@@ -158,9 +158,13 @@ class Validation:
             # Their places are counted with all tokens, and here with those there is room for.
             absent = self._model.config.num_image_tokens - pruned.tokens.shape[1]
             targets = targets._replace(place=targets.place - absent)
-            pruned, targets = place_rows(self._reading.mesh, (pruned, targets))
+            pruned, targets = place_rows(self._options.mesh, (pruned, targets))
             losses = _losses(
-                self._model.params, reading=self._reading, kept=pruned, targets=targets
+                self._model.params,
+                model=self._model.config,
+                options=self._options,
+                kept=pruned,
+                targets=targets,
             )
             found.append(fetch(losses)[:count])
         return np.concatenate(found)

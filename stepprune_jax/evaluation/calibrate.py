@@ -1,0 +1,232 @@
+"""Stop biases at which a policy meets each budget on average, computed once and kept in a file.
+
+A policy's own stop gives one mean K. For another one a number is added to its stop logits, which is
+computed on questions without looking at their answers: those of the validation split where there is
+one, else some of the benchmarks' own, as many of each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.data.json_files import read_json_object, write_json
+from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.progress import Progress
+from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.inference.pipeline import place_method, rank_all
+from stepprune_jax.parallel import distributed
+from stepprune_jax.policy import calibrate_stop_bias
+from stepprune_jax.pruning import make_method
+
+FILE = "stop_biases.json"
+# Questions that share a pass through the tower.
+_CHUNK = 1024
+# Row name to what is known of each policy that the row has had.
+_Entries = dict[str, list[dict[str, Any]]]
+
+
+class Sample(NamedTuple):
+    """Questions that biases are computed on.
+
+    Attributes:
+        about: what tells the sample apart in the file: JSON values by name.
+        questions: each with an image.
+        decimals: that biases are rounded to; None for exact ones. An exact bias is the margin of
+            some question, whose K depends on the last bit of a sum, and so on the size of a batch.
+    """
+
+    about: Mapping[str, Any]
+    questions: Sequence[Question | BenchmarkQuestion]
+    decimals: int | None = None
+
+
+class StopBiases:
+    """The stop biases of the policies of a run, in a file of its answers' folder.
+
+    What other policies, models or samples have given stays in the file.
+    """
+
+    def __init__(self, folder: Path, weights: str, policies: Mapping[str, str], settings: Settings):
+        """Names the file.
+
+        Args:
+            folder: of the answers.
+            weights: the model's fingerprint.
+            policies: the fingerprint of each policy that stops by itself, by row name.
+            settings: of the evaluation; with the budgets.
+        """
+        self._path, self._weights = folder / FILE, weights
+        self._policies, self._budgets = policies, settings.budgets
+        self._settings = settings
+
+    def known(self, about: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+        """Reads the biases of rows that have one for every budget.
+
+        Args:
+            about: of the sample.
+
+        Returns:
+            Row name to budget to bias.
+
+        Raises:
+            ValueError: the file is not one of stop biases.
+        """
+        entries = self._read()
+        known = {name: self._entry(entries, name, about)["biases"] for name in self._policies}
+        return {
+            name: {budget: biases[str(budget)] for budget in self._budgets}
+            for name, biases in known.items()
+            if {str(budget) for budget in self._budgets} <= biases.keys()
+        }
+
+    def compute(
+        self, model: VLM, policies: Mapping[str, Policy], sample: Sample, attention: str, size: int
+    ) -> dict[str, dict[int, float]]:
+        """Computes what is not known yet.
+
+        Args:
+            model: the frozen model.
+            policies: by row name.
+            sample: questions.
+            attention: "matmul", "xla" or "cudnn".
+            size: questions at a time.
+
+        Returns:
+            Row name to budget to bias, for every policy that stops by itself.
+
+        Raises:
+            ValueError: the file is not one of stop biases, or the sample is empty.
+        """
+
+        def run() -> dict[str, dict[int, float]]:
+            entries = self._read()
+            for name in self._policies:
+                entry = self._entry(entries, name, sample.about)
+                missing = [b for b in self._budgets if str(b) not in entry["biases"]]
+                if not missing or not distributed.is_main():
+                    continue
+                margin = stop_margins(name, model, policies[name], sample, attention, size)
+                biases = stop_biases(policies[name], margin, missing)
+                if sample.decimals is not None:
+                    biases = [round(bias, sample.decimals) for bias in biases]
+                entry["biases"] |= {str(b): v for b, v in zip(missing, biases, strict=True)}
+                entry["questions"] = len(sample.questions)
+                if entry not in entries.setdefault(name, []):
+                    entries[name].append(entry)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._path, entries)
+            return self.known(sample.about)
+
+        return distributed.main_first(run) if self._policies else {}
+
+    def _read(self) -> _Entries:
+        """The file; an empty one where there is none."""
+        entries = read_json_object(self._path) if self._path.is_file() else {}
+        for name, known in entries.items():
+            good = isinstance(known, list) and all(
+                isinstance(e, dict)
+                and isinstance(e.get("biases"), dict)
+                and all(isinstance(b, float | int) and math.isfinite(b)
+                        for b in e["biases"].values())
+                for e in known
+            )  # fmt: skip
+            if not good:
+                raise ValueError(
+                    f"{self._path}: {name!r} is not a list of stop biases; move the file away"
+                )
+        return entries
+
+    def _entry(self, entries: _Entries, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of a row's policy with this model and sample, or a new entry."""
+        mine = {"policy": self._policies[name], "weights": self._weights, **about}
+        for entry in entries.get(name, []):
+            if mine.items() <= entry.items() and entry.get("split") == mine.get("split"):
+                return entry
+        return {**mine, "biases": {}}
+
+
+def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[BenchmarkQuestion]:
+    """Chooses questions with an image, as many of each benchmark, spread evenly over it.
+
+    Args:
+        asked: the questions of each benchmark.
+        most: questions to choose; 0 for all.
+
+    Returns:
+        The questions.
+
+    Raises:
+        ValueError: no question has an image.
+    """
+    chosen = []
+    for questions in asked.values():
+        shown = [question for question in questions if question.image is not None]
+        count = min(len(shown), max(1, most // len(asked))) if most else len(shown)
+        chosen += [shown[number * len(shown) // count] for number in range(count)]
+    if not chosen:
+        raise ValueError(f"no question of {', '.join(asked)} has an image to find stop biases on")
+    return chosen
+
+
+def stop_margins(
+    name: str, model: VLM, policy: Policy, sample: Sample, attention: str, size: int
+) -> Float[np.ndarray, "q t"]:
+    """Rolls a policy out on each question of a sample.
+
+    Args:
+        name: of the row, for the progress.
+        model: the frozen model.
+        policy: StepPrune's.
+        sample: the questions.
+        attention: "matmul", "xla" or "cudnn".
+        size: questions at a time.
+
+    Returns:
+        [q, t] stop margins before each step.
+    """
+    method = place_method(model, make_method(policy=policy))
+    steps = method.pruner.most(model.config.max_image_tokens)
+    questions = sample.questions
+    progress, margins = Progress(len(questions)), []
+    report = progress.task(f"stop biases, {name}", len(questions), len(questions))
+    for first in range(0, len(questions), _CHUNK):
+        part = questions[first : first + _CHUNK]
+        encoded = encode_questions(model, part, batch_size=size, attention=attention)
+        ranking, _ = rank_all(
+            model, method, encoded.prompts, encoded.vision, steps=steps, batch_size=size
+        )
+        margins.append(ranking.margin)
+        report(first + len(part))
+    progress.close()
+    return np.concatenate(margins)
+
+
+def stop_biases(
+    policy: Policy, margin: Float[np.ndarray, "q t"], budgets: Sequence[int]
+) -> list[float]:
+    """Computes the stop biases at which a policy keeps so many tokens on average.
+
+    Args:
+        policy: StepPrune's.
+        margin: its stop margins on some questions.
+        budgets: mean numbers of tokens wanted.
+
+    Returns:
+        A bias for each budget.
+    """
+    least = min(policy.config.min_tokens, margin.shape[1])
+    margin = jnp.asarray(margin)
+    bound = float(jnp.max(jnp.abs(margin))) + 1
+    return [
+        float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
+        for budget in budgets
+    ]

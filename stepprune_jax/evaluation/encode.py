@@ -1,0 +1,172 @@
+"""Questions as the pipeline takes them: what the frozen model makes of them once and for all."""
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.llava import Question
+from stepprune_jax.data.prompts import pad_batch
+from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
+from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.timing import timed
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.policy import bucket_ladder
+from stepprune_jax.user_input import user_input
+
+# Widths that prompts and the user's words are padded to, so that all sets share programs.
+WIDTHS = bucket_ladder(CONTEXT_LIMIT)
+
+
+class Encoded(NamedTuple):
+    """A set of questions, each with one image or none; arrays lie on the host.
+
+    Attributes:
+        prompts: one a question.
+        vision: of the distinct images; zeros for one image where there is none.
+        seconds: of a question with an image, on average, for image and ids.
+    """
+
+    prompts: Prompts
+    vision: Vision
+    seconds: float = 0.0
+
+    def take(self, rows: np.ndarray) -> "Encoded":
+        """Returns some of the questions, with all images."""
+        return self._replace(prompts=self.prompts.take(rows))
+
+
+def encode_questions(
+    model: VLM,
+    questions: Sequence[Question | BenchmarkQuestion],
+    *,
+    batch_size: int,
+    taps: Sequence[Tap] = (),
+    attention: str = "matmul",
+    numbers: Sequence[int] | None = None,
+    report: Callable[[int], None] = lambda done: None,
+) -> Encoded:
+    """Runs the tower once per distinct image and tokenises every question.
+
+    Args:
+        model: the model.
+        questions: what is asked.
+        batch_size: images that go through the tower together.
+        taps: intermediates of the tower that pruners want to see.
+        attention: "matmul", "xla" or "cudnn", for the tower.
+        numbers: of the questions in their whole set; by default 0, 1, 2, ...
+        report: called with the number of images done at each batch.
+
+    Returns:
+        The encoded questions, in the given order.
+
+    Raises:
+        ValueError: an image that cannot be read, or one of another size than the model takes.
+    """
+    asked: dict[Path | bytes | None, list[int]] = {}
+    for row, question in enumerate(questions):
+        asked.setdefault(question.image, []).append(row)
+    without = asked.pop(None, [])
+    places = {image: number for number, image in enumerate(asked)}
+    ids: list[Any] = [None] * len(questions)
+    words: list[Any] = [None] * len(questions)
+    parts, seconds = [], 0.0
+    for first in range(0, len(places), batch_size):
+        rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
+
+        def run(rows=rows):
+            request = _request(model, [questions[row] for row in rows])
+            count = len(request.pixels)
+            pixels = request.pixels[np.arange(batch_size) % count]
+            vision = fetch(encode(model, pixels, taps, attention))
+            return request, jax.tree.map(lambda part: part[:count], vision)
+
+        (request, vision), taken = timed(run, run_encode.num_compiled)
+        _fill(ids, words, rows, request)
+        parts.append(vision)
+        seconds += taken
+        report(first + len(vision.sizes))
+    if without:
+        _fill(ids, words, without, _request(model, [questions[row] for row in without]))
+    if not parts:
+        parts = [_no_images(model)]
+    vision = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    prompt, said = (pad_batch(rows, multiple=_width(rows)) for rows in (ids, words))
+    image_of = np.array([places.get(question.image, -1) for question in questions], np.int32)
+    number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
+    prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
+    return Encoded(prompts, vision, seconds / max(1, len(questions) - len(without)))
+
+
+def _no_images(model: VLM) -> Vision:
+    """Stands for the images of questions that have none."""
+    shape = (1, model.config.max_image_tokens, model.config.vision.hidden_size)
+    features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
+    return Vision(features, np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32), {})
+
+
+@user_input()
+def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
+    """Ids and pixels; an image that is shown twice comes once."""
+    opened: dict[bytes, Image.Image] = {}
+    images: list[Any] = [question.image for question in questions]
+    for number, image in enumerate(images):
+        if isinstance(image, bytes):
+            if image not in opened:
+                opened[image] = _open(image, questions[number].text)
+            images[number] = opened[image]
+    texts = [question.text for question in questions]
+    return read_request(model.tokenizer, model.image_settings, model.config, texts, images)
+
+
+def _open(data: bytes, text: str) -> Image.Image:
+    """An image that came with its question."""
+    try:
+        return open_image(Image.open(io.BytesIO(data)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the image of the question {text[:60]!r}: {error}") from error
+
+
+def _fill(ids: list[Any], words: list[Any], rows: Sequence[int], request: Request) -> None:
+    """Puts the ids of a batch in their places."""
+    for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
+        ids[row], words[row] = prompt, said
+
+
+def _width(rows: Sequence[Sequence[int]]) -> int:
+    """The width that holds the longest row."""
+    longest = max(map(len, rows))
+    return next((size for size in WIDTHS if size >= longest), 8)
+
+
+def cut_prompts(encoded: Encoded) -> Encoded:
+    """Cuts prompts at the right end that are too long with all visual tokens, as LLaVA does.
+
+    Args:
+        encoded: the questions.
+
+    Returns:
+        The questions; a `UserWarning` says which were cut.
+    """
+    prompts, shown = encoded.prompts, encoded.prompts.has_image
+    sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+    most = CONTEXT_LIMIT - np.where(shown, sizes - 1, 0)
+    long = np.flatnonzero(prompts.length > most)
+    if len(long):
+        warnings.warn(
+            f"question {int(prompts.number[long[0]])} and {len(long) - 1} more take more than "
+            f"{CONTEXT_LIMIT} embeddings: the ends of their prompts were cut",
+            stacklevel=2,
+        )
+    length = np.minimum(prompts.length, most).astype(np.int32)
+    return encoded._replace(prompts=prompts._replace(length=length))

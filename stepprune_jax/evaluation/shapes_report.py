@@ -1,0 +1,150 @@
+"""The report on the shapes world and data folders of its form: tables, statistics and figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import AnswerFile, digest
+from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation import report as reports
+from stepprune_jax.evaluation.accuracy import (
+    accuracy_by_family,
+    accuracy_table,
+    markdown_table,
+    write_accuracy,
+)
+from stepprune_jax.evaluation.names import ALL, own_stop
+from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
+from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, Settings
+from stepprune_jax.evaluation.split import read_split
+from stepprune_jax.evaluation.statistics import make_statistics
+
+
+def write_report(
+    config: Any,
+    settings: Settings,
+    files: Sequence[AnswerFile],
+    data: Path,
+    report: Path,
+    command: str | None,
+) -> list[dict[str, Any]]:
+    """Writes the report of a run from its answer files.
+
+    Args:
+        config: the run's configuration.
+        settings: of the evaluation.
+        files: complete ones, in the order of the table.
+        data: folder with the test split.
+        report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
+            statistics.json, records/, report.json, and the figures and index.html of
+            `visualize.redraw`.
+        command: the command that this is, for the page.
+
+    Returns:
+        The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
+        mean_k, questions and seed.
+    """
+    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
+    test = read_split(data, "test")
+    records = [read_records(file, data) for file in files]
+    table = accuracy_table(records, config.seed)
+    write_accuracy(report, table, accuracy_by_family(records, test.questions))
+    statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
+    write_json(report / "statistics.json", statistics)
+    save_records(report / RECORDS, records)
+    source = inspect_folder(*model_folders(config))
+    facts = {
+        "data": reports.relative(data, report),
+        "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
+        "grid": source.config.grid,
+        "seed": config.seed,
+        "model": str(source.folder),
+        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
+        "stop_biases": _stop_biases(files, records),
+        "device": jax.devices()[0].device_kind,
+    }
+    metrics = report.parent / "metrics.jsonl"
+    if metrics.is_file():
+        facts["metrics_file"] = reports.relative(metrics, report)
+    reports.write_manifest(report, facts)
+    print(markdown_table(table), end="")
+    # Imported here: drawing reads what is written here, and needs what nothing else does.
+    from stepprune_jax.visualize import redraw
+
+    page = redraw(report, command=command)
+    print(f"{len(test.questions)} questions, {len(table)} rows: {page}")
+    return table
+
+
+def read_records(file: AnswerFile, data: Path) -> Records:
+    """Reads what a row kept and answered, and has it judged.
+
+    Args:
+        file: complete.
+        data: folder with the right answers.
+
+    Returns:
+        The row's records.
+    """
+    provenance, n = file.provenance, file.provenance.num_tokens
+    lines = read_answers(file.path)
+    count = np.array([line.fields["kept"] for line in lines], np.int32)
+    order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int32)
+    for row, line in zip(order, lines, strict=True):
+        whole = range(n) if provenance.method == ALL else ()
+        kept = line.fields.get("order", whole)
+        row[: len(kept)] = kept
+    return Records(
+        method=provenance.method,
+        mode=provenance.mode,
+        budget=provenance.budget,
+        num_tokens=n,
+        count=count,
+        order=trimmed(order, count),
+        answer=[line.text for line in lines],
+        correct=np.array(BENCHMARKS[SHAPES].judge(data, file.path), bool),
+    )
+
+
+def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[AnswerFile]:
+    """Puts answer files in the order of the table.
+
+    Args:
+        files: of one benchmark.
+        labels: of methods, in the order of the table.
+
+    Returns:
+        The files by method; of a method exact rows first, then adaptive ones, from the largest
+        budget on; files of other methods last.
+    """
+    places = {label: at for at, label in enumerate([*labels, own_stop(DEFAULT)])}
+
+    def place(file: AnswerFile) -> tuple[Any, ...]:
+        provenance = file.provenance
+        label = provenance.method
+        of = DEFAULT if label == own_stop(DEFAULT) else label
+        adaptive = provenance.mode != "exact"
+        return places.get(of, len(places)), label != of, adaptive, -(provenance.budget or 0)
+
+    return sorted(files, key=place)
+
+
+def _stop_biases(files: Sequence[AnswerFile], records: Sequence[Records]) -> dict[str, float]:
+    """The stop bias of each adaptive row."""
+    return {
+        f"{row.method}, {row.pruning_rate:g}": round(file.provenance.stop_bias, 4)
+        for file, row in zip(files, records, strict=True)
+        if file.provenance.stop_bias is not None
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return dict(value) if hasattr(value, "keys") else value
