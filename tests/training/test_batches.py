@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from stepprune_jax.data.corpus import Corpus, Lengths, Row
-from stepprune_jax.data.images import LLAVA_SETTINGS, open_image, preprocess_clip
+from stepprune_jax.data.images import open_image
 from stepprune_jax.data.pixels import PixelCache
+from stepprune_jax.models.llava.images import LLAVA_SETTINGS, preprocess_clip
 from stepprune_jax.training.batches import Batches, Bucket, Loading, plan_buckets
 from stepprune_jax.user_input import is_user_error
 
