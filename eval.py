@@ -2,7 +2,7 @@
 
 `--config.eval.benchmarks=pope,mme` names other benchmarks than the configuration does. There are
 three stages, all by default: `--stages=generate`, `convert`, `score`; a `generate` that was stopped
-goes on with the questions that have no answer. Any field of the configuration can be set by a flag;
+resumes with the questions that have no answer. Any field of the configuration can be set by a flag;
 `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 
@@ -12,7 +12,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import program
+from stepprune_jax import command_line
 from stepprune_jax.evaluation.run import STAGES, run
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
@@ -26,13 +26,16 @@ _STAGES = flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}
 def main() -> None:
     """Reads the flags and evaluates."""
     with user_input():
-        program.use_cores(_CONFIG.value)
+        command_line.use_cores(_CONFIG.value.get("cpu_devices", 0))
         distributed.start()
     run(
-        _CONFIG.value, _WORKDIR.value, stages=_STAGES.value, policy=_POLICY.value,
+        _CONFIG.value,
+        _WORKDIR.value,
+        stages=_STAGES.value,
+        policy=_POLICY.value,
         command=shlex.join(["python", *sys.argv]),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
-    program.run("eval.py", main)
+    command_line.run("eval.py", main)

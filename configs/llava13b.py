@@ -1,9 +1,10 @@
-"""StepPrune on LLaVA-v1.5-13B: as `configs/llava7b.py`, which says where each value is from.
+"""StepPrune on LLaVA-v1.5-13B: `configs/llava7b.py` with the larger model, and nothing else.
 
     python train.py --config configs/llava13b.py --workdir runs/llava13b --dry_run
     python train.py --config configs/llava13b.py --workdir runs/llava13b
 
-The paper has no run of this model. `configs/llava13b.py:literal` likewise.
+`configs/llava7b.py` is the whole experiment, with the source of each value. The paper has no run of
+this model. `configs/llava13b.py:literal` follows the paper to the letter.
 """
 
 from ml_collections import ConfigDict
@@ -12,13 +13,10 @@ from configs import llava7b
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """As `configs/llava7b.py`, with another model.
+    """Returns the configuration of `configs/llava7b.py` with the 13B model.
 
     Args:
-        arg: reading of the paper, as there.
-
-    Returns:
-        The configuration.
+        arg: reading of the paper, "literal" or nothing.
     """
     c = llava7b.get_config(arg)
     c.model.folder = "llava-hf/llava-1.5-13b-hf"

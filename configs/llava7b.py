@@ -3,57 +3,126 @@
     python train.py --config configs/llava7b.py --workdir runs/llava7b --dry_run
     python train.py --config configs/llava7b.py --workdir runs/llava7b
 
-`configs/llava7b.py:literal` reads the paper to the letter. Behind a value stands where it is from:
-a section of the paper; "silent" where the paper gives none, and the value is that of
+`configs/llava7b.py:literal` follows the paper to the letter. The comment behind a value says where
+it comes from: a section of the paper; "silent" where the paper gives none, and the value is that of
 `configs/shapes.py` or ours; "changed" where the paper says something else that does not learn in
-the shapes world (docs/paper.md), and `literal` has the paper's. Every field that is not set here
-is as in `configs/shapes.py`. No run of this configuration has been made yet.
+the shapes world (docs/paper.md), and `literal` has the paper's; "speed" and "memory" where it does
+not change what is learned. No run of this configuration has been made yet.
 
 The data are read where LLaVA's instructions put them, below the working directory:
-playground/data/llava_v1_5_mix665k.json and its folders of pictures beside it.
+playground/data/llava_v1_5_mix665k.json and its image folders beside it.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
-from configs import shapes
+from stepprune_jax.benchmarks import BENCHMARKS
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The paper's run.
+    """Returns the configuration of the paper's run.
 
     Args:
         arg: reading of the paper, "literal" or nothing.
-
-    Returns:
-        The configuration.
     """
-    shapes.check_reading("llava7b", arg)
+    if arg not in ("", "default", "literal"):
+        raise ValueError(f"configs/llava7b.py:{arg}: expected configs/llava7b.py:literal or no :")
     literal = arg == "literal"
-    c = shapes.get_config(arg)
-    c.steps = 39000  # silent; once through the 625,000 samples with a picture
+    c = ConfigDict()
+    c.method = "stepprune"  # or "autoselect"
+    c.seed = 0  # silent
+    c.steps = 39000  # silent; once through the 625,000 samples with an image
     c.batch_size = 16  # Sec. 4.1, "effective global batch size"
-    c.text_gate_anneal = 0.0  # changed; Sec. 3.2, "during early training"
-    if literal:
-        c.text_gate_anneal = 1.0  # Sec. 4.1, "over the course of training"
+    # Changed: open from the start. Sec. 3.2, "during early training"; Sec. 4.1, "over the course of
+    # training".
+    c.text_gate_anneal = 1.0 if literal else 0.0
     c.cpu_devices = 0
     c.mesh = "data"  # Sec. 4.1: two devices, each with the whole model
     c.log_every = 50
     c.checkpoint_every = 1000
+    c.keep_checkpoints = 2
+    c.max_skipped = 10  # updates in a row without finite loss and gradient before the run stops
+    c.tensorboard = False
+    c.wandb = ""  # a project of Weights & Biases
 
+    c.model = ConfigDict()
     c.model.folder = "llava-hf/llava-1.5-7b-hf"  # Sec. 4.1; a hub id, or a folder
+    c.model.vision_folder = ""  # original LLaVA layout only: the CLIP folder
     c.model.dtype = "bfloat16"  # silent; of the frozen weights, the policy is float32
-    c.model.remat = True  # memory only
-    c.model.rows_at_once = 1  # memory only: eight passes for the batch of 16 on two devices
+    c.model.attention = "matmul"  # speed
+    c.model.remat = True  # memory
+    c.model.rows_at_once = 1  # memory: eight passes for the batch of 16 on two devices
 
+    c.data = ConfigDict()  # docs/training-data.md
     c.data.name = "folder"  # silent; the data that the model was tuned on
+    c.data.folder = ""  # not needed: the next two say where the data are
     c.data.train_file = "playground/data/llava_v1_5_mix665k.json"
     c.data.image_folder = "playground/data"
+    c.data.linked_folders = ()  # folders that links in the image folder may lead to
+    c.data.index_folder = ""  # for the counts of tokens; empty: the run's own folder
+    c.data.missing = "stop"  # or "skip": leave out samples whose image is missing or damaged
     c.data.unusable = "skip"  # silent
+    c.data.train_scenes = 3000  # of the shapes world, as the next four fields: not read here
+    c.data.validation_scenes = 150
+    c.data.test_scenes = 520
+    c.data.seed = 0
+    c.data.test_seed = config_dict.placeholder(int)
     c.data.split_turns = False  # silent; whole conversations, as LLaVA's own training has them
-    c.data.length_multiple = 128
-    c.data.length_group = 100
-    c.data.threads = 8
+    c.data.stats_images = 1000  # silent; images for the statistics of the features
+    c.data.length_multiple = 128  # speed; ids are padded to a multiple, each width is one program
+    c.data.length_group = 100  # silent; batches whose rows are sorted by length together
+    c.data.context_limit = 2048  # silent; as LLaVA's own training
+    c.data.policy_text_limit = 512  # silent; tokens of the user's words that the policy sees
+    c.data.cache_gb = 2.0
+    c.data.threads = 8  # that make batches
+    c.data.workers = 0  # processes that make batches, instead of threads
 
+    c.policy = ConfigDict()  # stepprune_jax.policy.PolicyConfig; docs/paper.md
+    c.policy.width = 1024  # D, Sec. 3.1
+    c.policy.num_heads = 16  # silent; as many as the tower has
+    c.policy.mlp_ratio = 4  # silent
+    c.policy.encoder_layers = 2  # Sec. 3.2
+    c.policy.decoder_layers = 2  # silent; with one, the printed MLP would have no gradient
+    c.policy.encoder_attention = "bidirectional"  # Sec. 3.2
+    c.policy.text_gate = "printed" if literal else "attention"  # changed
+    c.policy.max_steps = 288  # T_max, Sec. 4.1
+    c.policy.min_tokens = 0 if literal else 8  # silent
+    c.policy.temperature = 1.0  # silent
+    c.policy.stop = "softmax" if literal else "hazard"  # changed
+    c.policy.stop_temperature = 0.5  # silent; the softmax stop has none
+    c.policy.stop_bias = 0.0 if literal else -1.0  # silent
+    c.policy.estimator = "straight_through" if literal else "parallel"  # changed
+    c.policy.decay = 0.9  # beta, Sec. 4.1
+    c.policy.aggregation = "discounted"  # Eq. (11)
+    c.policy.credit = "soft"  # Eq. (11)
+    c.policy.score_space = "linear" if literal else "log"  # changed
+    c.policy.polarisation = "lapsum"  # silent
+    c.policy.polarisation_temperature = 1.0 if literal else 0.4  # silent; tau of Eq. (12)
+    c.policy.polarisation_start = 2.0  # silent; where it anneals
+    c.policy.polarisation_share = 0.0 if literal else 0.9  # changed
+    c.policy.soft_budget = "batch_mean" if literal else "straight_through"  # changed; Eq. (12)
+    c.policy.batch_budget = "own" if literal else "probe"  # changed
+    c.policy.random_budget = (0.08, 0.36) if literal else (0.02, 0.5)  # changed
+    c.policy.probe_window = 0.5 if literal else 0.25  # changed
+    c.policy.probe_weight = 10.0  # silent
+    c.policy.gain_bound = 10.0  # silent
+    c.policy.gate = "vp"  # Eq. (13)
+    c.policy.length_weight = 0.01  # lambda, Eq. (15)
+    c.policy.price_range = 0.0 if literal else 2.0  # changed
+    c.policy.price_growth = 0.0 if literal else 1.0  # changed; a penalty in K^2
+    c.policy.dtype = "float32"  # silent
+
+    c.autoselect = ConfigDict()  # the one-shot baseline, as large as the policy's encoder
+    c.autoselect.width = 1024
+    c.autoselect.num_heads = 16
+    c.autoselect.mlp_ratio = 4
+    c.autoselect.encoder_layers = 2
+    c.autoselect.temperature_start = 2.0
+    c.autoselect.temperature_end = 0.4
+    c.autoselect.temperature_steps = 0.9  # share of the steps over which it falls
+    c.autoselect.random_budget = (0.08, 0.36)
+    c.autoselect.dtype = config_dict.placeholder(str)
+
+    c.optimizer = ConfigDict()
     c.optimizer.lr = 5e-6  # Sec. 4.1
     c.optimizer.final_lr = 5e-7  # Sec. 4.1; cosine
     c.optimizer.warmup = 0 if literal else 40  # silent; configs/shapes.py
@@ -63,43 +132,27 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.b2 = 0.999  # silent; configs/shapes.py
     c.optimizer.muon_lr = 0.0  # Sec. 4.1: AdamW
 
-    set_policy(c.policy, literal)
-    c.autoselect.width = 1024
-    c.autoselect.num_heads = 16
-
+    c.accelerator = ConfigDict()  # read by --dry_run alone
+    c.accelerator.name = "rtx-a6000"  # Sec. 4.1
     c.accelerator.count = 2  # Sec. 4.1: two RTX A6000
+    c.accelerator.utilisation = 0.4  # share of the peak that is assumed
+
+    c.validation = ConfigDict()  # questions that are asked while a policy is trained
+    c.validation.every = 0  # updates between them; 0: none
+    c.validation.folder = ""  # with validation.jsonl, ..._answers.jsonl, images/; empty: the data's
+    c.validation.questions = 64
+    c.validation.budget = 0  # tokens to keep; 0: where the policy stops
+    c.validation.max_new_tokens = 3
+    c.validation.overlays = 4  # questions whose selections are drawn
+
+    c.eval = ConfigDict()  # read by eval.py; docs/evaluation.md
     c.eval.benchmarks = "gqa,mmbench,mmbench_cn,mme,pope,scienceqa,vqav2,textvqa"  # Table 1
+    c.eval.data = "playground/data/eval"  # root of LLaVA's folders
+    c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
+    c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
+    c.eval.methods = ""  # rows, as "all tokens,StepPrune"; all without any
+    c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
     c.eval.budgets = (192, 128, 64)  # Table 1
     c.eval.batch_size = 1  # silent; as LLaVA's own programs
     c.eval.rows = ConfigDict()  # none are shipped for this model
     return c
-
-
-def set_policy(policy: ConfigDict, literal: bool) -> None:
-    """Sets what is not as in the shapes world."""
-    policy.width = 1024  # D, Sec. 3.1
-    policy.num_heads = 16  # silent; as many as the tower has
-    policy.encoder_layers = 2  # Sec. 3.2
-    policy.decoder_layers = 2  # silent; with one, the printed MLP would have no gradient
-    policy.max_steps = 288  # T_max, Sec. 4.1
-    policy.decay = 0.9  # beta, Sec. 4.1
-    policy.length_weight = 0.01  # lambda, Eq. (15)
-    policy.dtype = "float32"  # silent
-    if literal:
-        return
-    # All of these are those of configs/shapes.py.
-    policy.text_gate = "attention"  # changed
-    policy.min_tokens = 8  # silent
-    policy.stop = "hazard"  # changed
-    policy.stop_bias = -1.0  # silent
-    policy.estimator = "parallel"  # changed
-    policy.score_space = "log"  # changed
-    policy.temperature = 1.0  # silent
-    policy.polarisation_temperature = 0.4  # silent
-    policy.polarisation_share = 0.9  # changed
-    policy.soft_budget = "straight_through"  # changed
-    policy.batch_budget = "probe"  # changed
-    policy.probe_window = 0.25  # changed
-    policy.random_budget = (0.02, 0.5)  # changed
-    policy.price_range = 2.0  # changed
-    policy.price_growth = 1.0  # changed; a penalty in K^2

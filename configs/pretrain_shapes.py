@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The configuration; takes no argument."""
+    """Returns the configuration; takes no argument."""
     if arg:
         raise ValueError(f"configs/pretrain_shapes.py takes no argument, got {arg!r}")
     c = ConfigDict()
     c.method = "pretrain"
     c.seed = 0
-    c.init = ""  # a model's folder to go on from, in place of random weights
+    c.init = ""  # a model's folder to start from, in place of random weights
     c.micro_batch = 8
     c.cpu_devices = 2  # cores, each a device with rows of its own; 0 leaves it to jax
     c.log_every = 20

@@ -18,8 +18,8 @@ import jax
 from stepprune_jax.checkpoints.policy import Policy, read_config, save_policy
 from stepprune_jax.command_line import Parser
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training.checkpoints import POLICY_FILE, read_latest
-from stepprune_jax.training.metrics import read_rows
+from stepprune_jax.workdir.checkpoints import POLICY_FILE, read_latest
+from stepprune_jax.workdir.metrics import read_rows
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).parent / "assets" / "model_card.md"

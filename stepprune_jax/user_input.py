@@ -1,4 +1,4 @@
-"""What tells a mistake in the input from a bug: the place where an error was raised."""
+"""What distinguishes a user's mistake from a bug: the place where an error was raised."""
 
 import contextlib
 import difflib
@@ -9,10 +9,10 @@ _MARK = "_stepprune_jax_user_input"
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Says of errors raised inside that they are about what the user gave; also a decorator.
+    """Marks errors raised inside as errors in what the user gave; also a decorator.
 
-    For the parts of a program that read and check a configuration, data and models. Errors stay
-    what they are; `is_user_error` tells them from those of the other parts.
+    For the parts of a program that read and check a configuration, data and models. The errors
+    themselves do not change; `is_user_error` distinguishes them from those of other parts.
     """
     try:
         yield
@@ -27,14 +27,14 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that ends a message about an unknown name: did they mean a similar one?
+    """Returns the end of a message about an unknown name: a question that suggests a similar one.
 
     Args:
         name: what was given.
         known: what could have been given.
 
     Returns:
-        The question with a blank in front, or nothing if no name is similar.
+        The question with a blank in front, or an empty string if no name is similar.
     """
-    found = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {similar[0]}?" if similar else ""

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stepprune_jax.evaluation.answers import Answering, Selection, answer
 
 from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.frozen import ASSETS, SHAPES_MODEL
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.data.shapes import write_world
-from stepprune_jax.evaluation.answers import Answering, Selection, answer
 from stepprune_jax.evaluation.split import encode_split, read_split
 
 

@@ -6,7 +6,7 @@ from configs import shapes
 
 
 def get_config() -> ConfigDict:
-    """As `configs/shapes.py`, with another method and the opening of the gate that suits it."""
+    """Returns that of `configs/shapes.py` with another method and the text gate that suits it."""
     c = shapes.get_config()
     c.method = "autoselect"
     c.text_gate_anneal = 0.1

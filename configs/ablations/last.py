@@ -6,7 +6,7 @@ from configs import shapes
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """As `configs/shapes.py`, with one thing changed."""
+    """Returns the configuration of `configs/shapes.py` with one field changed."""
     c = shapes.get_config(arg)
     c.policy.aggregation = "last"
     return c

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from stepprune_jax import program
+from stepprune_jax import command_line
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.memory import MODELS, model_config
 from stepprune_jax.bench.timing import machine
@@ -38,9 +37,10 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training import memory, plan, settings, step
-from stepprune_jax.training.batches import Batches
-from stepprune_jax.training.data import open_batches
+from stepprune_jax.training import plan, step
+from stepprune_jax.training.batches import Batches, open_batches
+from stepprune_jax.training.failures import memory_advice
+from stepprune_jax.training.settings import Run, make_mesh, make_setup, read_run
 from stepprune_jax.user_input import user_input
 
 # Updates that are on their way before the host waits for one, as in a run.
@@ -87,15 +87,16 @@ class _Bench(NamedTuple):
     stats: FeatureStats
     key: Any
     setup: step.Setup
-    mesh: Mesh | None
     batches: Batches
 
 
-def measure(config: Any, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
+def measure(
+    config: ConfigDict, fields: dict[str, Any], steps: int, ids: int, folder: Path
+) -> Measured:
     """Times updates of a run.
 
     Args:
-        config: the run's `ConfigDict`; its model and data are replaced.
+        config: configuration of the run; its model and data are replaced.
         fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
         steps: updates that are timed.
         ids: of each conversation, its picture as one.
@@ -108,20 +109,20 @@ def measure(config: Any, fields: dict[str, Any], steps: int, ids: int, folder: P
         ValueError: a bad configuration.
     """
     with user_input():
-        settings.check_config(config)
-        mesh = settings.make_mesh(config)
-        source, batches = _open(config, fields, ids, folder)
-        setup = settings.make_setup(config, source.config, mesh)
-    (bucket,), dtype, rows = batches.buckets, model_dtype(config), config.batch_size
-    traced = plan.trace_update(setup, mesh, dtype, rows, bucket)
-    once = dataclasses.replace(setup, remat=False)
-    model_flops = traced_flops(plan.trace_update(once, mesh, dtype, rows, bucket).jaxpr)
+        run = _replace_data(config, fields, ids, folder)
+        mesh = make_mesh(run)
+        source, batches = _open(run, folder)
+        setup = make_setup(run, source.config, mesh)
+    (bucket,), dtype, rows = batches.buckets, model_dtype(run), run.batch_size
+    traced = plan.trace_update(setup, dtype, rows, bucket)
+    once = dataclasses.replace(setup, forward=setup.forward._replace(remat=False))
+    model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
     update = traced.lower().compile()
-    params = random_weights(plan.abstract_weights(setup, mesh, dtype))
-    init_key, key = jax.random.split(jax.random.key(config.seed))
+    params = random_weights(plan.abstract_weights(setup, dtype))
+    init_key, key = jax.random.split(jax.random.key(run.seed))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
     stats = FeatureStats.start(setup.model.vision.hidden_size)
-    bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, mesh, batches)
+    bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, batches)
     seconds, wait, bench = _through_the_pipeline(bench, update, steps)
     peak = _peak()
     batch = place_rows(mesh, batches[0])
@@ -134,20 +135,29 @@ def measure(config: Any, fields: dict[str, Any], steps: int, ids: int, folder: P
     )  # fmt: skip
 
 
-def _open(
-    config: Any, fields: dict[str, Any], ids: int, folder: Path
-) -> tuple[Source, Batches]:  # fmt: skip
-    """Writes model and data, points the configuration to them, and opens the pipeline."""
-    data = write_conversations(folder / "data", _PICTURES, _QUESTIONS, ids)
-    with config.unlocked():
-        config.model.update({"folder": str(write_model(folder / "model", fields))})
-        config.model.vision_folder = ""
-        config.data.update({
-            "name": "folder", "folder": str(data), "train_file": "", "image_folder": "",
-            "index_folder": str(folder), "split_turns": False, "cache_gb": 0.0,
-        })  # fmt: skip
-    source, found = inspect_folder(config.model.folder), training_source(config, folder)
-    batches = open_batches(config, found, file_identity(found.file), source, say=lambda line: None)
+def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: Path) -> Run:
+    """Writes model and data; returns the settings of a run on them."""
+    run = read_run(config)
+    model = dataclasses.replace(
+        run.model, folder=str(write_model(folder / "model", fields)), vision_folder=""
+    )
+    data = dataclasses.replace(
+        run.data,
+        name="folder",
+        folder=str(write_conversations(folder / "data", _PICTURES, _QUESTIONS, ids)),
+        train_file="",
+        image_folder="",
+        index_folder=str(folder),
+        split_turns=False,
+        cache_gb=0.0,
+    )
+    return dataclasses.replace(run, model=model, data=data)
+
+
+def _open(run: Run, folder: Path) -> tuple[Source, Batches]:
+    """Opens the pipeline."""
+    source, data = inspect_folder(run.model.folder), training_source(run, folder)
+    batches = open_batches(run, data, file_identity(data.file), source, say=lambda line: None)
     return source, batches
 
 
@@ -165,7 +175,7 @@ def _through_the_pipeline(
             asked = time.perf_counter()
             batch = next(stream)
             wait += time.perf_counter() - asked
-            batch = place_rows(bench.mesh, batch)
+            batch = place_rows(bench.setup.forward.mesh, batch)
             state, scalars = update(
                 bench.params, state, bench.stats, batch, bench.key, np.int32(number)
             )
@@ -193,15 +203,15 @@ def _repeated(
 
 def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:
     """The compiled policy's part of an update for one batch, and its operations."""
-    setup, mesh = bench.setup, bench.mesh
-    inputs = jax.jit(step.selector_inputs, static_argnames=("setup", "mesh"))(
-        bench.params, setup=setup, batch=batch, mesh=mesh
+    setup = bench.setup
+    inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(
+        bench.params, setup=setup, batch=batch
     )
 
     def learn(state, stats, inputs, key, number):
         # Depends on every token, as a language model's loss does.
         loss = lambda tokens: jnp.mean(tokens.astype(jnp.float32))  # noqa: E731
-        return step.learn(state, stats, inputs, loss, key, number, setup, mesh)
+        return step.learn(state, stats, inputs, loss, key, number, setup)
 
     traced = jax.jit(learn, donate_argnums=0).trace(
         bench.state, bench.stats, inputs, bench.key, np.int32(0)
@@ -251,26 +261,26 @@ def report(found: Measured, devices: int, name: str | None) -> Iterator[str]:
     )
 
 
-def main(config: Any, model: str, steps: int, ids: int) -> None:
+def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
     """Measures and prints.
 
     Args:
-        config: the run's `ConfigDict`.
+        config: configuration of the run.
         model: name or folder of the shape.
         steps: updates that are timed.
         ids: of each conversation.
     """
     with user_input():
-        model_config(model)  # refuses what is no model
-        if ids > 1 + config.data.context_limit - model_config(model).num_image_tokens:
+        run = read_run(config)
+        if ids > 1 + run.data.context_limit - model_config(model).num_image_tokens:
             raise ValueError(f"--ids is {ids}, more than config.data.context_limit allows")
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
-    with tempfile.TemporaryDirectory() as folder, memory.advice(config):
+    with tempfile.TemporaryDirectory() as folder, memory_advice(run):
         found = measure(config, fields, steps, ids, Path(folder))
-    mesh = settings.make_mesh(config)
+    mesh = make_mesh(run)
     print(machine())
-    print(f"{model}, mesh {config.mesh}, {config.batch_size} rows of {ids} ids; {steps} updates")
+    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {steps} updates")
     name = known_as(jax.devices()[0].device_kind)
     for line in report(found, mesh.size if mesh else 1, name):
         print(line, flush=True)
@@ -281,7 +291,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
     flags.DEFINE_integer("steps", 50, "Updates that are timed.", lower_bound=1)
     flags.DEFINE_integer("ids", 640, "Of each conversation, the picture as one.", lower_bound=1)
-    program.run(
+    command_line.run(
         "stepprune_jax.bench.training",
         lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),
     )

@@ -23,8 +23,15 @@ from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.language_loss import ForwardOptions
+from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.plan import planned_memory, trace_update
 from stepprune_jax.training.step import Setup
+
+# AdamW, as in the paper; neither memory nor operations depend on the numbers.
+_OPTIMIZER = OptimizerSettings(
+    lr=1e-3, final_lr=1e-4, warmup=40, weight_decay=1e-4, clip=1.0, b1=0.9, b2=0.999, muon_lr=0.0
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,10 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             policy = PolicyConfig(
                 feature_width=config.vision.hidden_size, text_width=config.text.hidden_size
             )
-            setup = Setup(config, policy, steps=1000, remat=True, frozen_rows=row_count(mesh))
+            setup = Setup(
+                config,
+                policy,
+                steps=1000,
+                optimizer=_OPTIMIZER,
+                text_gate_anneal=0.1,
+                forward=ForwardOptions(remat=True, rows=row_count(mesh), mesh=mesh),
+            )
             for ids in options.ids:
                 bucket = Bucket(ids, options.policy_text, options.targets)
-                traced = trace_update(setup, mesh, jnp.bfloat16, options.batch, bucket)
+                traced = trace_update(setup, jnp.bfloat16, options.batch, bucket)
                 row = [f"{size / 2**30:.2f}" for size in planned_memory(traced)]
                 row.append(f"{traced_flops(traced.jaxpr) / 1e12:.1f}")
                 print(

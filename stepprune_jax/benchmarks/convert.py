@@ -14,7 +14,7 @@ from stepprune_jax.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and converts; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog="stepprune_jax.benchmarks.convert", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    for warning in told:
+    for warning in raised:
         print(f"warning: {warning.message}", file=sys.stderr)
     print(f"wrote {written}")
 

@@ -58,7 +58,7 @@ def summary(benchmark: Benchmark, score: Score) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and scores; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     benchmark = BENCHMARKS[arguments.benchmark]

@@ -5,6 +5,7 @@ are. Goyal et al., "Making the V in VQA Matter" (CVPR 2017).
 """
 
 import json
+import re
 import warnings as notes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
 NUM_ANNOTATIONS = 214_354
 SERVER = "https://eval.ai/web/challenges/challenge-page/830"
 _SOURCE = "https://visualqa.org/download.html"
+_COCO = re.compile("COCO_([a-z]+20[0-9]+)_")  # names of images say their split
 _SUBMIT = (
     f"test-dev is scored by the server only: write a submission with `python -m "
     f"stepprune_jax.benchmarks.convert vqav2` and upload it at {SERVER}"
@@ -46,7 +48,8 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's list of a split, or the official questions (.json).
 
     Args:
-        path: JSON lines in LLaVA's form; or the official JSON object, to whose questions LLaVA's
+        path: JSON lines in LLaVA's form, whose images say by their names in which folder they lie
+            (test2015/ where they do not); or the official JSON object, to whose questions LLaVA's
             request for a short answer is added.
         images: folder with one folder of images a split.
 
@@ -59,7 +62,10 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     if path.suffix == ".json":
         yield from _read_official(path)
         return
-    yield from questions.read_list(path, images / "test2015")
+    for question in questions.read_list(path, Path()):
+        split = _COCO.match(question.image.name)
+        folder = split[1] if split else "test2015"
+        yield question._replace(image=images / folder / question.image)
 
 
 def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
@@ -211,10 +217,10 @@ def _accuracies(
     """Accuracy over all questions, and per type of question and of answer."""
     every, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
     for name, answer in kept.items():
-        found = accuracy(normaliser(answer.text), people[name].answers)
-        every.append(found)
+        agreement = accuracy(normaliser(answer.text), people[name].answers)
+        every.append(agreement)
         for kind, table in tables.items():
-            table[getattr(people[name], kind)].append(found)
+            table[getattr(people[name], kind)].append(agreement)
     parts = {
         kind: {name: _rounded(values) for name, values in sorted(table.items())}
         for kind, table in tables.items()
@@ -248,13 +254,13 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
     ids = [_number(row, where) for where, row in read_json_lines(path)]
     broken: list[str] = []
-    found = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
+    messages = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
     kept = {row.id: row.text for row in read_answers(answers, broken)}
     if kept.keys().isdisjoint(map(str, ids)):
         raise ValueError(f"{answers}: no answer is to a question of {path}")
     if broken:
-        found.append(f"{len(broken):,} lines skipped, as {broken[0]}")
-    for message in found:
+        messages.append(f"{len(broken):,} lines skipped, as {broken[0]}")
+    for message in messages:
         notes.warn(message, stacklevel=2)
     lines = [
         {"question_id": number, "answer": normalise(kept[name]) if name in kept else ""}

@@ -1,21 +1,95 @@
-"""Where a run's data lies; the shapes world is written on first use."""
+"""Where a run's data are, and how batches are made of them; draws the shapes world on first use."""
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from stepprune_jax.data.survey import Source
+from stepprune_jax.data.survey import REMEDIES, Source
+from stepprune_jax.settings import Settings, choice, count, integer, number, setting, switch, text
 
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
 
 
-def data_folder(config: Any, workdir: str | Path) -> Path:
-    """The folder of a run's data.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings, group="data"):
+    """The group `data` of a configuration: docs/training-data.md.
+
+    Attributes:
+        name: "shapes" for the shapes world, "folder" for data in LLaVA's format.
+        folder: folder with train.json and images/; empty: workdir/data, written on first use.
+        train_file: training file; empty: train.json of the folder.
+        image_folder: folder that images are relative to; empty: images/ of the folder.
+        linked_folders: folders that links in the image folder may lead to.
+        index_folder: folder for the counts of tokens; empty: that of the run.
+        missing: what to do about a missing or damaged image, of `REMEDIES`.
+        unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
+        train_scenes: training scenes of the shapes world.
+        validation_scenes: its validation scenes.
+        test_scenes: its test scenes.
+        seed: seed of the shapes world.
+        test_seed: seed of a test world of its own; None or negative for that of the run.
+        side: height and width of its images in pixels; None for the world's own.
+        grid: patches along an edge of its images; None for the world's own.
+        emphasis: factor on the families of questions that are learned last; None for 1.
+        split_turns: whether each question of a conversation is a sample of its own.
+        stats_images: images for the statistics of the features.
+        length_multiple: ids are padded to a multiple of this.
+        length_group: batches whose rows are sorted by length together; 1 for none.
+        context_limit: longest conversation in tokens, visual ones included.
+        policy_text_limit: tokens of the user's words that the policy sees.
+        cache_gb: memory for decoded images.
+        threads: threads that make batches.
+        workers: processes that make batches, instead of threads.
+    """
+
+    name: str = choice(NAMES)
+    folder: str = text(free=True)
+    train_file: str = text(free=True)
+    image_folder: str = text(free=True)
+    linked_folders: tuple[str, ...] = setting(
+        "a tuple of folders",
+        lambda names: isinstance(names, tuple) and all(isinstance(name, str) for name in names),
+        free=True,
+    )
+    index_folder: str = text(free=True)
+    missing: str = choice(REMEDIES)
+    unusable: str = choice(REMEDIES)
+    train_scenes: int = count(0)
+    validation_scenes: int = count(0, free=True)
+    test_scenes: int = count(0, free=True)
+    seed: int = count(0)
+    test_seed: int | None = integer(optional=True, free=True)
+    side: int | None = count(optional=True)
+    grid: int | None = count(optional=True)
+    emphasis: float | None = number(optional=True)
+    split_turns: bool = switch()
+    stats_images: int = count()
+    length_multiple: int = count()
+    length_group: int = count()
+    context_limit: int = count()
+    policy_text_limit: int = count()
+    cache_gb: float = number(free=True)
+    threads: int = count(free=True)
+    workers: int = count(0, free=True)
+
+
+@runtime_checkable
+class HasData(Protocol):
+    """A configuration with the group `data`, such as the settings of a training run."""
+
+    @property
+    def data(self) -> Any:
+        """The group, `DataSettings` or what has its fields."""
+
+
+def data_folder(config: HasData, workdir: str | Path) -> Path:
+    """Returns the folder of a run's data.
 
     Args:
-        config: the run's `ConfigDict`. With `data.folder` that folder is used as it is; otherwise
-            the shapes world is written to workdir/data, unless it is there already.
+        config: settings of the run. With `data.folder` that folder is used as it is; otherwise the
+            shapes world is written to workdir/data, unless it is there already.
         workdir: folder of the run.
 
     Returns:
@@ -23,12 +97,10 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: `data.folder` or its training file does not exist.
-        ValueError: an unknown name, no folder for "folder", no training scenes, or workdir/data
-            holds a world of other settings.
+        ValueError: no folder for "folder", no training scenes, or workdir/data holds a world of
+            other settings.
     """
     data = config.data
-    if data.name not in NAMES:
-        raise ValueError(f"config.data.name is {data.name!r}, expected one of {', '.join(NAMES)}")
     if data.name == "folder" and not data.folder:
         raise ValueError(
             "config.data.folder is empty, expected a folder with train.json and images/ "
@@ -41,29 +113,33 @@ def data_folder(config: Any, workdir: str | Path) -> Path:
         return folder
     if data.train_scenes < 1:
         raise ValueError(f"config.data.train_scenes is {data.train_scenes}, expected 1 or more")
-    # Imported here: it draws pictures, which a run on a folder of data does not need.
+    # Imported here: it draws images, which a run on a folder of data does not need.
     from stepprune_jax.data.shapes import write_world
 
     folder = Path(workdir) / "data"
     if not folder.exists():
         print(f"Writing the shapes world to {folder}", flush=True)
     return write_world(
-        folder, seed=data.seed, train=data.train_scenes, validation=data.validation_scenes,
-        test=data.test_scenes, **world_size(config),
-    )  # fmt: skip
+        folder,
+        seed=data.seed,
+        train=data.train_scenes,
+        validation=data.validation_scenes,
+        test=data.test_scenes,
+        **world_size(config),
+    )
 
 
-def training_source(config: Any, workdir: str | Path) -> Source:
-    """The training file of a run and its image folder.
+def training_source(config: HasData, workdir: str | Path) -> Source:
+    """Returns the training file of a run and its image folder.
 
     Args:
-        config: the run's `ConfigDict`. `data.train_file` and `data.image_folder` name the two; one
+        config: settings of the run. `data.train_file` and `data.image_folder` name the two; one
             that is empty is the one of `data_folder`.
         workdir: folder of the run; counts of tokens are kept there unless `data.index_folder` says
             where.
 
     Returns:
-        The source, of which the file exists.
+        The source, whose file exists.
 
     Raises:
         FileNotFoundError: `data.train_file` does not exist.
@@ -78,19 +154,21 @@ def training_source(config: Any, workdir: str | Path) -> Source:
         file=Path(data.train_file).expanduser() if data.train_file else folder / TRAIN_FILE,
         image_root=Path(data.image_folder).expanduser() if data.image_folder else folder / IMAGES,
         index_folder=Path(data.index_folder or workdir).expanduser(),
-        split_turns=data.split_turns, missing=data.missing, unusable=data.unusable,
-        linked_folders=tuple(data.linked_folders),
-    )  # fmt: skip
+        split_turns=data.split_turns,
+        missing=data.missing,
+        unusable=data.unusable,
+        linked_folders=data.linked_folders,
+    )
 
 
-def world_size(config: Any) -> dict[str, int | float]:
-    """How finely the shapes world is drawn and what it asks about, as arguments of `write_world`.
+def world_size(config: HasData) -> dict[str, int | float]:
+    """Returns how finely the shapes world is drawn and what it asks about.
 
     Args:
-        config: the run's `ConfigDict`; `data.side` (pixels), `data.grid` (patches along an edge)
-            and `data.emphasis` may be absent.
+        config: settings of the run; `data.side`, `data.grid` and `data.emphasis` may be None.
 
     Returns:
-        Those that the configuration has.
+        Those that are given, as arguments of `write_world`.
     """
-    return {name: config.data[name] for name in ("side", "grid", "emphasis") if name in config.data}
+    sizes = {name: getattr(config.data, name, None) for name in ("side", "grid", "emphasis")}
+    return {name: size for name, size in sizes.items() if size is not None}

@@ -14,11 +14,12 @@ from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
+from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, pad_batch
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input
@@ -169,3 +170,24 @@ def cut_prompts(encoded: Encoded) -> Encoded:
         )
     length = np.minimum(prompts.length, most).astype(np.int32)
     return encoded._replace(prompts=prompts._replace(length=length))
+
+
+@user_input()
+def check_lengths(encoded: Encoded) -> None:
+    """Refuses prompts that are too long for the model with all their visual tokens.
+
+    Args:
+        encoded: the questions.
+
+    Raises:
+        ValueError: the number of the first such question and its length.
+    """
+    prompts = encoded.prompts
+    sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+    total = prompts.length + np.where(prompts.has_image, sizes - 1, 0)
+    longest = int(np.argmax(total))
+    if total[longest] > CONTEXT_LIMIT:
+        raise ValueError(
+            f"question {longest} takes {total[longest]} embeddings with all visual tokens, more "
+            f"than {CONTEXT_LIMIT}: its end would be cut"
+        )

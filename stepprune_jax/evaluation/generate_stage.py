@@ -19,8 +19,8 @@ from stepprune_jax.benchmarks.answer_files import (
     ANSWERS,
     AnswerFile,
     AnswerLine,
-    append,
     answer_object,
+    append,
     check_claim,
     claim,
     outstanding,
@@ -188,22 +188,38 @@ def read_benchmarks(
     asked = {name: public_questions(name, settings) for name in settings.public}
     benchmarks = []
     if SHAPES in settings.benchmark_names:
-        places, sample = split_folders(config, workdir), None
-        if stops:
-            split = thin(read_split(places["validation"], "validation"),
-                         settings.validation_questions)  # fmt: skip
-            sample = Sample({"split": "validation"}, split.questions)
-        questions = [
-            BenchmarkQuestion(q.question_id, q.text, q.text, q.image)
-            for q in read_split(places["test"], "test").questions
-        ]
-        benchmarks.append(Benchmark(SHAPES, questions, sample, keep_order=True))
+        places = split_folders(config, workdir)
+        benchmarks.append(shapes_benchmark(places, settings, stops))
     if asked:
         sample = None
         if stops:
             sample = Sample({}, spread(asked, settings.validation_questions), decimals=3)
         benchmarks += [Benchmark(name, qs, sample, keep_order=False) for name, qs in asked.items()]
     return benchmarks
+
+
+def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool) -> Benchmark:
+    """Reads the test split of the shapes world, or of a data folder of its form.
+
+    Args:
+        places: folders of the "test" and "validation" splits.
+        settings: of the evaluation.
+        stops: whether a row needs stop biases.
+
+    Returns:
+        The benchmark.
+
+    Raises:
+        FileNotFoundError: a file or an image is missing.
+        ValueError: a file is not what it should be.
+    """
+    test, sample = read_split(places["test"], "test"), None
+    if stops:
+        split = read_split(places["validation"], "validation")
+        questions = thin(split, settings.validation_questions).questions
+        sample = Sample({"split": "validation"}, questions)
+    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
+    return Benchmark(SHAPES, asked, sample, keep_order=True)
 
 
 def stops_itself(name: str, policy: Policy, settings: Settings) -> bool:

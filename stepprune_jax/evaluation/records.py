@@ -1,4 +1,4 @@
-"""What was kept and answered, question by question, in files from which a report can be redrawn."""
+"""Tokens kept and answers given, question by question, from which a report can be redrawn."""
 
 import re
 import zipfile
@@ -9,50 +9,61 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from stepprune_jax.benchmarks.answer_files import budget_of_rate, pruning_rate
+
 RECORDS = "records"
-_FIELDS = ("method", "mode", "pruning_rate", "count", "order", "answer", "correct")
+_FIELDS = ("method", "mode", "count", "order", "answer", "correct")
+_OWN_STOP = -1  # the budget of a policy's own stop, in files
 
 
 class Records(NamedTuple):
-    """The questions of one table row.
+    """The selections and answers of one table row, question by question.
 
     Attributes:
         method: name of the row.
         mode: "exact" or "adaptive".
-        pruning_rate: nominal, in percent.
+        budget: tokens to keep, on average if adaptive; None for a policy's own stop.
+        num_tokens: N.
         count: [q] tokens kept.
         order: [q, t] token indices in order of choice (raster order for methods without one), -1
             behind the count.
-        answer: what was answered.
-        correct: [q] whether that is right.
+        answer: the model's answers.
+        correct: [q] whether they are right.
     """
 
     method: str
     mode: str
-    pruning_rate: float
+    budget: int | None
+    num_tokens: int
     count: Int[np.ndarray, "q"]
     order: Int[np.ndarray, "q t"]
     answer: list[str]
     correct: Bool[np.ndarray, "q"]
 
+    @property
+    def pruning_rate(self) -> float:
+        """Of the budget, in percent; of a policy's own stop that of its mean count."""
+        count = self.count.mean() if self.budget is None else self.budget
+        return pruning_rate(float(count), self.num_tokens)
+
 
 def trimmed(order: Int[np.ndarray, "q t"], count: Int[np.ndarray, "q"]) -> Int[np.ndarray, "q k"]:
-    """An order cut to the largest count, with -1 behind each count."""
+    """Cuts an order to the largest count, with -1 behind each count."""
     order = order[:, : max(1, int(count.max(initial=0)))]
     return np.where(np.arange(order.shape[1]) < count[:, None], order, -1).astype(np.int16)
 
 
 def file_name(number: int, records: Records) -> str:
-    """A name that sorts as the table does and says what is inside."""
+    """Names a file so that names sort as the table does."""
     words = f"{records.method} {records.mode} {records.pruning_rate:g}".lower()
     return f"{number:02d}-{re.sub('[^a-z0-9.]+', '-', words).strip('-')}.npz"
 
 
 def save_records(folder: str | Path, rows: Sequence[Records]) -> None:
-    """Writes one compressed file per row, in place of those that are there.
+    """Writes one compressed file per row; replaces the existing ones.
 
     Args:
-        folder: where; created if needed.
+        folder: created if missing.
         rows: in the order of the table.
     """
     folder = Path(folder)
@@ -60,7 +71,9 @@ def save_records(folder: str | Path, rows: Sequence[Records]) -> None:
     for old in folder.glob("*.npz"):
         old.unlink()
     for number, row in enumerate(rows):
-        arrays = row._asdict() | {"answer": np.array(row.answer, dtype=np.str_)}
+        budget = _OWN_STOP if row.budget is None else row.budget
+        answer = np.array(row.answer, dtype=np.str_)
+        arrays = row._asdict() | {"budget": budget, "answer": answer}
         np.savez_compressed(folder / file_name(number, row), **arrays)
 
 
@@ -80,21 +93,35 @@ def load_records(folder: str | Path) -> list[Records]:
     files = sorted(Path(folder).glob("*.npz"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no records; run eval.py first")
-    return [_load(file) for file in files]
+    rows = [_read_arrays(file) for file in files]
+    most = max(int(row["count"].max(initial=1)) for row in rows)  # N: some row keeps all tokens
+    return [_records(row, most) for row in rows]
 
 
-def _load(file: Path) -> Records:
+def _read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file."""
     try:
         # Opened here: of a damaged file, numpy would leave it open.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as data:
             missing = [name for name in _FIELDS if name not in data]
             if missing:
                 raise ValueError(f"{file} lacks {', '.join(missing)}")
-            found = {name: data[name] for name in _FIELDS}
+            if not ("pruning_rate" in data or {"budget", "num_tokens"} <= {*data}):
+                raise ValueError(f"{file} lacks budget, num_tokens")
+            return dict(data)
     except (OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} is not a file of records: {error}") from error
-    return Records(
-        method=str(found["method"]), mode=str(found["mode"]),
-        pruning_rate=float(found["pruning_rate"]), count=found["count"], order=found["order"],
-        answer=found["answer"].tolist(), correct=found["correct"],
-    )  # fmt: skip
+
+
+def _records(row: dict[str, np.ndarray], most: int) -> Records:
+    """A row from its arrays; in files that hold a pruning rate, N is the largest count of all."""
+    method, mode, count = str(row["method"]), str(row["mode"]), row["count"]
+    if "budget" in row:
+        budget, num_tokens = int(row["budget"]), int(row["num_tokens"])
+        budget = None if budget == _OWN_STOP else budget
+    else:
+        rate, num_tokens = float(row["pruning_rate"]), most
+        budget = budget_of_rate(method, rate, num_tokens)
+        budget = int(count[0]) if mode == "exact" else budget
+    answer, correct = row["answer"].tolist(), row["correct"]
+    return Records(method, mode, budget, num_tokens, count, row["order"], answer, correct)

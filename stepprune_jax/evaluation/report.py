@@ -1,8 +1,11 @@
-"""The report folder: what lies there, and reading it again."""
+"""The report folder of an evaluation: claiming, describing and reading it."""
 
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
 
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question, Scene
@@ -14,15 +17,15 @@ _KIND = "stepprune_report"
 
 
 class Report(NamedTuple):
-    """A report as it was saved.
+    """One evaluation: q questions, asked of every method.
 
     Attributes:
-        table: objects of table.json.
+        table: objects of table.json, one a row.
         records: one per row of the table.
-        questions: the questions.
+        questions: the questions, in the order of the records.
         answers: the right answers.
-        scenes: what is known of the pictures, or None.
-        grid: rows and columns of a picture's patches.
+        scenes: what is known of the images, or None.
+        grid: rows and columns of an image's patches.
         metrics_file: of the training run, or None.
     """
 
@@ -30,16 +33,31 @@ class Report(NamedTuple):
     records: list[Records]
     questions: list[Question]
     answers: list[str]
-    scenes: list[Scene] | None
-    grid: tuple[int, int]
-    metrics_file: Path | None
+    scenes: list[Scene] | None = None
+    grid: tuple[int, int] = (12, 12)
+    metrics_file: Path | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of visual tokens of an image."""
+        return self.records[0].num_tokens
+
+    @property
+    def first(self) -> int:
+        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        return self.num_tokens - self.grid[0] * self.grid[1]
+
+    def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
+        """Patches that a record keeps of question i, in the order of choice."""
+        order = record.order[i, : record.count[i]].astype(int) - self.first
+        return order[order >= 0]
 
 
 def open_folder(folder: str | Path) -> Path:
-    """Makes the folder of a report, or takes one that holds a report of ours.
+    """Creates the folder of a report, or verifies that it already holds one.
 
     Args:
-        folder: where.
+        folder: the folder.
 
     Returns:
         The folder.
@@ -52,8 +70,8 @@ def open_folder(folder: str | Path) -> Path:
         raise ValueError(f"{folder} is a file, expected a folder for the report")
     if folder.is_dir() and any(folder.iterdir()):
         try:
-            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            ours = isinstance(found, dict) and found.get("kind") == _KIND
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            ours = isinstance(manifest, dict) and manifest.get("kind") == _KIND
         except (OSError, ValueError):
             ours = False
         if not ours:
@@ -64,18 +82,18 @@ def open_folder(folder: str | Path) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).is_file():
-        # At once, so that a run that is cut short leaves a folder that the next one may use.
+        # Now, so that an interrupted run leaves a folder that the next one may use.
         write_manifest(folder, {})
     return folder
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Says that the folder is ours, and what was evaluated."""
+    """Marks the folder as a report, and describes what was evaluated."""
     write_json(folder / MANIFEST, {"kind": _KIND} | facts)
 
 
 def read_report(folder: str | Path) -> Report:
-    """Reads a saved report with its questions, to draw it again.
+    """Reads a saved report and the questions it is about, to redraw it.
 
     Args:
         folder: written by `evaluate`.
@@ -84,8 +102,8 @@ def read_report(folder: str | Path) -> Report:
         The report.
 
     Raises:
-        FileNotFoundError: the folder, its tables or its data are not there (any more).
-        ValueError: files that do not go together.
+        FileNotFoundError: the folder, its tables or its data do not exist (any more).
+        ValueError: files that do not belong together.
     """
     folder = Path(folder)
     for name in (MANIFEST, "table.json"):
@@ -107,15 +125,20 @@ def read_report(folder: str | Path) -> Report:
             )
     metrics = facts.get("metrics_file")
     return Report(
-        table, records, split.questions, split.answers, split.scenes, tuple(facts["grid"]),
-        _beside(folder, metrics) if metrics else None,
-    )  # fmt: skip
+        table=table,
+        records=records,
+        questions=split.questions,
+        answers=split.answers,
+        scenes=split.scenes,
+        grid=tuple(facts["grid"]),
+        metrics_file=_beside(folder, metrics) if metrics else None,
+    )
 
 
 def relative(path: Path, folder: Path) -> str:
-    """A path as the manifest has it: relative to the working directory of the run if it is inside.
+    """Writes a path as the manifest has it: relative to the run's working directory if inside.
 
-    So the whole directory can be moved.
+    The whole directory can then be moved.
     """
     root = folder.resolve().parent
     resolved = path.resolve()

@@ -13,7 +13,6 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.accuracy import pruning_rate
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import DEFAULT, Settings
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Ranker, make_method
@@ -44,14 +43,9 @@ class TableRow(NamedTuple):
         """Added to the stop logits of an adaptive row."""
         return None if self.budget.is_exact else float(self.method.params.stop_bias)
 
-    def pruning_rate(self, num_tokens: int) -> float | None:
-        """In percent; None for a policy's own stop, which is not known before."""
-        if self.budget.kind == "all":
-            return 0.0
-        if self.budget.kind == "own":
-            return None
-        count = self.budget.count(num_tokens) if self.budget.is_exact else self.budget.value
-        return pruning_rate(count, num_tokens)
+    def count(self, num_tokens: int) -> int | None:
+        """Tokens kept of an image of so many, on average if adaptive; None for an own stop."""
+        return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
     @property
     def ranking(self) -> tuple[Any, str | None] | None:
@@ -201,7 +195,7 @@ class Conditions:
             asked=asked,
             method=row.label,
             mode=row.mode,
-            pruning_rate=row.pruning_rate(self.num_tokens),
+            budget=row.count(self.num_tokens),
             num_tokens=self.num_tokens,
             stop_bias=row.stop_bias,
             model=self.model,

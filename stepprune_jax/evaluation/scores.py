@@ -1,4 +1,4 @@
-"""The third stage over all answer files of a run: scores, with K and time, in one file."""
+"""Scores of all answer files of a run, with K and time, in one file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import AnswerFile, read_files
+from stepprune_jax.benchmarks.answer_files import (
+    AnswerFile,
+    budget_of_rate,
+    pruning_rate,
+    read_files,
+)
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.evaluation.accuracy import pruning_rate
 
 SCORES = "scores.json"
 # What tables are made of.
 _FIELDS = {
-    "benchmark", "method", "mode", "pruning_rate", "own_stop", "num_tokens", "questions", "asked",
-    "answered", "headline", "warnings", "problem", "mean_k", "sd_k", "ms",
-}  # fmt: skip
+    *("benchmark", "method", "mode", "pruning_rate", "num_tokens", "questions", "asked"),
+    *("answered", "headline", "warnings", "problem", "mean_k", "sd_k", "ms"),
+}
 
 
 def score_answers(
@@ -37,7 +41,7 @@ def score_answers(
 
     Raises:
         FileNotFoundError: there is no answer file.
-        ValueError: a card that cannot be read.
+        ValueError: a provenance that cannot be read.
     """
     scores = []
     for name, root in roots.items():
@@ -55,61 +59,71 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
     """Scores an answer file, and counts tokens and time.
 
     Args:
-        file: with its card.
+        file: with its provenance.
         root: folder with the annotations.
 
     Returns:
-        benchmark, method, mode, pruning_rate (in percent; of a policy's own stop that of its mean
-        K), num_tokens, model, questions (their fingerprint), asked, answered; `headline`, `parts`
-        and `warnings` of the scorer, or headline null and `problem`, why there is no score; K of
-        the questions with a picture: mean_k, sd_k, min_k, max_k; `ms`, the mean time of a question.
-        K and time are null where nothing was answered.
+        benchmark, method, mode, budget (tokens; null for a policy's own stop), pruning_rate (in
+        percent; of a policy's own stop that of its mean K), num_tokens, model, questions (their
+        fingerprint), asked, answered; `headline`, `parts` and `warnings` of the scorer, or headline
+        null and `problem`, why there is no score; K of the questions with an image: mean_k, sd_k,
+        min_k, max_k; `ms`, the mean time of a question. K and time are null where nothing was
+        answered.
     """
-    card, rows = file.provenance, _read_rows(file)
-    measured = _measured(rows)
-    rate = card.pruning_rate
-    if rate is None and rows:
-        rate = pruning_rate(measured["mean_k"], card.num_tokens)
+    made, answers = file.provenance, _whole_lines(file)
+    measured = _measured(answers)
+    rate = made.pruning_rate
+    if rate is None and answers:
+        rate = pruning_rate(measured["mean_k"], made.num_tokens)
     return {
-        "benchmark": card.benchmark, "method": card.method, "mode": card.mode,
-        "pruning_rate": rate, "own_stop": card.pruning_rate is None,
-        "num_tokens": card.num_tokens, "model": card.model, "questions": card.questions,
-        "asked": card.asked, "answered": len(rows), **_score(file, root, rows), **measured,
-    }  # fmt: skip
+        "benchmark": made.benchmark,
+        "method": made.method,
+        "mode": made.mode,
+        "budget": made.budget,
+        "pruning_rate": rate,
+        "num_tokens": made.num_tokens,
+        "model": made.model,
+        "questions": made.questions,
+        "asked": made.asked,
+        "answered": len(answers),
+        **_score(file, root, answers),
+        **measured,
+    }
 
 
-def _read_rows(file: AnswerFile) -> list[Answer]:
-    """The whole lines of a file in which a run may have been stopped, or may be writing."""
+def _whole_lines(file: AnswerFile) -> list[Answer]:
+    """Reads a file that a run may have been interrupted in, or may still be writing."""
     try:
         return read_answers(file.path, broken=[])
-    except ValueError:  # there is no whole line; or one is none of ours, which the scorer tells
+    except ValueError:  # there is no whole line; or a foreign one, which the scorer reports
         return []
 
 
-def _measured(rows: Sequence[Answer]) -> dict[str, float | int | None]:
+def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
     """K and time over the lines of a file."""
-    if not rows:
+    if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
-    kept = np.array([row.fields.get("kept", 0) for row in rows])
+    kept = np.array([answer.fields.get("kept", 0) for answer in answers])
     kept = kept[kept > 0] if (kept > 0).any() else kept
     return {
-        "mean_k": float(kept.mean()), "sd_k": float(kept.std()), "min_k": int(kept.min()),
+        "mean_k": float(kept.mean()),
+        "sd_k": float(kept.std()),
+        "min_k": int(kept.min()),
         "max_k": int(kept.max()),
-        "ms": float(np.mean([row.fields.get("ms", 0.0) for row in rows])),
-    }  # fmt: skip
+        "ms": float(np.mean([answer.fields.get("ms", 0.0) for answer in answers])),
+    }
 
 
-def _score(file: AnswerFile, root: Path, rows: Sequence[Answer]) -> dict[str, Any]:
+def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str, Any]:
     """The scorer's figures, or why there are none."""
+    asked = file.provenance.asked
     try:
-        if len(rows) < file.provenance.asked:
-            raise ValueError(
-                f"{len(rows):,} of {file.provenance.asked:,} questions answered so far"
-            )
-        found = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
+        if len(answers) < asked:
+            raise ValueError(f"{len(answers):,} of {asked:,} questions answered so far")
+        score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
     except (OSError, ValueError) as error:
         return {"headline": None, "parts": {}, "warnings": [], "problem": str(error)}
-    return {**found._asdict(), "problem": None}
+    return {**score._asdict(), "problem": None}
 
 
 def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
@@ -130,9 +144,13 @@ def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
     try:
         scores = json.loads(path.read_text(encoding="utf-8"))
-        good = all(row.keys() >= _FIELDS for row in scores)
+        good = all(score.keys() >= _FIELDS for score in scores)
     except (ValueError, AttributeError, TypeError):
         good = False
     if not good or not scores:
         raise ValueError(f"{path} is not a list of scores, as eval.py writes them")
+    for score in scores:
+        if "budget" not in score:  # written before budgets were counts
+            rate = None if score.get("own_stop") else score["pruning_rate"]
+            score["budget"] = budget_of_rate(score["method"], rate, score["num_tokens"])
     return scores

@@ -18,7 +18,6 @@ from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
     accuracy_table,
     markdown_table,
-    pruning_rate,
     write_accuracy,
 )
 from stepprune_jax.evaluation.names import ALL, own_stop
@@ -102,13 +101,11 @@ def read_records(file: AnswerFile, data: Path) -> Records:
         whole = range(n) if provenance.method == ALL else ()
         kept = line.fields.get("order", whole)
         row[: len(kept)] = kept
-    rate = provenance.pruning_rate
-    if rate is None:
-        rate = pruning_rate(float(count.mean()), n)
     return Records(
         method=provenance.method,
         mode=provenance.mode,
-        pruning_rate=rate,
+        budget=provenance.budget,
+        num_tokens=n,
         count=count,
         order=trimmed(order, count),
         answer=[line.text for line in lines],
@@ -124,8 +121,8 @@ def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[A
         labels: of methods, in the order of the table.
 
     Returns:
-        The files by method; of a method exact rows first, then adaptive ones, from the mildest
-        rate on; files of other methods last.
+        The files by method; of a method exact rows first, then adaptive ones, from the largest
+        budget on; files of other methods last.
     """
     places = {label: at for at, label in enumerate([*labels, own_stop(DEFAULT)])}
 
@@ -134,8 +131,7 @@ def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[A
         label = provenance.method
         of = DEFAULT if label == own_stop(DEFAULT) else label
         adaptive = provenance.mode != "exact"
-        rate = provenance.pruning_rate
-        return places.get(of, len(places)), label != of, adaptive, 0.0 if rate is None else rate
+        return places.get(of, len(places)), label != of, adaptive, -(provenance.budget or 0)
 
     return sorted(files, key=place)
 

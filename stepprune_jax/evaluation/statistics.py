@@ -1,11 +1,12 @@
-"""What the rows say beyond their means: does K follow the picture, and are differences real."""
+"""Statistics beyond means: whether K follows the image, and whether differences are real."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+import scipy.stats
+from jaxtyping import Bool, Int
 
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.accuracy import full_row, percent, retention
@@ -16,31 +17,23 @@ from stepprune_jax.evaluation.records import Records
 _BUCKETS = 4
 
 
-def ranks(values: np.ndarray) -> Float[np.ndarray, "q"]:
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(sizes)
-    return ((2 * last - sizes + 1) / 2)[group.reshape(-1)]
-
-
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's rank correlation of two samples; None where one of them is constant."""
-    first, second = ranks(a), ranks(b)
-    first, second = first - first.mean(), second - second.mean()
-    spread = math.sqrt(float(first @ first) * float(second @ second))
-    return round(float(first @ second) / spread, 4) if spread > 0 else None
+    """Computes Spearman's rank correlation of two samples; None where one of them is constant."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return round(float(scipy.stats.spearmanr(a, b).statistic), 4)
 
 
 def paired_difference(
     first: Bool[np.ndarray, "q"], second: Bool[np.ndarray, "q"], image: Int[np.ndarray, "q"]
 ) -> dict[str, float | None]:
-    """Difference of two accuracies on the same questions, with standard errors, in points.
+    """Computes the difference of two accuracies on the same questions, with standard errors.
 
     Args:
         first: right or wrong, per question.
         second: the same questions, another method.
-        image: number of each question's picture. Questions about one picture are not independent:
-            `standard_error_by_image` counts pictures, `standard_error` questions.
+        image: number of each question's image. Questions about one image are not independent:
+            `standard_error_by_image` counts images, `standard_error` questions.
     """
     each = 100.0 * (first.astype(float) - second.astype(float))
     mean, total = each.mean(), len(each)
@@ -58,13 +51,13 @@ def paired_difference(
 
 
 def by_count(row: Records, whole: Bool[np.ndarray, "q"]) -> list[dict[str, Any]]:
-    """Accuracy and retention per quarter of the questions by K; equal counts stay together."""
+    """Describes the questions in quarters by K; equal counts stay together."""
     edges = np.quantile(row.count, np.linspace(0, 1, _BUCKETS + 1)[1:-1], method="lower")
     bucket = np.searchsorted(np.unique(edges), row.count, side="left")
-    found = []
+    parts = []
     for number in np.unique(bucket).tolist():
         at = bucket == number
-        found.append(
+        parts.append(
             {
                 "least_k": int(row.count[at].min()),
                 "most_k": int(row.count[at].max()),
@@ -75,7 +68,7 @@ def by_count(row: Records, whole: Bool[np.ndarray, "q"]) -> list[dict[str, Any]]
                 "retention": retention(row.correct[at], whole[at]),
             }
         )
-    return found
+    return parts
 
 
 def make_statistics(
@@ -84,34 +77,34 @@ def make_statistics(
     scenes: Sequence[Scene] | None,
     default: str,
 ) -> dict[str, Any]:
-    """Statistics of a report.
+    """Computes the statistics of a report.
 
     Args:
-        rows: what was answered.
+        rows: the records of each row.
         questions: the questions.
-        scenes: what is known of their pictures, or None.
+        scenes: what is known of their images, or None.
         default: the method that all others are compared with.
 
     Returns:
-        "adaptive": of each row with a learned stop, how K spreads and with what it goes.
+        "adaptive": for each row with a learned stop, the distribution of K and its correlations.
         "adaptive_minus_exact": the same method at the same mean number of tokens. "default_minus":
         the default method at exact budgets against every other one.
     """
     whole = full_row(rows).correct
     numbers: dict[Any, int] = {}
     image = np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
-    exact = {(row.method, row.pruning_rate): row for row in rows if row.mode == "exact"}
+    exact = {(row.method, row.budget): row for row in rows if row.mode == "exact"}
     adaptive = [row for row in rows if row.mode == "adaptive"]
     against_exact, against_others = [], []
     for row in adaptive:
-        other = exact.get((row.method, row.pruning_rate))
+        other = exact.get((row.method, row.budget))
         if other is not None:
             head = {"method": row.method, "pruning_rate": row.pruning_rate}
             against_exact.append(head | paired_difference(row.correct, other.correct, image))
-    for (method, rate), row in exact.items():
-        own = exact.get((default, rate))
+    for (method, budget), row in exact.items():
+        own = exact.get((default, budget))
         if own is not None and method not in (default, ALL):
-            head = {"method": method, "pruning_rate": rate}
+            head = {"method": method, "pruning_rate": row.pruning_rate}
             against_others.append(head | paired_difference(own.correct, row.correct, image))
     return {
         "questions": len(questions),
@@ -126,8 +119,8 @@ def make_statistics(
 def _describe(
     row: Records, whole: Bool[np.ndarray, "q"], scenes: Sequence[Scene] | None
 ) -> dict[str, Any]:
-    """How the counts of an adaptive row spread, and what they go with."""
-    found: dict[str, Any] = {
+    """Describes the distribution of an adaptive row's counts, and its correlations."""
+    described: dict[str, Any] = {
         "method": row.method,
         "pruning_rate": row.pruning_rate,
         "mean_k": round(float(row.count.mean()), 2),
@@ -137,6 +130,6 @@ def _describe(
     if scenes is not None:
         relevant = np.array([len(scene.relevant) for scene in scenes])
         complexity = np.array([scene.complexity for scene in scenes])
-        found["spearman_relevant"] = spearman(row.count, relevant)
-        found["spearman_complexity"] = spearman(row.count, complexity)
-    return found
+        described["spearman_relevant"] = spearman(row.count, relevant)
+        described["spearman_complexity"] = spearman(row.count, complexity)
+    return described

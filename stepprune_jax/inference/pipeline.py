@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import truncate
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.decoding import Decoding, Sampling, Trace
@@ -28,7 +29,7 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, truncate
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
@@ -500,8 +501,8 @@ class Answers(NamedTuple):
     seconds: Float[np.ndarray, "q"]
 
 
-def _rows(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Row numbers of each batch, the last one filled up, and how many are real."""
+def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
     for first in range(0, total, size):
         rows = np.arange(first, first + size)
         yield np.minimum(rows, total - 1), min(size, total - first)
@@ -533,7 +534,7 @@ def rank_all(
     """
     pruner = method.pruner.program()
     parts, seconds = [], 0.0
-    for rows, count in _rows(len(prompts.length), batch_size):
+    for rows, count in batches(len(prompts.length), batch_size):
 
         def run(rows=rows):
             batch = prompts.take(rows)

@@ -1,43 +1,51 @@
 """Trains a small LLaVA: `python -m stepprune_jax.pretrain --config configs/pretrain_shapes.py`."""
 
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax import program
+from stepprune_jax import command_line
+from stepprune_jax.data.source import world_size
 from stepprune_jax.pretrain.run import pretrain
-from stepprune_jax.pretrain.settings import check_config, check_world
+from stepprune_jax.pretrain.settings import Pretraining, read_pretraining
 from stepprune_jax.user_input import user_input
+from stepprune_jax.visualize.training import draw_training
+from stepprune_jax.workdir.metrics import METRICS
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 
 
 def main() -> None:
-    """Reads the flags, writes the world if no data is named, and trains."""
-    config, workdir = _CONFIG.value, Path(_WORKDIR.value).expanduser()
-    pretrain(config, workdir, _data(config, workdir))
+    """Reads the flags, writes the world if no data is named, trains, and draws the curves."""
+    workdir = Path(_WORKDIR.value).expanduser()
+    with user_input():
+        settings = read_pretraining(_CONFIG.value)
+        command_line.use_cores(settings.cpu_devices)
+        folder = _data(settings, workdir)
+    if pretrain(settings, workdir, folder) is not None:
+        draw_training(workdir / "language.png", workdir / "language" / METRICS)
 
 
-@user_input()
-def _data(config: Any, workdir: Path) -> str | Path:
-    """The folder of data, after the configuration is checked."""
-    check_config(config)
-    program.use_cores(config)
-    if config.data.folder:
-        return config.data.folder
-    check_world(config)
-    # Imported here: it draws pictures, which a run on a folder of data does not need.
+def _data(settings: Pretraining, workdir: Path) -> str | Path:
+    """The folder of data."""
+    if settings.data.folder:
+        return settings.data.folder
+    settings.check_world()
+    # Imported here: it draws images, which a run on a folder of data does not need.
     from stepprune_jax.data.shapes import write_world
-    from stepprune_jax.data.source import world_size
 
     return write_world(
-        workdir / "data", seed=config.data.seed, train=config.data.train_scenes, validation=0,
-        test=0, patches=True, **world_size(config),
-    )  # fmt: skip
+        workdir / "data",
+        seed=settings.data.seed,
+        train=settings.data.train_scenes,
+        validation=0,
+        test=0,
+        patches=True,
+        **world_size(settings),
+    )
 
 
 if __name__ == "__main__":
-    program.run("stepprune_jax.pretrain", main)
+    command_line.run("stepprune_jax.pretrain", main)

@@ -1,4 +1,4 @@
-"""What pretraining reads: conversations, pictures, and labels of their patches."""
+"""What pretraining reads: conversations, images, and labels of their patches."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.data.llava import Sample, read_conversations
+from stepprune_jax.data.pixels import PixelCache
+from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
-from stepprune_jax.pretrain.settings import grid_side
-from stepprune_jax.training.pixels import PixelCache
-from stepprune_jax.training.settings import flat
+from stepprune_jax.pretrain.settings import Pretraining
 
 PATCHES_FILE = "train_patches.npz"
 
@@ -20,11 +19,11 @@ class Data(NamedTuple):
     """What both stages read.
 
     Attributes:
-      samples: Conversations, each with a picture.
+      samples: Conversations, each with an image.
       pixels: From a path to pixels.
-      labels: Labels of patches and pictures by name, none without their file.
+      labels: Labels of patches and images by name, none without their file.
       words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
-      mentions: What the questions speak of; None without their file.
+      mentions: What the questions mention; None without their file.
     """
 
     samples: list[Sample]
@@ -34,24 +33,24 @@ class Data(NamedTuple):
     mentions: Mentions | None
 
     def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
-        """Pixels of some samples."""
+        """Returns the pixels of some samples."""
         return np.stack([self.pixels(self.samples[row].image) for row in rows])
 
 
-def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
+def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
     """Reads conversations and labels, and checks them against the model and the stages.
 
     Args:
-      config: A configuration that `check_config` let pass.
+      run: Settings of the run.
       folder: Data in LLaVA's format, with or without labels of patches.
       settings: Of the image processor.
 
     Returns:
-      The data; pictures are read when they are needed.
+      The data; images are read when they are needed.
 
     Raises:
-      FileNotFoundError: The training file or a picture is missing.
-      ValueError: A sample without a picture, labels of another shape, more rows in a batch than
+      FileNotFoundError: The training file or an image is missing.
+      ValueError: A sample without an image, labels of another shape, more rows in a batch than
         there are samples, or nothing that would train the tower.
     """
     samples = read_conversations(folder / "train.json", folder / "images")
@@ -61,24 +60,20 @@ def read(config: Any, folder: Path, settings: ImageSettings) -> Data:
             f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
             "one here"
         )
-    patches = grid_side(flat(config)) ** 2
+    patches = run.model.grid**2
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
-    tower = bool(labels) and config.tower.steps > 0
-    if not tower and not config.language.train_tower and not config.init:
+    tower = bool(labels) and run.tower.steps > 0
+    if not tower and not run.language.train_tower and not run.init:
         why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
         raise ValueError(
             f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
             "it to True"
         )
-    for stage in ["tower"] * tower + ["language"] + ["noise"] * (config.noise.steps > 0):
-        size = config[stage].batch_size
-        if size > len(samples):
-            raise ValueError(
-                f"config.{stage}.batch_size is {size}, expected at most the {len(samples)} samples "
-                f"of {folder / 'train.json'}"
-            )
+    expected = f"at most the {len(samples)} samples of {folder / 'train.json'}"
+    for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
+        stage.require("batch_size", stage.batch_size <= len(samples), expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
-    pixels = PixelCache(settings, config.model.image_size, 4 << 30)
+    pixels = PixelCache(settings, run.model.image_size, 4 << 30)
     return Data(samples, pixels, labels, words, mentions)
 
 
@@ -99,34 +94,34 @@ def _read_labels(
     for name, array in words.items():
         classes = 2 if name in shares else int(arrays[name].max()) + 1 if name in arrays else 0
         if array.ndim != 1 or not classes or len(array) < classes:
-            found = f"has classes up to {classes - 1}" if classes else "is not there"
+            labels = f"has classes up to {classes - 1}" if classes else "is not there"
             raise ValueError(
-                f"{path}: words of {name} are {list(array.shape)}, and {name} {found}; expected a "
+                f"{path}: words of {name} are {list(array.shape)}, and {name} {labels}; expected a "
                 "word for each class"
             )
     return arrays, words
 
 
 def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
-    """Refuses labels of other pictures or of another grid."""
+    """Refuses labels of other images or of another grid."""
     expected = {"class_": (images, patches), "value_": (images, patches, -1)}
     expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
     if shape is None:
         raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
     fits = array.ndim == len(shape) and all(
-        size in (-1, found) for size, found in zip(shape, array.shape, strict=True)
+        size in (-1, given) for size, given in zip(shape, array.shape, strict=True)
     )
     if not fits:
         shown = str(list(shape)).replace("-1", "any")
         raise ValueError(
             f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
-            f"samples, and config.model makes {patches} patches of a picture"
+            f"samples, and config.model makes {patches} patches of an image"
         )
 
 
 def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
-    """Tokens of the words for classes of patches.
+    """Looks up the tokens of the words for classes of patches.
 
     Args:
       tokenizer: The model's.
@@ -138,8 +133,8 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
     unknown = tokenizer.unk_token_id
 
     def token(word: str) -> int:
-        found = tokenizer.convert_tokens_to_ids(word) if word else unknown
-        return -1 if found in (None, unknown) else found
+        number = tokenizer.convert_tokens_to_ids(word) if word else unknown
+        return -1 if number in (None, unknown) else number
 
     return {
         name: np.asarray([token(str(word)) for word in array], np.int32)
@@ -148,7 +143,7 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
 
 
 def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray, " b"]:
-    """Rows of batch `step`; each epoch is a permutation of its own, without its last, short batch.
+    """Returns the rows of batch `step`; each epoch is a permutation without its last, short batch.
 
     Args:
       seed: Of the order.

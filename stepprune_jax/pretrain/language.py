@@ -23,7 +23,7 @@ from stepprune_jax.policy.noise_gate import (
     standardise,
     update_stats,
 )
-from stepprune_jax.pretrain.mentions import Told, mention_loss
+from stepprune_jax.pretrain.mentions import PlacedMentions, mention_loss
 from stepprune_jax.pretrain.packing import Packed
 
 
@@ -81,7 +81,7 @@ def noised(
 
 
 class Shown(NamedTuple):
-    """What a step shows of a picture.
+    """What a step shows of an image.
 
     Attributes:
       kept: Visual tokens; None shows all.
@@ -132,8 +132,8 @@ def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
     if shown.kept is None and not shown.noisy:
         return vlm.encode_image(params, config, pixels)[0], everything, everything >= 0
     tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
-    features, found = vlm.encode_image(params, config, pixels, (tap,))
-    attention = jax.lax.stop_gradient(next(iter(found.values()))[..., 1:].mean(1))
+    features, taps = vlm.encode_image(params, config, pixels, (tap,))
+    attention = jax.lax.stop_gradient(next(iter(taps.values()))[..., 1:].mean(1))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with more and more weight on what stands out.
     sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-1, maxval=2))
@@ -158,7 +158,8 @@ def _alignment_loss(
 
     It puts visual tokens into the space of the words that name them, so that one way of matching
     words serves all of them. A share between two words (how far to the right between "left" and
-    "right") is told by the same means. Noise is named by the token `silent`, which says nothing.
+    "right") is predicted by the same means. Noise is named by the token `silent`, which means
+    nothing.
     """
     label = jnp.take_along_axis(words.label, index, axis=1)
     named = words.token >= 0
@@ -188,13 +189,13 @@ def run_packed(
     packed: Packed,
     slot: Int[Array, "i t"],
 ) -> tuple[Float[Array, "i a v"], Float[Array, "i t e"]]:
-    """What the model says at each supervised token, all exchanges of a picture at once.
+    """Runs the language model on all exchanges of an image at once.
 
     Args:
       params: The model's weights.
       config: Its shape.
       visual: Projected visual tokens that are shown.
-      index: Their places among the picture's n.
+      index: Their places among the image's n.
       packed: The exchanges.
       slot: Places in `packed.ids` whose hidden state halfway through the layers is wanted.
 
@@ -205,20 +206,26 @@ def run_packed(
     images, before = visual.shape[0], packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
     behind = before + config.num_image_tokens
-    parts = [vlm.embed_text(params, config, prefix), visual,
-             vlm.embed_text(params, config, packed.ids)]  # fmt: skip
-    hidden = jnp.concatenate(parts, axis=1)
-    position = jnp.concatenate(
-        [jnp.broadcast_to(jnp.arange(before), prefix.shape), before + index,
-         behind + packed.offset], axis=1,
-    )  # fmt: skip
+    prefix_embedding = vlm.embed_text(params, config, prefix)
+    text_embedding = vlm.embed_text(params, config, packed.ids)
+    hidden = jnp.concatenate([prefix_embedding, visual, text_embedding], axis=1)
+    prefix_position = jnp.broadcast_to(jnp.arange(before), prefix.shape)
+    positions = [prefix_position, before + index, behind + packed.offset]
+    position = jnp.concatenate(positions, axis=1)
     shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
     segment = jnp.concatenate([shared, packed.segment], axis=1)
     middle = Tap("hidden", config.text.num_layers // 2)
     stage = vlm.run_layers(
-        params, config, hidden, position[:, None], segment >= 0, 0, config.text.num_layers,
-        segment=segment, taps=(middle,),
-    )  # fmt: skip
+        params,
+        config,
+        hidden,
+        position[:, None],
+        segment >= 0,
+        0,
+        config.text.num_layers,
+        segment=segment,
+        taps=(middle,),
+    )
 
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (shared.shape[1] + slot)[..., None], axis=1)
@@ -234,35 +241,36 @@ def language_loss(
     key: Array,
     pixels: Float[Array, "i 3 H W"],
     packed: Packed,
-    told: Told | None,
+    mentions: PlacedMentions | None,
     words: Sequence[Words],
     shown: Shown,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Mean cross-entropy of the supervised tokens, all exchanges of a picture at once.
+    """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
 
     With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
-    `told` and the whole image, that of `mention_loss`.
+    `mentions` and the whole image, that of `mention_loss`.
 
     Args:
-      trained: The parts of the model that are trained, and with `told` the heads of the mentions.
+      trained: The parts of the model that are trained, and with `mentions` their heads.
       frozen: Its other parts.
       config: The model's shape.
       key: PRNG key; consumed.
       pixels: Normalised images.
       packed: Their exchanges.
-      told: What their questions speak of; None without labels.
+      mentions: What their questions mention; None without labels.
       words: What their patches show; none without labels.
-      shown: What is shown of a picture.
+      shown: What is shown of an image.
 
     Returns:
-      The loss, the share of supervised tokens that are told right, and what `mention_loss` says.
+      The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
+      that are right, and those of `mention_loss`.
     """
     params = frozen | trained
     features, index, clear = _see(params, config, pixels, key, words, shown)
     visual = vlm.project(params, config, features)
-    # An image that is thinned may not show what a question speaks of.
-    told = None if shown.noisy or shown.kept is not None else told
-    slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if told is None else told.slot
+    # An image that is thinned may not show what a question mentions.
+    mentions = None if shown.noisy or shown.kept is not None else mentions
+    slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if mentions is None else mentions.slot
     logits, halfway = run_packed(params, config, visual, index, packed, slot)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
@@ -274,7 +282,7 @@ def language_loss(
     silent = (config.pad_token_id or 0) if shown.silence else None
     aligned = sum(_alignment_loss(embedding, visual, index, clear, w, silent) for w in words)
     scalars = {"lm_loss": total, "told": right}
-    if told is None:
+    if mentions is None:
         return total + 0.25 * aligned, scalars
-    found, more = mention_loss(trained["mention_heads"], halfway, told)
-    return total + 0.25 * aligned + found, scalars | more
+    mentioned, more = mention_loss(trained["mention_heads"], halfway, mentions)
+    return total + 0.25 * aligned + mentioned, scalars | more

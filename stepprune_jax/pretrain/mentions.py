@@ -1,9 +1,9 @@
-"""What questions speak of, told halfway through the language model.
+"""What questions mention, read out halfway through the language model.
 
 "Is the red circle left of the blue cross?" asks for three things at once: two places to be found
-and a comparison of them, and the answer's one bit says nothing until all three work. With the
+and a comparison of them, and the answer's one bit teaches nothing until all three work. With the
 place and the number of what a question mentions as labels, linear heads on the hidden state of
-the mention's last word teach the finding by itself. The heads are thrown away afterwards.
+the mention's last word teach finding by itself. The heads are thrown away afterwards.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ class Mentions(NamedTuple):
       sample: Index of the conversation.
       exchange: Number of the question in it, from 0.
       word: Last word of the mention.
-      number: How many things it speaks of.
+      number: How many things it refers to.
       value: Where they are, or other numbers; NaN where undefined.
     """
 
@@ -39,12 +39,12 @@ class Mentions(NamedTuple):
     value: Float[np.ndarray, "m c"]
 
 
-class Told(NamedTuple):
-    """Mentions of each sample, beside `Packed`.
+class PlacedMentions(NamedTuple):
+    """Mentions of each sample, at their places in `Packed`.
 
     Attributes:
       slot: Place in `Packed.ids` of the mention's last word.
-      number: How many things it speaks of; -1 in the padding.
+      number: How many things it refers to; -1 in the padding.
       value: Standardised values; NaN where there is none.
     """
 
@@ -80,26 +80,26 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
                 f"{path}: {name} is {list(arrays[name].shape)}, expected {axes} axes and {rows} "
                 "rows, as sample has"
             )
-    found = Mentions(**arrays)
-    order = np.lexsort((found.exchange, found.sample))
-    if rows and (found.sample.min() < 0 or found.sample.max() >= samples):
+    mentions = Mentions(**arrays)
+    order = np.lexsort((mentions.exchange, mentions.sample))
+    if rows and (mentions.sample.min() < 0 or mentions.sample.max() >= samples):
         raise ValueError(
-            f"{path}: sample goes up to {found.sample.max()}, expected 0 to {samples - 1}"
+            f"{path}: sample goes up to {mentions.sample.max()}, expected 0 to {samples - 1}"
         )
     if (np.diff(order) < 0).any():
         raise ValueError(f"{path}: expected rows by sample and exchange, in their order")
-    if rows and found.number.min() < 0:
-        raise ValueError(f"{path}: number is {found.number.min()}, expected 0 or more")
-    return found
+    if rows and mentions.number.min() < 0:
+        raise ValueError(f"{path}: number is {mentions.number.min()}, expected 0 or more")
+    return mentions
 
 
-def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Told:
+def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> PlacedMentions:
     """Finds the words of the mentions among the packed tokens.
 
     Args:
       tokenizer: The model's, with a token for each word.
       packed: The conversations; mentions of exchanges that did not fit are left out.
-      mentions: What they speak of.
+      mentions: What they mention.
 
     Returns:
       One row for each conversation.
@@ -128,49 +128,48 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Told:
         before = (sample, exchange, int(match[0]))
         rows[sample].append((before[2], int(number), value))
     width = max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0]))
-    told = Told(
+    placed = PlacedMentions(
         np.zeros((len(rows), width), np.int32),
         np.full((len(rows), width), -1, np.int32),
         np.full((len(rows), width, values.shape[1]), np.nan, np.float32),
     )
     for number, row in enumerate(rows):
         for place, entry in enumerate(row):
-            for array, item in zip(told, entry, strict=True):
+            for array, item in zip(placed, entry, strict=True):
                 array[number, place] = item
-    return told
+    return placed
 
 
-def init_mention_heads(told: Told, width: int) -> dict[str, Array]:
+def init_mention_heads(mentions: PlacedMentions, width: int) -> dict[str, Array]:
     """Zero heads for the number, as classes, and for the values."""
     return {
-        "number": jnp.zeros((width + 1, int(told.number.max()) + 1)),
-        "value": jnp.zeros((width + 1, told.value.shape[-1])),
+        "number": jnp.zeros((width + 1, int(mentions.number.max()) + 1)),
+        "value": jnp.zeros((width + 1, mentions.value.shape[-1])),
     }
 
 
 def mention_loss(
-    heads: dict[str, Array], hidden: Float[Array, "i t e"], told: Told
+    heads: dict[str, Array], hidden: Float[Array, "i t e"], mentions: PlacedMentions
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Cross-entropy of the numbers plus mean squared error of the values.
+    """Computes the cross-entropy of the numbers plus the mean squared error of the values.
 
     Args:
       heads: Of `init_mention_heads`.
       hidden: Residual stream at the mentions' last words.
-      told: What they speak of.
+      mentions: What they mention.
 
     Returns:
-      The loss, and the share of numbers told right and the root of the squared error.
+      The loss, and the share of numbers that are right and the root of the squared error.
     """
-    known = told.number >= 0
-    label = jnp.where(known, told.number, 0)
+    known = mentions.number >= 0
+    label = jnp.where(known, mentions.number, 0)
     logits = linear_head(heads["number"], hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     count = jnp.maximum(jnp.sum(known), 1)
     right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
-    placed = jnp.isfinite(told.value)
-    error = jnp.where(
-        placed, linear_head(heads["value"], hidden) - jnp.where(placed, told.value, 0), 0
-    )
+    placed = jnp.isfinite(mentions.value)
+    value = linear_head(heads["value"], hidden)
+    error = jnp.where(placed, value - jnp.where(placed, mentions.value, 0), 0)
     square = jnp.sum(error**2) / jnp.maximum(jnp.sum(placed), 1)
     total = jnp.sum(jnp.where(known, losses, 0)) / count + square
     return total, {"mention_number": right, "mention_error": jnp.sqrt(square)}

@@ -1,4 +1,4 @@
-"""Conversations about one picture, packed behind a single copy of it."""
+"""Conversations about one image, packed behind a single copy of it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from jaxtyping import Int
 
 from stepprune_jax.data.encoding import Encoded, encode_conversation
 from stepprune_jax.data.llava import Sample
-from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 
 class Packed(NamedTuple):
-    """What follows the picture, for all samples: several exchanges beside each other.
+    """What follows the image, for all samples: several exchanges beside each other.
 
-    Every exchange is a prompt of its own as far as the model is concerned: its tokens see the
-    picture, what stands before it, and each other; positions start anew behind the picture.
+    Every exchange is a prompt of its own to the model: its tokens see the
+    image, what stands before it, and each other; positions restart behind the image.
 
     Attributes:
-      prefix: Ids before the picture, the same everywhere.
+      prefix: Ids before the image, the same everywhere.
       ids: What follows it; 0 in the padding.
       segment: Number of the exchange from 1; -1 in the padding.
       offset: Place within the exchange from 0.
@@ -66,27 +66,20 @@ def _pack_row(
 
 
 def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
-    """Packs the exchanges of each sample behind its picture.
+    """Packs the exchanges of each sample behind its image.
 
     Args:
       tokenizer: A fast `transformers` tokenizer.
-      samples: Conversations, each with a picture.
+      samples: Conversations, one at least, each with an image.
       most: Longest row; exchanges that do not fit are left out.
 
     Returns:
       The packed samples.
-
-    Raises:
-      ValueError: No sample, or one without a picture, named by its index in the file.
     """
-    # The same question with the same answer is asked of many pictures.
+    # The same question with the same answer is asked of many images.
     encode = functools.cache(lambda turns: encode_conversation(tokenizer, turns, 1))
     rows, prefix = [], []
-    if not samples:
-        raise ValueError("there is no conversation to pack, expected at least one")
     for sample in samples:
-        if sample.image is None:
-            raise ValueError(f"sample {sample.index} ({sample.id}) has no image; all must have one")
         prefix, row = _pack_row(encode, sample, most)
         rows.append(row)
     fills = _Row(0, -1, 0, 0, -1)

@@ -1,4 +1,4 @@
-"""A small LLaVA from scratch, from a configuration to a folder in the Hugging Face layout."""
+"""A small LLaVA from scratch, from the settings of a run to a folder in the Hugging Face layout."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,14 @@ from jaxtyping import Array, Int
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
-from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.pretrain.data import Data, batch_indices, read, word_tokens
+from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.pretrain.data import Data, batch_indices, read_data, word_tokens
 from stepprune_jax.pretrain.language import Shown
-from stepprune_jax.pretrain.mentions import Told, init_mention_heads, place_mentions
+from stepprune_jax.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions
 from stepprune_jax.pretrain.packing import Packed, pack
-from stepprune_jax.pretrain.settings import check_config
+from stepprune_jax.pretrain.settings import Pretraining, ShapeSettings, StageSettings
 from stepprune_jax.pretrain.structure import init_tower, standardising_projector
 from stepprune_jax.pretrain.tower import init_heads
 from stepprune_jax.pretrain.update import (
@@ -35,11 +35,9 @@ from stepprune_jax.pretrain.update import (
     tower_update,
 )
 from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
-from stepprune_jax.training.checkpoints import Checkpoints, claim
-from stepprune_jax.training.interrupt import Interrupt
-from stepprune_jax.training.metrics import MetricsLog
 from stepprune_jax.user_input import user_input
-from stepprune_jax.visualize.training import draw_training
+from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.metrics import MetricsLog
 
 MODEL = "model"
 NOISY = "noisy"
@@ -47,105 +45,205 @@ MENTION_HEADS = "mention_heads"
 EVERYTHING = Shown()
 
 
-def model_config(fields: Any, vocab_size: int, image_token: int) -> LlavaConfig:
-    """The shape of the model that `config.model` describes."""
+def model_config(shape: ShapeSettings, vocab_size: int, image_token: int) -> LlavaConfig:
+    """Returns the configuration of a model of this shape."""
     vision = ClipConfig(
-        hidden_size=fields.vision_width, intermediate_size=fields.vision_mlp,
-        num_layers=fields.vision_layers, num_heads=fields.vision_heads,
-        image_size=fields.image_size, patch_size=fields.patch_size,
-    )  # fmt: skip
-    heads = fields.text_heads
+        hidden_size=shape.vision_width,
+        intermediate_size=shape.vision_mlp,
+        num_layers=shape.vision_layers,
+        num_heads=shape.vision_heads,
+        image_size=shape.image_size,
+        patch_size=shape.patch_size,
+    )
     text = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=fields.text_width, intermediate_size=fields.text_mlp,
-        num_layers=fields.text_layers, num_heads=heads, num_kv_heads=heads,
-        head_dim=fields.text_width // heads, max_positions=2048, rope_theta=fields.rope_theta,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=shape.text_width,
+        intermediate_size=shape.text_mlp,
+        num_layers=shape.text_layers,
+        num_heads=shape.text_heads,
+        num_kv_heads=shape.text_heads,
+        head_dim=shape.text_width // shape.text_heads,
+        max_positions=2048,
+        rope_theta=shape.rope_theta,
+    )
     return LlavaConfig(
-        vision=vision, text=text, feature_layer=fields.feature_layer, image_token_id=image_token,
-        bos_token_id=1, eos_token_ids=(2,), pad_token_id=0,
-    )  # fmt: skip
+        vision=vision,
+        text=text,
+        feature_layer=shape.feature_layer,
+        image_token_id=image_token,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        pad_token_id=0,
+    )
 
 
-class _Stage(NamedTuple):
-    """A stage for `_run_stage`."""
+class _Pretrainer(NamedTuple):
+    """What all stages of a run read.
 
-    name: str
-    steps: int
-    batch_size: int
-    update: Callable[[int, State, Int[np.ndarray, " b"]], tuple[State, dict[str, Array]]]
+    Attributes:
+      settings: Of the run.
+      workdir: Its folder.
+      model: Shape of the model.
+      data: Images, conversations and labels.
+      packed: The conversations as tokens.
+      mentions: What their questions mention; None without labels.
+      tokens: Token of each class of patches, by label.
+      interrupt: Whether to stop.
+    """
+
+    settings: Pretraining
+    workdir: Path
+    model: LlavaConfig
+    data: Data
+    packed: Packed
+    mentions: PlacedMentions | None
+    tokens: dict[str, Int[np.ndarray, "c"]]
+    interrupt: Interrupt
+
+    def recipe(self, stage: StageSettings, shown: Shown = EVERYTHING) -> Recipe:
+        """Returns the static part of a stage's updates."""
+        micro_batch = self.settings.micro_batch
+        return Recipe(
+            model=self.model,
+            steps=stage.steps,
+            lr=stage.lr,
+            micro_batch=micro_batch,
+            devices=math.gcd(stage.batch_size // micro_batch, jax.device_count()),
+            muon_lr=stage.muon_lr or 0.0,
+            shown=shown,
+        )
+
+    def train_stage(
+        self,
+        name: str,
+        stage: StageSettings,
+        state: State,
+        update: Callable[[int, State, Int[np.ndarray, " b"]], tuple[State, dict[str, Array]]],
+    ) -> State | None:
+        """Trains a stage to its end, or to an interruption, which returns None.
+
+        Args:
+          name: Its name, that of its folder.
+          stage: Its settings.
+          state: Before its first update.
+          update: (number of the update, state, rows) -> state and scalars.
+        """
+        run, folder, total = self.settings, self.workdir / name, len(self.data.samples)
+        with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
+            done = 0
+            if checkpoints.latest is not None:
+                done, state, _ = checkpoints.restore(state)
+            if done == stage.steps:
+                return state
+            print(f"{name}: step {done} of {stage.steps}", flush=True)
+            with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
+                for step in range(done, stage.steps):
+                    rows = batch_indices(run.seed, step, stage.batch_size, total)
+                    state, scalars = update(step, state, rows)
+                    if step == done:
+                        jax.block_until_ready(scalars)
+                        log.start_clock(step + 1)
+                    end = step + 1 == stage.steps
+                    if (step + 1) % run.log_every == 0 or end:
+                        log.write(step + 1, scalars)
+                    stopped = self.interrupt.requested
+                    if (step + 1) % run.checkpoint_every == 0 or end or stopped:
+                        checkpoints.save(step + 1, state)
+                    if stopped and not end:
+                        print(f"Stopped in {name}; the same command resumes after {step + 1}")
+                        return None
+        return state
+
+    def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
+        """Trains the tower on labels of patches; None after an interruption.
+
+        Args:
+          params: The model's weights.
+
+        Returns:
+          The tower's weights, as they are where there are no labels.
+        """
+        stage, labels = self.settings.tower, self.data.labels
+        if not labels or not stage.steps:
+            return params["vision"]
+        recipe = self.recipe(stage)
+        labels = {name: a for name, a in labels.items() if not name.startswith("share_")}
+        heads = init_heads(labels, self.model.vision.hidden_size)
+        trained = {"vision": params["vision"], "heads": heads}
+        state = start(recipe, trained)
+        state, key = everywhere((state, jax.random.key(self.settings.seed)), recipe.devices)
+
+        def update(step, state, rows):
+            batch = {name: array[rows] for name, array in labels.items()}
+            return tower_update(key, state, self.data.images(rows), batch, recipe=recipe)
+
+        state = self.train_stage("tower", stage, state, update)
+        return None if state is None else state.trained["vision"]
+
+    def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
+        """Trains the stage "language" or "noise"; None after an interruption.
+
+        Args:
+          name: Of the stage.
+          params: The model's weights, with the heads of mentions or without.
+
+        Returns:
+          All weights, heads of mentions among them.
+        """
+        run, packed = self.settings, self.packed
+        stage, number = getattr(run, name), ("language", "noise").index(name)
+        if self.mentions is not None and MENTION_HEADS not in params:
+            heads = init_mention_heads(self.mentions, self.model.text.hidden_size)
+            params = params | {MENTION_HEADS: heads}
+        parts = {"projector", "language"} | ({"vision"} if run.language.train_tower else set())
+        parts |= params.keys() & {MENTION_HEADS}
+        trained = {name: params[name] for name in params if name in parts}
+        frozen = {name: params[name] for name in params if name not in parts}
+        options = {"taste": stage.taste, "silence": name == "noise"}
+        views = {k: Shown(k, **options) for k in (None, *run.language.kept)}
+        views[NOISY] = Shown(noisy=True, **options)
+        recipes = {k: self.recipe(stage, shown) for k, shown in views.items()}
+        key = jax.random.fold_in(jax.random.key(run.seed), 2 + number)
+        state = start(recipes[None], trained)
+        state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
+
+        def update(step, state, rows):
+            mentions = self.mentions and PlacedMentions(*(array[rows] for array in self.mentions))
+            labels = {name: _wide(self.data.labels[name][rows]) for name in self.tokens}
+            return language_update(
+                jax.random.fold_in(key, step),
+                state,
+                frozen,
+                self.data.images(rows),
+                Packed(packed.prefix, *(array[rows] for array in packed[1:])),
+                mentions,
+                (labels, self.tokens),
+                recipe=recipes[kept_at(run, name, step)],
+            )
+
+        state = self.train_stage(name, stage, state, update)
+        return None if state is None else frozen | state.trained
 
 
-def _run_stage(
-    stage: _Stage, state: State, workdir: Path, config: Any, total: int, interrupt: Interrupt
-) -> State | None:
-    """Runs a stage to its end, or to an interruption, which gives None."""
-    folder = workdir / stage.name
-    with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
-        done = 0
-        if checkpoints.latest is not None:
-            done, state, _ = checkpoints.restore(state)
-        if done == stage.steps:
-            return state
-        print(f"{stage.name}: step {done} of {stage.steps}", flush=True)
-        with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
-            for step in range(done, stage.steps):
-                rows = batch_indices(config.seed, step, stage.batch_size, total)
-                state, scalars = stage.update(step, state, rows)
-                if step == done:
-                    jax.block_until_ready(scalars)
-                    log.start_clock(step + 1)
-                end = step + 1 == stage.steps
-                if (step + 1) % config.log_every == 0 or end:
-                    log.write(step + 1, scalars)
-                if (step + 1) % config.checkpoint_every == 0 or end or interrupt.requested:
-                    checkpoints.save(step + 1, state)
-                if interrupt.requested and not end:
-                    print(f"Stopped in {stage.name}; the same command goes on from {step + 1}")
-                    return None
-    return state
+def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
+    """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
 
+    Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
+    in the stage "language" behind its first updates.
 
-def _recipe(config: Any, model: LlavaConfig, fields: Any, shown: Shown = EVERYTHING) -> Recipe:
-    pieces = fields.batch_size // config.micro_batch
-    devices = math.gcd(pieces, jax.device_count())
-    muon_lr = fields.get("muon_lr", 0.0)
-    return Recipe(model, fields.steps, fields.lr, config.micro_batch, devices, muon_lr, shown)
-
-
-def _train_tower(config, workdir, model, params, data: Data, interrupt) -> dict | None:
-    """The tower's weights after their stage, or as they are where there are no labels."""
-    if not data.labels or not config.tower.steps:
-        return params["vision"]
-    recipe = _recipe(config, model, config.tower)
-    told = {name: a for name, a in data.labels.items() if not name.startswith("share_")}
-    heads = init_heads(told, model.vision.hidden_size)
-    trained, key = {"vision": params["vision"], "heads": heads}, jax.random.key(config.seed)
-
-    def update(step, state, rows):
-        labels = {name: array[rows] for name, array in told.items()}
-        return tower_update(key, state, data.images(rows), labels, recipe=recipe)
-
-    stage = _Stage("tower", config.tower.steps, config.tower.batch_size, update)
-    state = start(recipe, trained)
-    state, key = everywhere((state, key), recipe.devices)
-    state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
-    return None if state is None else state.trained["vision"]
-
-
-def kept_at(config: Any, stage: str, step: int) -> int | str | None:
-    """How many visual tokens a step of a stage shows; None means all, `NOISY` all with noise.
-
-    Every other step of the stage "noise" has noise, and `thinned_share` of the others thins, as in
-    the stage "language" behind its first steps.
+    Args:
+      run: Settings of the run.
+      stage: "language" or "noise".
+      step: Number of the update, from 0.
     """
     late = stage == "noise"
     if late and step % 2:
         return NOISY
-    random = np.random.default_rng([config.seed, 3 if late else 1, step])
-    whole = not late and step < config.language.whole_steps
-    if whole or random.random() >= config[stage].thinned_share:
+    random = np.random.default_rng([run.seed, 3 if late else 1, step])
+    whole = not late and step < run.language.whole_steps
+    if whole or random.random() >= getattr(run, stage).thinned_share:
         return None
-    return int(random.choice(config.language.kept))
+    return int(random.choice(run.language.kept))
 
 
 def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
@@ -163,112 +261,76 @@ def _wide(label: np.ndarray) -> np.ndarray:
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _train_language(
-    name, config, workdir, model, params, packed, told, tokens, data: Data, interrupt
-):  # fmt: skip
-    """All weights after the stage "language" or "noise", heads of mentions among them."""
-    fields, number = config[name], ("language", "noise").index(name)
-    if told is not None and MENTION_HEADS not in params:
-        params = params | {MENTION_HEADS: init_mention_heads(told, model.text.hidden_size)}
-    parts = {"projector", "language"} | ({"vision"} if config.language.train_tower else set())
-    parts |= params.keys() & {MENTION_HEADS}
-    trained = {name: params[name] for name in params if name in parts}
-    frozen = {name: params[name] for name in params if name not in parts}
-    often = {"taste": fields.taste, "silence": name == "noise"}
-    ways = {k: Shown(k, **often) for k in (None, *config.language.kept)}
-    ways[NOISY] = Shown(noisy=True, **often)
-    recipes = {k: _recipe(config, model, fields, shown) for k, shown in ways.items()}
-    key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
+def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
+    """Weights, shape and tokenizer to start from: random ones, or those of `run.init`.
 
-    def update(step, state, rows):
-        part = Packed(packed.prefix, *(array[rows] for array in packed[1:]))
-        spoken = told and Told(*(array[rows] for array in told))
-        labels = {name: _wide(data.labels[name][rows]) for name in tokens}
-        return language_update(
-            jax.random.fold_in(key, step), state, frozen, data.images(rows), part, spoken,
-            (labels, tokens), recipe=recipes[kept_at(config, name, step)],
-        )  # fmt: skip
-
-    stage = _Stage(name, fields.steps, fields.batch_size, update)
-    state = start(recipes[None], trained)
-    state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
-    state = _run_stage(stage, state, workdir, config, len(data.samples), interrupt)
-    return None if state is None else frozen | state.trained
-
-
-def _first_model(config: Any, data: Data) -> tuple[dict, LlavaConfig, Any]:
-    """Weights, shape and tokenizer to start from: random ones, or those of `config.init`.
-
-    Of the latter the vocabulary is extended by words of the data that it lacks.
+    The vocabulary of the latter is extended by words of the data that it lacks.
     """
     texts = [turn for sample in data.samples for turn in sample.turns]
-    found = load_vlm(config.init, dtype=np.float32) if config.init else None
-    if found is not None:
-        texts += [word for word in found.tokenizer.get_vocab() if word.isalnum()]
+    old = load_vlm(run.init, dtype=np.float32) if run.init else None
+    if old is not None:
+        texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
     tokenizer = build_tokenizer(texts)
     sizes = (len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
-    key = jax.random.key(config.seed)
-    if found is not None:
-        language, new = take_rows(key, found.params["language"], found.tokenizer, tokenizer)
-        print(f"words that {config.init} lacks: {', '.join(new) or 'none'}", flush=True)
-        text = dataclasses.replace(found.config.text, vocab_size=sizes[0])
-        model = dataclasses.replace(found.config, text=text, image_token_id=sizes[1])
-        return found.params | {"language": language}, model, tokenizer
-    model = model_config(config.model, *sizes)
+    key = jax.random.key(run.seed)
+    if old is not None:
+        language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
+        print(f"words that {run.init} lacks: {', '.join(new) or 'none'}", flush=True)
+        text = dataclasses.replace(old.config.text, vocab_size=sizes[0])
+        model = dataclasses.replace(old.config, text=text, image_token_id=sizes[1])
+        return old.params | {"language": language}, model, tokenizer
+    model = model_config(run.model, *sizes)
     params = vlm.init_params(key, model)
-    params["vision"] = init_tower(jax.random.key(config.seed), model.vision)
+    params["vision"] = init_tower(jax.random.key(run.seed), model.vision)
     return params, model, tokenizer
 
 
-def pretrain(config: Any, workdir: str | Path, folder: str | Path) -> Path | None:
-    """Trains a small LLaVA on a data folder, or goes on where an interrupted run stopped.
+def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
+    """Trains a small LLaVA on a data folder, or resumes an interrupted run.
 
     Args:
-      config: See `configs/pretrain_shapes.py`.
-      workdir: Folder of the run: stages with their metrics and checkpoints, and at the end `model`
-        and the curves of the second stage, `language.png`.
+      run: Settings of the run, from `read_pretraining`.
+      workdir: Folder of the run: stages with their metrics and checkpoints, and at the end `model`.
       folder: Data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
-        `train_patches.npz`, and for what questions speak of, `train_mentions.npz`.
+        `train_patches.npz`, and for what questions mention, `train_mentions.npz`.
 
     Returns:
       The model's folder, or None after an interruption.
 
     Raises:
-      FileNotFoundError: Data or a picture is missing.
+      FileNotFoundError: Data or an image is missing.
       ValueError: Bad data, or a folder of another run.
     """
     workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
     with user_input():
-        check_config(config)
-        side = config.model.image_size
-        settings = ImageSettings(resize_to=side, crop_to=(side, side))
-        data = read(config, folder, settings)
-        claim(workdir, config, "from scratch", file_identity(folder / "train.json"))
-        params, model, tokenizer = _first_model(config, data)
+        side = run.model.image_size
+        images = ImageSettings(resize_to=side, crop_to=(side, side))
+        data = read_data(run, folder, images)
+        claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
+        params, model, tokenizer = _first_model(run, data)
         packed = pack(tokenizer, data.samples)
-        told = data.mentions and place_mentions(tokenizer, packed, data.mentions)
+        mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
+    tokens = word_tokens(tokenizer, data.words)
     with Interrupt() as interrupt:
-        vision = _train_tower(config, workdir, model, params, data, interrupt)
+        parts = (run, workdir, model, data, packed, mentions, tokens, interrupt)
+        pretrainer = _Pretrainer(*parts)
+        vision = pretrainer.train_tower(params)
         if vision is None:
             return None
-        params["vision"] = vision
-        tokens = word_tokens(tokenizer, data.words)
-        params = jax.device_get(params)  # stages may share the work among different devices
-        if not config.init:
+        # Fetched: stages may share the work among different devices.
+        params = jax.device_get(params | {"vision": vision})
+        if not run.init:
             params = _start_language(params, model, data)
-        for name in ["language"] + ["noise"] * (config.noise.steps > 0):
-            params = _train_language(
-                name, config, workdir, model, params, packed, told, tokens, data, interrupt
-            )
+        for name in ["language"] + ["noise"] * (run.noise.steps > 0):
+            params = pretrainer.train_language(name, params)
             if params is None:
                 return None
             params = jax.device_get(params)
     params.pop(MENTION_HEADS, None)
-    draw_training(workdir / "language.png", workdir / "language" / "metrics.jsonl")
-    params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
-    made = _save(VLM(params, model, tokenizer, settings), workdir)
-    print(f"Done: {made}", flush=True)
-    return made
+    params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
+    saved = _save(VLM(params, model, tokenizer, images), workdir)
+    print(f"Done: {saved}", flush=True)
+    return saved
 
 
 def _save(model: VLM, workdir: Path) -> Path:

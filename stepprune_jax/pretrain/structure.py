@@ -91,14 +91,9 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
 
     Returns:
       The tree of `clip.init_vision`.
-
-    Raises:
-      ValueError: The width of a head is not a multiple of 4.
     """
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads
-    if width % 4:
-        raise ValueError(f"a head is {width} channels wide, expected a multiple of 4")
     params = clip.init_vision(key, config)
     position = np.array(params["position_embedding"])
     position[1:, -width:] = _STRENGTH * fourier_code(side, width)

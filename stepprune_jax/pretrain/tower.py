@@ -1,8 +1,8 @@
 """First stage: the tower learns what every patch shows, from labels of patches.
 
-Labels are arrays over the training images: `class_*` int [i, n] are told by a softmax head at every
-patch, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or 1 [i, p] by a
-head on the class token. The heads are thrown away afterwards.
+Labels are arrays over the training images: `class_*` int [i, n] are predicted by a softmax head at
+every patch, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or 1
+[i, p] by a head on the class token. The heads are thrown away afterwards.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ Labels = dict[str, Array]
 
 
 def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
-    """Zero heads for labels; the number of classes is that of the largest label."""
+    """Returns zero heads for labels; the number of classes is that of the largest label."""
     heads = {}
     for name, array in labels.items():
         size = int(array.max()) + 1 if name.startswith("class_") else array.shape[-1]
@@ -29,7 +29,7 @@ def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
 
 
 def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c"]:
-    """A linear head [d + 1, c] over normalised features, with a bias."""
+    """Applies a linear head [d + 1, c] to normalised features, with a bias."""
     mean = jnp.mean(hidden, -1, keepdims=True)
     normal = (hidden - mean) * jax.lax.rsqrt(jnp.var(hidden, -1, keepdims=True) + 1e-5)
     return normal @ head[:-1] + head[-1]
@@ -41,7 +41,7 @@ def tower_loss(
     pixels: Float[Array, "i 3 H W"],
     labels: Labels,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sum of the heads' losses at the layer that LLaVA reads.
+    """Sums the heads' losses at the layer that LLaVA reads.
 
     Args:
       trained: {"vision", "heads"}.
@@ -50,8 +50,8 @@ def tower_loss(
       labels: Labels of these images.
 
     Returns:
-      The loss, and for each `class_*` the share of patches told right, for each `value_*` the mean
-      absolute error.
+      The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
+      mean absolute error.
     """
     hidden, _ = clip.encode(trained["vision"], config.vision, pixels, config.feature_layer)
     total, scalars = jnp.zeros(()), {}
@@ -61,15 +61,15 @@ def tower_loss(
             logit = linear_head(head, hidden[:, 0])
             total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
             continue
-        told = linear_head(head, hidden[:, 1:])
+        output = linear_head(head, hidden[:, 1:])
         if name.startswith("class_"):
             label = label.astype(jnp.int32)
-            total += jnp.mean(optax.softmax_cross_entropy_with_integer_labels(told, label))
-            scalars[name] = jnp.mean(jnp.argmax(told, -1) == label)
+            total += jnp.mean(optax.softmax_cross_entropy_with_integer_labels(output, label))
+            scalars[name] = jnp.mean(jnp.argmax(output, -1) == label)
         else:
             label = label.astype(jnp.float32)
             known = jnp.isfinite(label)
-            error = jnp.where(known, told - jnp.where(known, label, 0), 0)
+            error = jnp.where(known, output - jnp.where(known, label, 0), 0)
             count = jnp.maximum(jnp.sum(known), 1)
             total += 4 * jnp.sum(error**2) / count
             scalars[name] = jnp.sum(jnp.abs(error)) / count

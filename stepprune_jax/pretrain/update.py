@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import jit_for_weights
 from stepprune_jax.pretrain.language import Shown, Words, language_loss
-from stepprune_jax.pretrain.mentions import Told
+from stepprune_jax.pretrain.mentions import PlacedMentions
 from stepprune_jax.pretrain.packing import Packed
 from stepprune_jax.pretrain.tower import tower_loss
 
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
       micro_batch: Rows of a piece of the batch.
       devices: How many share the pieces.
       muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
-      shown: What the language model is shown of a picture.
+      shown: What the language model is shown of an image.
     """
 
     model: LlavaConfig
@@ -68,9 +68,13 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
     options = {"weight_decay": 0.02}
     if recipe.muon_lr:
         chosen = muon(
-            rate(recipe.muon_lr), adam_learning_rate=rate(recipe.lr), adam_b2=0.98,
-            adam_weight_decay=0.02, muon_weight_dimension_numbers=_matrices, **options,
-        )  # fmt: skip
+            rate(recipe.muon_lr),
+            adam_learning_rate=rate(recipe.lr),
+            adam_b2=0.98,
+            adam_weight_decay=0.02,
+            muon_weight_dimension_numbers=_matrices,
+            **options,
+        )
     else:
         chosen = optax.adamw(rate(recipe.lr), b2=0.98, **options)
     return optax.chain(optax.clip_by_global_norm(1.0), chosen)
@@ -120,10 +124,10 @@ def _accumulate(
         scalars = jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **scalars})
         return jax.lax.pmean((total, scalars), "data")
 
+    specs = (P(), P(), P("data"), P("data"), P())
     split = jax.shard_map(
-        local, mesh=_mesh(devices), in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P(),
-        check_vma=False,
-    )  # fmt: skip
+        local, mesh=_mesh(devices), in_specs=specs, out_specs=P(), check_vma=False
+    )
     return split(trained, frozen, cut, numbers, key)
 
 
@@ -159,7 +163,14 @@ def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
 
 
 def _language_update(
-    key, state: State, params, pixels, packed: Packed, told: Told | None, words, recipe: Recipe
+    key,
+    state: State,
+    params,
+    pixels,
+    packed: Packed,
+    mentions: PlacedMentions | None,
+    words,
+    recipe: Recipe,
 ):
     """One update of what `state` trains; `params` are the other weights, which may be none.
 
@@ -168,18 +179,19 @@ def _language_update(
     labels, tokens = words
 
     def loss(trained, frozen, part, piece_key):
-        pixels, rows, told, labels = part
+        pixels, rows, mentions, labels = part
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
+        packed = Packed(prefix, *rows)
         return language_loss(
-            trained, params, recipe.model, piece_key, pixels, Packed(prefix, *rows), told, named,
-            recipe.shown,
-        )  # fmt: skip
+            trained, params, recipe.model, piece_key, pixels, packed, mentions, named, recipe.shown
+        )
 
+    frozen = (params, packed.prefix, tokens)
+    batch = (pixels, tuple(packed[1:]), mentions, labels)
     grads, scalars = _accumulate(
-        loss, state.trained, (params, packed.prefix, tokens),
-        (pixels, tuple(packed[1:]), told, labels), key, recipe.micro_batch, recipe.devices,
-    )  # fmt: skip
+        loss, state.trained, frozen, batch, key, recipe.micro_batch, recipe.devices
+    )
     return _apply(recipe, state, grads), scalars
 
 

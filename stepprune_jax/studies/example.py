@@ -1,10 +1,10 @@
-"""Writes GQA, MME and POPE in LLaVA's folder layout, small, with questions of the shapes world.
+"""Writes small GQA, MME and POPE in LLaVA's folder layout, with questions of the shapes world.
 
     python -m stepprune_jax.studies.example --out example
 
-For a look at the stages of an evaluation where the benchmarks are not at hand. The forms are the
-official ones; the questions are not, and lack LLaVA's request for a short answer, which the model
-of the shapes world has not learned. Its figures mean nothing beside published ones.
+To try the stages of an evaluation without the benchmarks at hand. The forms are the official ones;
+the questions are not, and lack LLaVA's request for a short answer, which the model of the shapes
+world has not learned. The scores cannot be compared with published ones.
 """
 
 import json
@@ -25,7 +25,7 @@ _POPE_STEP = 10**7  # ids of POPE's splits are so far apart in LLaVA's list
 
 
 class Known(NamedTuple):
-    """A question of the shapes world, its picture and the right answer."""
+    """A question of the shapes world, its image and the right answer."""
 
     text: str
     image: Path
@@ -37,7 +37,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
     """Writes the three benchmarks.
 
     Args:
-        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the pictures.
+        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the images.
         scenes: of the shapes world, eight questions each.
         seed: of the scenes.
 
@@ -46,7 +46,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
 
     Raises:
         FileExistsError: out/eval is there already.
-        ValueError: so few scenes that MME's tasks would lack a picture.
+        ValueError: so few scenes that MME's tasks would lack an image.
     """
     root = Path(out) / "eval"
     if root.exists():
@@ -54,24 +54,23 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
     world = write_world(Path(out) / "world", seed=seed, train=0, validation=0, test=scenes)
     asked = read_questions(world / "test.jsonl", world / "images")
     answers = read_answers(world / "test_answers.jsonl", asked)
-    known = [
-        Known(q.text, q.image, q.category, a) for q, a in zip(asked, answers, strict=True)
-    ]  # fmt: skip
-    pairs = _pairs(known)
+    pairs = zip(asked, answers, strict=True)
+    known = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
+    both = _pairs(known)
     tasks = (*PERCEPTION, *COGNITION)
-    if len(pairs) < len(tasks):
+    if len(both) < len(tasks):
         raise ValueError(
-            f"{scenes} scenes have {len(pairs)} pictures with a yes and a no, MME needs "
+            f"{scenes} scenes have {len(both)} images with a yes and a no, MME needs "
             f"{len(tasks)}: more --scenes"
         )
     _write_gqa(root / "gqa", [row for row in known if row.kind != "existence"])
     _write_pope(root / "pope", [row for row in known if row.kind == "existence"])
-    _write_mme(root / "MME", dict(zip(tasks, pairs, strict=False)))
+    _write_mme(root / "MME", dict(zip(tasks, both, strict=False)))
     return root
 
 
 def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
-    """Of each picture that has both, a question whose answer is yes and one whose answer is no."""
+    """Of each image that has both, a question whose answer is yes and one whose answer is no."""
     found: dict[Path, dict[str, Known]] = defaultdict(dict)
     for row in known:
         if row.answer in ("yes", "no"):
@@ -87,10 +86,14 @@ def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
         name = str(number)
         lines.append({"question_id": name, "image": row.image.name, "text": row.text})
         official[name] = {
-            "question": row.text, "imageId": row.image.stem, "answer": row.answer,
-            "isBalanced": True, "types": {"structural": row.kind, "semantic": row.kind},
-            "semantic": [], "groups": {"global": None, "local": row.kind},
-        }  # fmt: skip
+            "question": row.text,
+            "imageId": row.image.stem,
+            "answer": row.answer,
+            "isBalanced": True,
+            "types": {"structural": row.kind, "semantic": row.kind},
+            "semantic": [],
+            "groups": {"global": None, "local": row.kind},
+        }
     _write_lines(folder / "llava_gqa_testdev_balanced.jsonl", lines)
     path = folder / "data" / "testdev_balanced_questions.json"
     path.write_text(json.dumps(official), encoding="utf-8")
@@ -112,7 +115,7 @@ def _write_pope(folder: Path, known: Sequence[Known]) -> None:
 
 
 def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
-    """LLaVA's list and the authors' release, one picture a task."""
+    """LLaVA's list and the authors' release, one image a task."""
     lines = []
     for task, rows in pairs.items():
         place = folder / "MME_Benchmark_release_version" / task
@@ -120,10 +123,8 @@ def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
         text = [f"{row.text} Please answer yes or no.\t{row.answer.title()}" for row in rows]
         (place / "1.txt").write_text("\n".join(text), encoding="utf-8")
         name = f"{task}/1.png"
-        lines += [
-            {"question_id": name, "image": name, "text": row.text, "category": task}
-            for row in rows
-        ]  # fmt: skip
+        head = {"question_id": name, "image": name}
+        lines += [{**head, "text": row.text, "category": task} for row in rows]
     _write_lines(folder / "llava_mme.jsonl", lines)
 
 
@@ -138,7 +139,7 @@ def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and writes; one line on mistakes, exit code 2."""
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.studies.example", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--scenes", type=int, default=60, help="of the shapes world")

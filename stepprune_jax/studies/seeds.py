@@ -3,7 +3,7 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
     python -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
-Each run lies in WORKDIR/ROW-SEED. The same command again goes on where it was stopped.
+Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was interrupted.
 """
 
 import argparse
@@ -18,31 +18,32 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
-from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.checkpoints.policy import Policy, load_policy
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.source import TRAIN_FILE
-from stepprune_jax.evaluation import measure
 from stepprune_jax.evaluation import report as report_folder
-from stepprune_jax.evaluation.accuracy import accuracy_table, markdown_table
-from stepprune_jax.evaluation.evaluate import calibration_split
+from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
+from stepprune_jax.evaluation.generate_stage import answer_benchmarks, shapes_benchmark
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.settings import (
     POLICY_FILE,
+    SHAPES,
     Settings,
     check_policies,
     read_settings,
 )
+from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.studies.processes import Job, run_jobs
 from stepprune_jax.studies.spread import differences, summarise
-from stepprune_jax.studies.variants import ROWS, RowConfig, load_config, row_configs
-from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import claim
+from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
+from stepprune_jax.training import read_run, train
+from stepprune_jax.workdir.checkpoints import claim
 
 RESULTS = "results.json"
 
@@ -74,19 +75,20 @@ class Run(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads the arguments, trains what is missing, evaluates; one line on mistakes, exit code 2."""
+    """Trains what is missing and evaluates; reports user errors in one line, with status 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="configuration of the default row")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE", dest="changes",
-        help="fields to change in every configuration, such as steps=100",
-    )  # fmt: skip
+        "--rows", nargs="+", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
+    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
+    change.metavar = "FIELD=VALUE"
+    change.help = "fields to change in every configuration, such as steps=100"
     # For the processes that this one starts: only train, on these processors.
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -115,7 +117,7 @@ def run_seeds(
         config: path of the default row's configuration; those of the others lie beside it.
         workdir: folder for runs, data and report.
         seeds: of the runs.
-        rows: of `configs.ROWS`.
+        rows: of `variants.VARIANTS`.
         processes: runs trained at a time, each on its share of the processors.
         changes: "field=value" for every configuration.
         train_only: trains in this process and evaluates nothing.
@@ -135,7 +137,7 @@ def run_seeds(
         raise ValueError(f"--processes is {processes}, expected at least 1")
     base = load_config(config, changes)
     settings = read_settings(base)
-    planned = row_configs(config, rows, changes)
+    planned = variant_configs(config, rows, changes)
     places = split_folders(base, workdir)
     runs = plan(planned, workdir, seeds, places["validation"])
     if processes > 1 and not train_only:
@@ -149,11 +151,13 @@ def run_seeds(
     return {} if train_only else evaluate_runs(base, workdir, runs, settings, places)
 
 
-def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: Path) -> list[Run]:
+def plan(
+    variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
+) -> list[Run]:
     """Every run, seed by seed, all on the same data.
 
     Args:
-        rows: what to train.
+        variants: what to train.
         workdir: folder of all runs.
         seeds: of the runs.
         data: folder with the training file.
@@ -167,15 +171,15 @@ def plan(rows: Sequence[RowConfig], workdir: Path, seeds: Sequence[int], data: P
     runs, identity = [], file_identity(data / TRAIN_FILE)
     models: dict[Any, str] = {}
     for seed in seeds:
-        for row in rows:
-            config = row.config.copy_and_resolve_references()
+        for variant in variants:
+            config = variant.config.copy_and_resolve_references()
             config.seed, config.data.folder, config.data.test_seed = seed, str(data), None
-            run = Run(row.key, row.method, config, workdir / f"{row.key}-{seed}")
+            run = Run(variant.key, variant.method, config, workdir / f"{variant.key}-{seed}")
             place = model_folders(config)
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
             # Before anything is trained: a finished run with other settings is not taken for it.
-            claim(run.folder, config, models[place], identity)
+            claim(run.folder, read_run(config), models[place], identity)
             runs.append(run)
     return runs
 
@@ -192,7 +196,7 @@ def _train(run: Run) -> None:
     if run.policy_file.is_file():
         return
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
-    train(run.config, run.folder)
+    train(read_run(run.config), run.folder)
     if not run.policy_file.is_file():
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
@@ -222,7 +226,7 @@ def evaluate_runs(
         if _known(run.folder / RESULTS, mark) is None
     ]
     if todo or _known(*first) is None:
-        _evaluate_missing(base, test, places, settings, todo, first)
+        _evaluate_missing(base, places, settings, todo, first)
     tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
@@ -239,46 +243,44 @@ def evaluate_runs(
 
 def _evaluate_missing(
     base: Any,
-    test: Split,
     places: dict[str, Path],
     settings: Settings,
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
 ) -> None:
     """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
-    model = load_model(base)
+    model, source = load_model(base), inspect_folder(*model_folders(base))
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)
-    needed = {run.method: policies[run.folder] for run, _ in todo}
-    spare = calibration_split(places["validation"], needed, settings)
-    files = measure.Files(first[0].parent / ANSWERS, places["test"])
-    bench = measure.make_bench(model, test, spare, settings, files, base.model.attention)
-    whole = _baselines(bench, *first, base.seed)
+    benchmark = shapes_benchmark(places, settings, stops=bool(todo))
+
+    def records(folder: Path, seed: int, policies: dict[str, Policy]) -> list[Records]:
+        with base.unlocked():
+            config = base.copy_and_resolve_references()
+            config.seed = seed
+        answers = answer_benchmarks(
+            config, settings, [benchmark], policies, source, folder, untrained=not policies,
+            model=model,
+        )  # fmt: skip
+        files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
+        return [read_records(file, places["test"]) for file in files]
+
+    path, mark = first
+    untrained = records(path.parent / ANSWERS, base.seed, {})
+    if _known(path, mark) is None:
+        _save(path, mark, accuracy_table(untrained, base.seed))
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
-        policy = policies[run.folder]
-        rows = measure.trained_rows(bench, {run.method: policy})[run.method]
-        own = bench._replace(files=files._replace(folder=run.folder / ANSWERS))
-        table = accuracy_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
+        trained = records(run.folder / ANSWERS, run.seed, {run.method: policies[run.folder]})
+        table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
         _save(run.folder / RESULTS, mark, table)
-
-
-def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Records:
-    """The row of all tokens; with the other untrained rows, saved unless that is done."""
-    rows = measure.baseline_rows(bench, seed)
-    if _known(path, mark) is not None:
-        rows = rows[:1]
-    records = measure.answer_rows(bench, rows)
-    if len(rows) > 1:
-        _save(path, mark, accuracy_table(records, seed))
-    return records[0]
 
 
 def _mark(run: Run | None, test: Split, settings: Settings) -> str:
     """Changes with whatever a result depends on: questions, settings and the policy's bytes."""
-    parts = [f"{q.image.name} {q.text} {a}" for q, a in zip(test.questions, test.answers,
-                                                            strict=True)]  # fmt: skip
+    pairs = zip(test.questions, test.answers, strict=True)
+    parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
     free = {"rows": {}, "ablations": {}, "batch_size": 0}
     parts.append(repr(settings._replace(**free)))
     if run is not None:
@@ -290,8 +292,8 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     """A saved table, if it is about the same questions, settings and policy."""
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["table"] if found["mark"] == mark else None
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved["table"] if saved["mark"] == mark else None
 
 
 def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:

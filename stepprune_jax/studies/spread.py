@@ -95,7 +95,5 @@ def differences(tables: Sequence[Table]) -> Table:
 
 
 def _gap(first: str, second: str, rate: float, gap: float, error: float | None) -> dict[str, Any]:
-    return {
-        "first": first, "second": second, "pruning_rate": rate, "difference": round(gap, 2),
-        "standard_error": error,
-    }  # fmt: skip
+    head = {"first": first, "second": second, "pruning_rate": rate}
+    return head | {"difference": round(gap, 2), "standard_error": error}

@@ -1,48 +1,45 @@
-"""Configurations of the trained rows, loaded from their files."""
+"""Variants of training: the default, its ablations and baselines, as configurations."""
 
-import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from stepprune_jax.evaluation.names import DEFAULT
 
 
-class Row(NamedTuple):
-    """How a row is trained.
+class Variant(NamedTuple):
+    """How a policy is trained.
 
     Attributes:
         method: name in tables.
         argument: what follows the name of the configuration file.
-        changes: fields, and their values in place of the configuration's.
+        changes: to the configuration, each "field=value".
     """
 
     method: str
     argument: str = ""
-    changes: tuple[tuple[str, str | float], ...] = ()
+    changes: tuple[str, ...] = ()
 
 
-# By its name on the command line; the last five are the files of configs/ablations.
-ROWS = {
-    "default": Row(DEFAULT),
-    "literal": Row("StepPrune literal", ":literal"),
+# By their names on the command line; the last five are the files of configs/ablations.
+VARIANTS = {
+    "default": Variant(DEFAULT),
+    "literal": Variant("StepPrune literal", ":literal"),
     # With the opening of the text gate that serves it better: docs/experiments.md.
-    "autoselect": Row(
-        "AutoSelect-like", changes=(("method", "autoselect"), ("text_gate_anneal", 0.1))
-    ),
-    "causal": Row("causal encoder", changes=(("policy.encoder_attention", "causal"),)),
-    "last": Row("last step's score", changes=(("policy.aggregation", "last"),)),
-    "uniform": Row("uniform score", changes=(("policy.aggregation", "uniform"),)),
-    "alive": Row("undiscounted score", changes=(("policy.aggregation", "alive"),)),
+    "autoselect": Variant("AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1")),
+    "causal": Variant("causal encoder", changes=("policy.encoder_attention=causal",)),
+    "last": Variant("last step's score", changes=("policy.aggregation=last",)),
+    "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
+    "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
 }
 
 
-class RowConfig(NamedTuple):
-    """A row to be trained.
+class VariantConfig(NamedTuple):
+    """A variant to be trained.
 
     Attributes:
         key: on the command line, and of the run's folder.
@@ -56,89 +53,64 @@ class RowConfig(NamedTuple):
 
 
 def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
-    """Runs `get_config` of a configuration file.
+    """Loads a configuration file as a command's `--config` would.
 
     Args:
         path: of the file; what follows a colon is its argument.
-        changes: "field=value", the value as JSON or else as a string.
+        changes: each "field=value", as in `--config.field=value`.
 
     Returns:
         The configuration.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no `get_config`, or a change to a field that is not there or of another type.
+        ValueError: a change to a field that is not there or of another type.
     """
-    name, _, argument = path.partition(":")
-    if not Path(name).is_file():
-        raise FileNotFoundError(f"no configuration file {name}")
-    spec = importlib.util.spec_from_file_location("_row_config", name)
-    module = importlib.util.module_from_spec(spec)
-    # Configurations import each other from the folder of the programs.
-    root = str(Path(name).resolve().parents[2 if Path(name).parent.name == "ablations" else 1])
-    sys.path.insert(0, root)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(root)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"{name} defines no get_config()")
-    config = module.get_config(argument) if argument else module.get_config()
-    return _changed(config, changes)
-
-
-def _changed(config: ConfigDict, changes: Sequence[str]) -> ConfigDict:
+    file = Path(path.partition(":")[0])
+    if not file.is_file():
+        raise FileNotFoundError(f"no configuration file {file}")
     for change in changes:
-        field, equals, text = change.partition("=")
-        if not equals:
+        if "=" not in change:
             raise ValueError(f"--set {change!r}: expected FIELD=VALUE")
-        if field not in _fields(config):
-            raise ValueError(f"--set {change!r}: the configuration has no field {field!r}")
-        try:
-            config.update_from_flattened_dict({field: _value(text)})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--set {change!r}: {error}") from error
-    return config
-
-
-def _fields(config: ConfigDict, prefix: str = "") -> set[str]:
-    """Dotted names of all fields."""
-    names = set()
-    for name in config:
-        value = config.get(name)
-        inner = isinstance(value, ConfigDict)
-        names |= _fields(value, f"{prefix}{name}.") if inner else {prefix + name}
-    return names
-
-
-def _value(text: str) -> Any:
-    """A value as JSON, lists as tuples; or the text itself."""
+    arguments = ["", f"--config={path}", *(f"--config.{change}" for change in changes)]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file(
+        "config", flag_values=values, sys_argv=arguments, lock_config=False
+    )
+    # Configurations import each other as `configs.NAME`, wherever the command is run.
+    root = file.resolve().parents[2 if file.parent.name == "ablations" else 1]
+    sys.path.insert(0, str(root))
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return tuple(value) if isinstance(value, list) else value
+        values(arguments)
+    except flags.Error as error:
+        raise ValueError(str(error).replace("flag --config.", "--set ")) from error
+    except AttributeError as error:
+        raise ValueError(f"--set: the configuration has no field {error}") from error
+    finally:
+        sys.path.remove(str(root))
+    return values["config"].value
 
 
-def row_configs(config: str, rows: Sequence[str], changes: Sequence[str]) -> list[RowConfig]:
-    """Loads the configurations of rows.
+def variant_configs(
+    config: str, keys: Sequence[str], changes: Sequence[str]
+) -> list[VariantConfig]:
+    """Loads the configurations of variants.
 
     Args:
-        config: path of the default row's.
-        rows: of `ROWS`.
-        changes: as in `load_config`.
+        config: path of the default's.
+        keys: of `VARIANTS`.
+        changes: as in `load_config`, to each of them.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: an unknown row, one that comes twice, or a bad change.
+        ValueError: an unknown variant, one that comes twice, or a bad change.
     """
-    unknown = [row for row in rows if row not in ROWS]
-    if unknown or not rows or len({*rows}) != len(rows):
-        raise ValueError(f"--rows is {list(rows)}, expected distinct ones of {', '.join(ROWS)}")
-    found = []
-    for key in rows:
-        row = ROWS[key]
-        loaded = load_config(f"{config}{row.argument}")
-        loaded.update_from_flattened_dict(dict(row.changes))
-        found.append(RowConfig(key, row.method, _changed(loaded, changes)))
-    return found
+    unknown = [key for key in keys if key not in VARIANTS]
+    if unknown or not keys or len({*keys}) != len(keys):
+        raise ValueError(f"--rows is {list(keys)}, expected distinct ones of {', '.join(VARIANTS)}")
+    configs = []
+    for key in keys:
+        variant = VARIANTS[key]
+        loaded = load_config(f"{config}{variant.argument}", [*variant.changes, *changes])
+        configs.append(VariantConfig(key, variant.method, loaded))
+    return configs

@@ -10,9 +10,14 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
 
-from stepprune_jax.data.corpus import Corpus, Lengths, Row
+from stepprune_jax.checkpoints.folder import Source as ModelSource
+from stepprune_jax.checkpoints.folder import load_tokenizer
+from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.order import Order
+from stepprune_jax.data.pixels import PixelCache
+from stepprune_jax.data.survey import Source, open_corpus
 from stepprune_jax.training.language_loss import Targets
+from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Batch
 from stepprune_jax.user_input import user_input
 
@@ -35,7 +40,7 @@ class Loading(NamedTuple):
         threads: that make batches, in each process.
         processes: of their own that make batches; 0 for threads of this process.
         local: rows of each batch that are made here; the others are those of other hosts.
-        skip_unreadable: give the place of a row whose picture cannot be read to the next row of the
+        skip_unreadable: give the place of a row whose image cannot be read to the next row of the
             batch, and say so; otherwise it is an error.
     """
 
@@ -54,9 +59,15 @@ class Batches:
     """
 
     def __init__(
-        self, corpus: Corpus, pixels: Callable[[Path], np.ndarray], batch_size: int, seed: int,
-        multiple: int, group: int = 1, loading: Loading | None = None,
-    ):  # fmt: skip
+        self,
+        corpus: Corpus,
+        pixels: Callable[[Path], np.ndarray],
+        batch_size: int,
+        seed: int,
+        multiple: int,
+        group: int = 1,
+        loading: Loading | None = None,
+    ):
         """Plans the shapes.
 
         Args:
@@ -88,8 +99,8 @@ class Batches:
         """What the rows of batch `step` are, over all hosts; see `Corpus.describe`."""
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
-    def first_pictures(self, count: int) -> Iterator[Float[np.ndarray, "3 H W"]]:
-        """Up to `count` distinct pictures that can be read, in the order that training has them.
+    def first_images(self, count: int) -> Iterator[Float[np.ndarray, "3 H W"]]:
+        """Yields up to `count` distinct images that can be read, in the order of training.
 
         Raises:
             FileNotFoundError, ValueError: as those of batches.
@@ -115,8 +126,8 @@ class Batches:
         """The rows of batch `step` that are made here.
 
         Raises:
-            FileNotFoundError: a picture is missing.
-            ValueError: a picture is damaged or of another size. Both messages name file and sample.
+            FileNotFoundError: an image is missing.
+            ValueError: an image is damaged or of another size. Both messages name file and sample.
         """
         indices = self.indices(step)
         widths = self.bucket(indices)
@@ -129,24 +140,24 @@ class Batches:
     def _readable(
         self, indices: Int[np.ndarray, " b"]
     ) -> tuple[list[int], Float[np.ndarray, "r 3 H W"]]:
-        """The rows to make here, and their pictures."""
+        """The rows to make here, and their images."""
         numbers, pixels = [], []
         for place in range(len(indices))[self._loading.local]:
             # On every host the same row takes the place of one that cannot be read.
             for row in np.roll(indices, -place).tolist():
-                found = self._read(row)
-                if found is not None:
+                image = self._read(row)
+                if image is not None:
                     break
             else:
                 where = self._corpus.where(int(indices[place]))
-                raise ValueError(f"{where}: no picture of its whole batch can be read")
+                raise ValueError(f"{where}: no image of its whole batch can be read")
             numbers.append(row)
-            pixels.append(found)
+            pixels.append(image)
         return numbers, np.stack(pixels)
 
-    @user_input()  # pictures are read while training goes on
+    @user_input()  # images are read while training continues
     def _read(self, row: int) -> Float[np.ndarray, "3 H W"] | None:
-        """The pixels of a row; None if its picture cannot be read and rows may be left out."""
+        """The pixels of a row; None if its image cannot be read and rows may be left out."""
         try:
             return self._pixels(self._corpus.image(row))
         except (FileNotFoundError, ValueError) as error:
@@ -158,11 +169,11 @@ class Batches:
 
     @user_input()
     def stream(self, steps: int, state: dict[str, Any] | None = None) -> "Stream":
-        """Batches up to step `steps` - 1, made in the background a few ahead.
+        """Returns the batches up to step `steps` - 1, made in the background a few ahead.
 
         Args:
             steps: number of steps of the whole run.
-            state: `Stream.state` to go on from; by default it begins with the first batch.
+            state: `Stream.state` to resume from; by default it begins with the first batch.
 
         Returns:
             An iterator, to be closed.
@@ -175,7 +186,7 @@ class Batches:
             if state["rows"] != self.identity:
                 raise ValueError(
                     f"the run began with other samples of {self._corpus.file} than the "
-                    f"{len(self._corpus):,} that can be used now: pictures have come or gone"
+                    f"{len(self._corpus):,} that can be used now: images have come or gone"
                 )
             first = state["next_batch"]
         return Stream(self, first, steps, self._loading)
@@ -199,7 +210,7 @@ class Stream(Iterator):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `Batches.stream` goes on from, as JSON has it."""
+        """What `Batches.stream` resumes from, as JSON has it."""
         return {"next_batch": self._next, "rows": self._rows}
 
     def __next__(self) -> Batch:
@@ -226,7 +237,7 @@ class _Steps:
 
 
 def stack_targets(rows: Sequence[Row], ids: int, targets: int) -> Targets:
-    """Conversations as one batch.
+    """Stacks conversations to one batch.
 
     Args:
         rows: the conversations.
@@ -240,7 +251,7 @@ def stack_targets(rows: Sequence[Row], ids: int, targets: int) -> Targets:
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
-    """One shape for each padded width of ids: texts and targets as wide as any that may occur.
+    """Plans one shape for each padded width of ids, its texts and targets as wide as may occur.
 
     Args:
         lengths: of all rows.
@@ -257,6 +268,48 @@ def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
     last = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
     shapes = np.stack([widths, _round_up(text, multiple), targets], axis=1)[last]
     return tuple(Bucket(*shape) for shape in shapes.tolist())
+
+
+def open_batches(
+    run: Run,
+    source: Source,
+    identity: str,
+    model: ModelSource,
+    local: slice = slice(None),
+    say: Callable[[str], Any] = print,
+) -> Batches:
+    """Reads a run's training file and plans its batches; needs no weights.
+
+    Args:
+        run: settings of the run.
+        source: from `training_source`.
+        identity: hash of the training file's contents.
+        model: the frozen model's folder.
+        local: rows of each batch that this process makes.
+        say: takes the lines of the report.
+
+    Raises:
+        FileNotFoundError: the tokenizer, the file or an image is missing.
+        ValueError: bad data, or a tokenizer that cannot be used.
+    """
+    data, shape = run.data, model.config
+    limits = Limits(shape.num_image_tokens, data.context_limit, data.policy_text_limit)
+    if limits.ids < 2:
+        raise ValueError(
+            f"config.data.context_limit is {data.context_limit}, expected more than the "
+            f"{shape.num_image_tokens} visual tokens of an image"
+        )
+    cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
+    settings = model.config.family.image_settings(model.vision_folder or model.folder)
+    return Batches(
+        corpus=open_corpus(source, load_tokenizer(model.folder), limits, identity, say),
+        pixels=PixelCache(settings, shape.vision.image_size, cache_bytes),
+        batch_size=run.batch_size,
+        seed=run.seed,
+        multiple=data.length_multiple,
+        group=data.length_group,
+        loading=Loading(data.threads, data.workers, local, data.missing == "skip"),
+    )
 
 
 def _round_up(size: np.ndarray, multiple: int) -> np.ndarray:

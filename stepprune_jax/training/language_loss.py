@@ -39,37 +39,35 @@ class Targets(NamedTuple):
     supervised: Bool[np.ndarray | Array, "b k"]
 
 
-class Reading(NamedTuple):
+class ForwardOptions(NamedTuple):
     """How the frozen model is run; static.
 
     Attributes:
-        model: its configuration.
         attention: "matmul", "xla" or "cudnn".
         remat: whether the backward pass recomputes blocks.
         rows: rows at a time; 0 for all at once.
         mesh: what rows are split over.
     """
 
-    model: LlavaConfig
     attention: str = "matmul"
     remat: bool = False
     rows: int = 0
     mesh: Mesh | None = None
 
 
-def map_rows(function: Callable[[Any], Any], reading: Reading, rows: Any) -> Any:
+def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any) -> Any:
     """Applies a function of rows to a few rows at a time.
 
     Args:
         function: maps a tree of arrays [r, ...] to a tree of arrays [r, ...].
-        reading: says how many rows at a time.
-        rows: tree of arrays [b, ...]; b is a multiple of `reading.rows`.
+        options: how many rows at a time, and what they are split over.
+        rows: tree of arrays [b, ...]; b is a multiple of `options.rows`.
 
     Returns:
         The results [b, ...] in the order of the rows.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    parts = count // reading.rows if reading.rows else 1
+    parts = count // options.rows if options.rows else 1
     if parts <= 1:
         return function(rows)
 
@@ -81,21 +79,26 @@ def map_rows(function: Callable[[Any], Any], reading: Reading, rows: Any) -> Any
         return x.swapaxes(0, 1).reshape(count, *x.shape[2:])
 
     def part(rows):
-        return function(constrain_rows(reading.mesh, rows))
+        return function(constrain_rows(options.mesh, rows))
 
     return jax.tree.map(join, jax.lax.map(part, jax.tree.map(split, rows)))
 
 
 def lm_loss(
-    params: dict[str, Any], reading: Reading, tokens: Float[Array, "b n d"], targets: Targets
+    params: dict[str, Any],
+    model: LlavaConfig,
+    options: ForwardOptions,
+    tokens: Float[Array, "b n d"],
+    targets: Targets,
 ) -> Float[Array, ""]:
-    """Language-modelling loss of visual tokens at full length and original positions.
+    """Computes the language-modelling loss of visual tokens at full length and original positions.
 
     Differentiable with respect to the tokens alone.
 
     Args:
         params: the frozen model's weights.
-        reading: how it is run.
+        model: its configuration.
+        options: how it is run.
         tokens: all N gated tokens of each image, in the tower's space.
         targets: conversations and what is supervised.
 
@@ -103,51 +106,61 @@ def lm_loss(
         Cross-entropy in nats, float32, averaged over the supervised tokens of the batch.
     """
     count = jnp.maximum(jnp.sum(targets.supervised), 1)
-    return jnp.sum(_row_losses(reading, params, tokens, targets)) / count
+    return jnp.sum(_row_losses(model, options, params, tokens, targets)) / count
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row_losses(reading, params, tokens, targets):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _row_losses(model, options, params, tokens, targets):
     """Summed cross-entropy of each row, [b]."""
     return map_rows(
-        lambda rows: _read(reading, params, *rows), reading, (tokens, Targets(*targets))
+        lambda rows: _whole_rows(model, options, params, *rows),
+        options,
+        (tokens, Targets(*targets)),
     )
 
 
-def _losses_and_slopes(reading, params, tokens, targets):
+def _row_losses_fwd(model, options, params, tokens, targets):
     """The losses, and the gradient of each row's loss in its own tokens."""
 
     def part(rows):
         tokens, targets = rows
-        losses, pull = jax.vjp(lambda t: _read(reading, params, t, targets), tokens)
+        losses, pull = jax.vjp(lambda t: _whole_rows(model, options, params, t, targets), tokens)
         return losses, pull(jnp.ones_like(losses))[0]
 
-    return map_rows(part, reading, (tokens, Targets(*targets)))
+    return map_rows(part, options, (tokens, Targets(*targets)))
 
 
-def _slopes_times(reading, slopes, weight):
+def _row_losses_bwd(model, options, slopes, weight):
     """Gradient of the tokens; the frozen weights and the targets have none."""
     return None, slopes * weight[:, None, None].astype(slopes.dtype), None
 
 
-_row_losses.defvjp(_losses_and_slopes, _slopes_times)
+_row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 
 
-def _read(reading: Reading, params, tokens, targets: Targets) -> Float[Array, " b"]:
-    """Runs projector and language model over whole rows; summed cross-entropy of each."""
+def _whole_rows(
+    model: LlavaConfig, options: ForwardOptions, params, tokens, targets: Targets
+) -> Float[Array, " b"]:
+    """`row_losses` of rows that have all N tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
-    return row_losses(params, reading, Pruned(index, tokens, index >= 0, index[:, 0] + n), targets)
+    pruned = Pruned(index, tokens, index >= 0, index[:, 0] + n)
+    return row_losses(params, model, options, pruned, targets)
 
 
 def row_losses(
-    params: dict[str, Any], reading: Reading, kept: Pruned, targets: Targets
+    params: dict[str, Any],
+    model: LlavaConfig,
+    options: ForwardOptions,
+    kept: Pruned,
+    targets: Targets,
 ) -> Float[Array, " b"]:
-    """Cross-entropy of conversations of which the model sees some visual tokens alone.
+    """Computes the cross-entropy of conversations of which the model sees some visual tokens only.
 
     Args:
         params: the frozen model's weights.
-        reading: how it is run; all rows at once.
+        model: its configuration.
+        options: how it is run; all rows at once.
         kept: visual tokens of each row, in the tower's space; read at their original positions.
         targets: conversations and what is supervised. `place` is counted as if as many visual
             tokens were there as `kept` has room for.
@@ -155,25 +168,35 @@ def row_losses(
     Returns:
         In nats, float32, summed over each row's supervised tokens.
     """
-    config, k = reading.model, kept.tokens.shape[1]
-    grid = jnp.broadcast_to(jnp.array(config.grid, jnp.int32), (len(kept.index), 2))
-    tokens = vlm.project(params, config, kept.tokens)
+    k = kept.tokens.shape[1]
+    grid = jnp.broadcast_to(jnp.array(model.grid, jnp.int32), (len(kept.index), 2))
+    tokens = vlm.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, grid)
     sequence = vlm.assemble(
-        params, config, targets.ids, targets.length,
+        params,
+        model,
+        targets.ids,
+        targets.length,
         jax.tree.map(lambda part: part[:, None], visual),
         capacity=targets.ids.shape[1] - 1 + k,
-    )  # fmt: skip
-    embeddings = constrain_rows(reading.mesh, sequence.hidden)
+    )
+    embeddings = constrain_rows(options.mesh, sequence.hidden)
     valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
     hidden = vlm.run_layers(
-        params, config, embeddings, sequence.position, valid, 0, config.text.num_layers,
-        attention=reading.attention, remat=reading.remat,
-    ).hidden  # fmt: skip
+        params,
+        model,
+        embeddings,
+        sequence.position,
+        valid,
+        0,
+        model.text.num_layers,
+        attention=options.attention,
+        remat=options.remat,
+    ).hidden
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
     place = jnp.maximum(targets.place - (k - kept.count)[:, None], 0)
     hidden = jnp.take_along_axis(hidden, place[..., None], axis=1)
-    log_prob = jax.nn.log_softmax(vlm.logits(params, config, hidden), axis=-1)
-    found = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
-    return -jnp.sum(jnp.where(targets.supervised, found, 0), axis=1)
+    log_prob = jax.nn.log_softmax(vlm.logits(params, model, hidden), axis=-1)
+    target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)

@@ -1,7 +1,9 @@
-"""What an update of a run takes: compiled and counted from shapes alone."""
+"""What a run would take, compiled and counted from shapes: `train.py --dry_run`."""
 
 import collections
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,15 +11,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
-from stepprune_jax.parallel.accelerators import Accelerator
+from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.compiling import Usage, usage
-from stepprune_jax.parallel.sharding import BATCH_RULES, VLM_RULES, shardings
+from stepprune_jax.parallel.placement import row_count
+from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import step
-from stepprune_jax.training.batches import Batches, Bucket
+from stepprune_jax.training.batches import Batches, Bucket, open_batches
 from stepprune_jax.training.language_loss import Targets
+from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
+from stepprune_jax.user_input import user_input
 
 # Batches, evenly spaced over the run, whose widths stand for those of all.
 _SAMPLED = 512
@@ -43,90 +52,81 @@ class Plan(NamedTuple):
     widths: dict[Bucket, int]
 
     def hours(self, steps: int, device: Accelerator, utilisation: float) -> float:
-        """Hours for so many updates at a share of the devices' peak."""
+        """Returns the hours of so many updates at a share of the devices' peak."""
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
-def make_plan(
-    batches: Batches, setup: step.Setup, mesh: Mesh | None, dtype: Any, rows: int
-) -> Plan:
+def make_plan(batches: Batches, setup: step.Setup, dtype: Any, rows: int) -> Plan:
     """Compiles the widest update, and counts the operations of each.
 
     Args:
         batches: the data.
-        setup: the static part of the step.
-        mesh: devices; None for the default one.
-        dtype: of the frozen weights.
-        rows: of a batch.
-
-    Returns:
-        The plan.
+        setup: the static part of the update.
+        dtype: dtype of the frozen weights.
+        rows: rows of a batch.
     """
     apart = max(1, setup.steps // _SAMPLED)
     widths = collections.Counter(
         batches.bucket(batches.indices(number)) for number in range(0, setup.steps, apart)
     )
     widest = batches.buckets[-1]
-    traced = {
-        bucket: trace_update(setup, mesh, dtype, rows, bucket) for bucket in {*widths, widest}
-    }
+    traced = {bucket: trace_update(setup, dtype, rows, bucket) for bucket in {*widths, widest}}
     held = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(abstract_weights(setup, mesh, dtype))
+        for leaf in jax.tree.leaves(abstract_weights(setup, dtype))
     )
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
     memory = planned_memory(traced[widest])
+    mesh = setup.forward.mesh
     return Plan(mesh.size if mesh else 1, held, memory, flops / widths.total(), dict(widths))
 
 
 def planned_memory(traced: Any) -> Usage:
-    """Compiles what `trace_update` returned; its memory on each device."""
+    """Compiles what `trace_update` returned; returns its memory on each device."""
     on_cpu = jax.default_backend() == "cpu"
     return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
 
 
-def trace_update(
-    setup: step.Setup, mesh: Mesh | None, dtype: Any, rows: int, bucket: Bucket
-) -> Any:
+def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> Any:
     """Traces an update of abstract weights, state and batch, placed as a run has them.
 
     Args:
-        setup: the static part of the step.
-        mesh: devices; None for the default one.
-        dtype: of the frozen weights.
-        rows: of the batch.
+        setup: the static part of the update.
+        dtype: dtype of the frozen weights.
+        rows: rows of the batch.
         bucket: its widths.
 
     Returns:
         What `jax.jit(...).trace` returns: it has a `jaxpr`, and `lower`.
     """
+    mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
     stats = jax.eval_shape(lambda: FeatureStats.start(setup.model.vision.hidden_size))
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
     batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    weights = abstract_weights(setup, mesh, dtype)
-    return step.update.trace(weights, state, stats, batch, key, number, setup=setup, mesh=mesh)
+    weights = abstract_weights(setup, dtype)
+    return step.update.trace(weights, state, stats, batch, key, number, setup=setup)
 
 
 def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
-    """Shapes of a batch of these widths, as `Batches` makes them."""
+    """Returns the shapes of a batch of these widths, as `Batches` makes them."""
 
     def ints(*shape: int, dtype: Any = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     side, targets = setup.model.vision.image_size, ints(bucket.targets)
     supervised = ints(bucket.targets, dtype=jnp.bool_)
-    return step.Batch(
-        ints(3, side, side, dtype=jnp.float32), ints(bucket.text), ints(),
-        Targets(ints(bucket.ids), ints(), targets, targets, supervised),
-    )  # fmt: skip
+    conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised)
+    pixels = ints(3, side, side, dtype=jnp.float32)
+    return step.Batch(pixels, ints(bucket.text), ints(), conversations)
 
 
-def abstract_weights(setup: step.Setup, mesh: Mesh | None, dtype: Any) -> Any:
-    """Shapes of the frozen weights, placed as a run has them."""
-    return _placed(vlm.abstract_params(setup.model, dtype), mesh, VLM_RULES)
+def abstract_weights(setup: step.Setup, dtype: Any) -> Any:
+    """Returns the shapes of the frozen weights, placed as a run has them."""
+    weights, rules = vlm.abstract_params(setup.model, dtype), setup.model.family.SHARDING_RULES
+    return _placed(weights, setup.forward.mesh, rules)
 
 
 def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
@@ -138,4 +138,105 @@ def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
         where = shardings(tree, rules, mesh)
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree, where
+    )
+
+
+def use_virtual_devices(run: Run) -> None:
+    """Makes as many CPU devices as the configuration plans for; before jax starts.
+
+    Where jax sees accelerators, those are used and these are not.
+
+    Args:
+        run: settings of the run.
+
+    Raises:
+        ValueError: the group `accelerator` is missing.
+    """
+    jax.config.update("jax_num_cpu_devices", _planned_for(run).count)
+
+
+def _planned_for(run: Run) -> AcceleratorSettings:
+    if run.accelerator is None:
+        raise ValueError("config.accelerator is missing")
+    return run.accelerator
+
+
+def dry_run(run: Run, workdir: str | Path) -> Plan:
+    """Checks configuration and data, compiles the update from abstract weights, and prints.
+
+    Neither weights nor accelerators are needed: of the model's folder only its configuration, its
+    tokenizer and its image processor are read. Nothing is written but the shapes world and the
+    counts of tokens, which the run then finds.
+
+    Args:
+        run: settings of the run.
+        workdir: folder of the run.
+
+    Returns:
+        What was printed.
+
+    Raises:
+        FileNotFoundError: model or data is missing.
+        ValueError: a bad configuration or bad data, or too few devices.
+    """
+    with user_input():
+        mesh = make_mesh(run, _devices(run))
+        source = inspect_folder(*model_folders(run))
+        setup = make_setup(run, source.config, mesh)
+        data = training_source(run, Path(workdir).expanduser().resolve())
+        batches = open_batches(run, data, file_identity(data.file), source)
+    plan = make_plan(batches, setup, model_dtype(run), run.batch_size)
+    for line in _report(plan, run, setup):
+        print(line, flush=True)
+    return plan
+
+
+def _devices(run: Run) -> list[Any]:
+    """The accelerators that there are, else as many CPU devices as are planned for."""
+    devices, count = jax.devices(), _planned_for(run).count
+    if jax.default_backend() != "cpu":
+        return devices
+    if len(devices) < count:
+        raise ValueError(
+            f"config.accelerator.count is {count}, jax has {len(devices)} CPU devices: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+    return devices[:count]
+
+
+def _report(plan: Plan, run: Run, setup: step.Setup) -> Iterator[str]:
+    """The plan in lines."""
+    name, utilisation = run.accelerator.name, run.accelerator.utilisation
+    device, mesh = ACCELERATORS[name], setup.forward.mesh
+    parts = row_count(mesh)
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
+    backend = jax.default_backend()
+    kind = "virtual CPU" if backend == "cpu" else backend
+    yield f"mesh        {sizes}: {plan.devices} {kind} device(s)"
+    rows = setup.forward.rows or run.batch_size
+    yield (
+        f"batch       {run.batch_size} rows an update, {run.batch_size // parts} on each "
+        f"device; the frozen model takes {rows // parts} of them at a time"
+    )
+    use, gib = plan.memory, 2**30
+    others = use.arguments - plan.weights + use.outputs
+    yield (
+        f"memory      {use.total / gib:.2f} GiB on each device, as XLA's {backend.upper()} "
+        f"compiler plans the widest update: frozen weights {plan.weights / gib:.2f}, state and "
+        f"batch {others / gib:.2f}, temporary {use.temporary / gib:.2f}"
+    )
+    verdict = "fits" if use.total <= device.memory else "DOES NOT FIT"
+    yield (
+        f"            {name}: {device.memory / gib:.1f} GiB, {verdict} "
+        f"({use.total / device.memory:.0%})"
+    )
+    total = sum(plan.widths.values())
+    shares = ", ".join(
+        f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())
+    )
+    yield f"operations  {plan.flops:.3g} FLOPs an update on all devices, the mean over {shares}"
+    yield (
+        f"time        {plan.hours(run.steps, device, utilisation):.3g} hours for {run.steps} "
+        f"updates on {plan.devices} {name}, if they reach {utilisation:.0%} of "
+        f"{device.flops / 1e12:.0f} TFLOP/s in bfloat16 (assumed: config.accelerator.utilisation)"
     )

@@ -1,4 +1,4 @@
-"""The training loop, from a configuration to a trained selector's file."""
+"""The training loop, from the settings of a run to a trained selector's file."""
 
 import itertools
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jaxtyping import Array, UInt32
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
@@ -14,85 +14,99 @@ from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
 from stepprune_jax.data.source import training_source
-from stepprune_jax.evaluation.split import Split
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training import memory, nonfinite, settings, step
-from stepprune_jax.training.batches import Batches, Stream
-from stepprune_jax.training.boards import check_boards
-from stepprune_jax.training.checkpoints import (
-    POLICY_FILE,
-    Checkpoints,
-    Saved,
-    claim,
-)
-from stepprune_jax.training.data import open_batches
-from stepprune_jax.training.interrupt import Interrupt
+from stepprune_jax.training import step
+from stepprune_jax.training.batches import Batches, Stream, open_batches
+from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
+from stepprune_jax.training.hooks import Hooks
+from stepprune_jax.training.settings import Run, make_mesh, make_setup
 from stepprune_jax.training.validation import Validation, read_questions
-from stepprune_jax.training.watch import Watch
 from stepprune_jax.user_input import user_input
+from stepprune_jax.workdir.checkpoints import POLICY_FILE, Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.metrics import check_boards
 
 
-class _Run(NamedTuple):
+class Saved(NamedTuple):
+    """The arrays of a training checkpoint; the frozen weights are not among them.
+
+    Attributes:
+        state: weights, moments and counters.
+        stats: statistics of the tower's features.
+        key: data of the random key that those of all updates come from.
+    """
+
+    state: step.State
+    stats: FeatureStats
+    key: UInt32[Array, "words"]
+
+
+class _Loop(NamedTuple):
     """What the loop needs."""
 
+    run: Run
+    workdir: Path
     model: VLM
     setup: step.Setup
-    mesh: Mesh | None
     batches: Batches
     validation: Validation | None
+    checkpoints: Checkpoints
+    interrupt: Interrupt
 
 
-def train(config: Any, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
-    """Trains a selector on a frozen model, or goes on where an interrupted run stopped.
+def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
+    """Trains a selector on a frozen model, or resumes an interrupted run.
 
     Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
-    `policy.safetensors`; if asked for, `validation.jsonl`, `overlays/` and `profile/`. The
-    continuation of a run gives the numbers that the whole run would have given, bit for bit. On
-    Ctrl-C or SIGTERM it saves and returns. Of several processes (`parallel.distributed`) all
-    have to call it, with a folder that all of them see.
+    `policy.safetensors`; if asked for, `validation.jsonl`, `overlays/` and `profile/`. A run that
+    is resumed gives the numbers that the whole run would have given, bit for bit. On Ctrl-C or
+    SIGTERM it saves and returns. Of several processes (`parallel.distributed`) all have to call it,
+    with a folder that all of them see.
 
     Args:
-        config: see `configs/shapes.py`.
+        run: settings of the run, from `read_run`.
         workdir: folder of the run; one run each.
         window: first and last update to profile, counted from 1.
 
     Raises:
-        FileNotFoundError: model, data or a picture is missing.
+        FileNotFoundError: model, data or an image is missing.
         ValueError: a bad configuration, bad data, or the folder of another run; too little memory;
             or too many updates in a row without a finite loss and gradient.
     """
     workdir = Path(workdir).expanduser().resolve()
     with user_input():
-        settings.check_config(config)
-        mesh = settings.make_mesh(config)
-        check_boards(config)
-        source = inspect_folder(*model_folders(config))
-        setup = settings.make_setup(config, source.config, mesh)
-        data = distributed.main_first(lambda: training_source(config, workdir))
-        questions = read_questions(config, setup, workdir)
+        mesh = make_mesh(run)
+        check_boards(run.tensorboard, run.wandb)
+        source = inspect_folder(*model_folders(run))
+        setup = make_setup(run, source.config, mesh)
+        data = distributed.main_first(lambda: training_source(run, workdir))
+        questions = read_questions(run, setup, workdir)
         identities = model_identity(source), file_identity(data.file)
-        about = distributed.main_first(lambda: claim(workdir, config, *identities))
+        about = distributed.main_first(lambda: claim(workdir, run, *identities))
     about |= {"selector": config_metadata(setup.selector)}
     with Interrupt() as interrupt:
-        checkpoints = Checkpoints(workdir, config.keep_checkpoints)
+        checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            if checkpoints.latest == config.steps and (workdir / POLICY_FILE).is_file():
-                distributed.say(
-                    f"{workdir} has finished its {config.steps} steps: see {POLICY_FILE}"
-                )
+            if checkpoints.latest == run.steps and (workdir / POLICY_FILE).is_file():
+                distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
-                rows = local_rows(mesh, config.batch_size)
-                batches = open_batches(config, data, identities[1], source, rows, distributed.say)
+                rows = local_rows(mesh, run.batch_size)
+                batches = open_batches(run, data, identities[1], source, rows, distributed.say)
                 distributed.require_same(batches.identity, "the samples that can be trained on")
             if _stopped(interrupt):
                 return
-            with memory.advice(config):
+            with memory_advice(run):
                 with user_input():
-                    run = _prepare(config, workdir, batches, setup, mesh, questions)
-                _loop(config, workdir, run, checkpoints, interrupt, about, window)
+                    model = _load_model(run, batches, setup)
+                    validation = None
+                    if questions is not None:
+                        validation = Validation(run, model, questions, workdir)
+                if _stopped(interrupt):
+                    return
+                parts = (run, workdir, model, setup, batches, validation, checkpoints, interrupt)
+                _loop(_Loop(*parts), about, window)
         finally:
             checkpoints.close()
 
@@ -105,98 +119,84 @@ def _stopped(interrupt: Interrupt) -> bool:
     return stopped
 
 
-def _prepare(
-    config: Any, workdir: Path, batches: Batches, setup: step.Setup, mesh: Mesh | None,
-    questions: Split | None,
-) -> _Run:  # fmt: skip
-    """Loads the model, once the data are known to be good."""
-    name, vision = model_folders(config)
-    model = load_vlm(
-        name, mesh, model_dtype(config), vision_folder=vision,
-        progress=distributed.is_main(),
-    )  # fmt: skip
+def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
+    """Loads the frozen model, once the data are known to be good."""
+    folder, vision_folder = model_folders(run)
+    mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
+    model = load_vlm(folder, mesh, dtype, vision_folder=vision_folder, progress=progress)
     distributed.say(
-        f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {config.steps} steps "
-        f"of {config.batch_size} on {jax.device_count() if mesh else 1} "
+        f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {run.steps} steps "
+        f"of {run.batch_size} on {jax.device_count() if mesh else 1} "
         f"{jax.default_backend()} device(s)"
     )
-    validation = None
-    if questions is not None:
-        validation = Validation(config, model, questions, workdir)
-    return _Run(model, setup, mesh, batches, validation)
+    return model
 
 
-def _begin(run: _Run, config: Any, checkpoints: Checkpoints) -> tuple[int, Saved, Stream]:
+def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
     """What to start from, the latest checkpoint or a new state, and the batches from there on."""
-    seed = jax.random.key(config.seed)
+    run, model, setup = loop.run, loop.model, loop.setup
+    seed = jax.random.key(run.seed)
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
-    state = jax.jit(step.init_state, static_argnums=1)(init_key, run.setup)
-    stats = FeatureStats.start(run.setup.model.vision.hidden_size)
-    fresh = replicate_like(run.model.params, Saved(state, stats, jax.random.key_data(key)))
-    if checkpoints.latest is not None:
-        done, saved, about = checkpoints.restore(fresh)
+    state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
+    stats = FeatureStats.start(setup.model.vision.hidden_size)
+    fresh = replicate_like(model.params, Saved(state, stats, jax.random.key_data(key)))
+    if loop.checkpoints.latest is not None:
+        done, saved, about = loop.checkpoints.restore(fresh)
         distributed.say(f"Resuming after step {done}")
-        return done, saved, run.batches.stream(config.steps, about["batches"])
-    fresh = fresh._replace(stats=_statistics(run, config, fresh.stats))
-    return 0, fresh, run.batches.stream(config.steps)
+        return done, saved, loop.batches.stream(run.steps, about["batches"])
+    fresh = fresh._replace(stats=_statistics(loop, fresh.stats))
+    return 0, fresh, loop.batches.stream(run.steps)
 
 
-def _statistics(run: _Run, config: Any, stats: FeatureStats) -> FeatureStats:
-    """Feature statistics over the pictures of the first steps."""
-    pictures, size = run.batches.first_pictures(config.data.stats_images), config.batch_size
-    while part := list(itertools.islice(pictures, size)):
+def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:
+    """Feature statistics over the images of the first steps."""
+    setup, size = loop.setup, loop.run.batch_size
+    images = loop.batches.first_images(loop.run.data.stats_images)
+    while part := list(itertools.islice(images, size)):
         real = np.arange(size) < len(part)
         part += part[:1] * (size - len(part))
-        pixels, real = place_rows(run.mesh, (np.stack(part), real))
-        stats = step.gather_stats(
-            run.model.params, stats, pixels, real, setup=run.setup, mesh=run.mesh
-        )
+        pixels, real = place_rows(setup.forward.mesh, (np.stack(part), real))
+        stats = step.gather_stats(loop.model.params, stats, pixels, real, setup=setup)
     return stats
 
 
-def _loop(
-    config: Any, workdir: Path, run: _Run, checkpoints: Checkpoints, interrupt: Interrupt,
-    about: dict[str, Any], window: tuple[int, int] | None,
-):  # fmt: skip
+def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     """Updates until the end or an interruption."""
-    if _stopped(interrupt):
-        return
-    done, (state, stats, key_data), stream = _begin(run, config, checkpoints)
-    watch = Watch(config, workdir, done, run.validation, window)
+    run, workdir, setup = loop.run, loop.workdir, loop.setup
+    done, (state, stats, key_data), stream = _begin(loop)
+    hooks = Hooks(run, workdir, done, loop.validation, window)
     key = jax.random.wrap_key_data(key_data)
-    guard = nonfinite.Guard(workdir / nonfinite.FILE, run.batches, config.max_skipped)
+    guard = Guard(workdir / NONFINITE_FILE, loop.batches, run.max_skipped)
 
     def policy() -> Policy:
-        return Policy(state.params, run.setup.selector, stats)
+        return Policy(state.params, setup.selector, stats)
 
     try:
         for batch in stream:
-            batch = place_rows(run.mesh, batch, config.batch_size)
-            watch.before(done + 1)
+            batch = place_rows(setup.forward.mesh, batch, run.batch_size)
+            hooks.before(done + 1)
             state, scalars = step.update(
-                run.model.params, state, stats, batch, key, np.int32(done),
-                setup=run.setup, mesh=run.mesh,
-            )  # fmt: skip
+                loop.model.params, state, stats, batch, key, np.int32(done), setup=setup
+            )
             done += 1
-            last = done == config.steps or distributed.any_process(interrupt.requested)
+            last = done == run.steps or distributed.any_process(loop.interrupt.requested)
             last |= guard.add(done, scalars["skipped_in_row"], last)
-            # Before the state is saved: a run goes on behind what it has written of itself.
-            watch.after(done, scalars, policy)
-            if done % config.checkpoint_every == 0 or last:
-                checkpoints.save(
-                    done, Saved(state, stats, key_data), about | {"batches": stream.state}
-                )
+            # Before the state is saved: a run is resumed behind what it has written of itself.
+            hooks.after(done, scalars, policy)
+            if done % run.checkpoint_every == 0 or last:
+                extra = about | {"batches": stream.state}
+                loop.checkpoints.save(done, Saved(state, stats, key_data), extra)
             if last:
                 break
     finally:
         stream.close()
-        watch.close()
+        hooks.close()
     if guard.problem:
         with user_input():
             raise ValueError(guard.problem)
-    if done < config.steps:
+    if done < run.steps:
         distributed.say(
-            f"Stopped after step {done} of {config.steps}; the same command goes on from there"
+            f"Stopped after step {done} of {run.steps}; the same command resumes from there"
         )
     elif distributed.is_main():
         path = save_policy(policy(), workdir / POLICY_FILE)

@@ -1,7 +1,7 @@
-"""What can be trained: StepPrune and its one-shot rival, behind the same three functions."""
+"""The selectors that can be trained, StepPrune and a one-shot baseline, behind one interface."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +9,16 @@ from jaxtyping import Array, Bool, Float
 
 from stepprune_jax import policy
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 from stepprune_jax.user_input import nearest
 
 Selector = PolicyConfig | AutoSelectConfig
+
+# Groups of gradients, by the names that they have in checkpoints: whether they are the stop's.
+ORDER, STOP = "False", "True"
 
 # Method to its configuration class and the group of the configuration that describes it.
 METHODS = {
@@ -51,25 +55,21 @@ class Progress(NamedTuple):
     running_count: Float[Array, ""]
 
 
-def build(config: Any, model: LlavaConfig) -> Selector:
-    """The configuration of the selector to be trained, its widths taken from the model.
+def build(method: str, fields: Mapping[str, Any], model: LlavaConfig) -> Selector:
+    """Builds the configuration of the selector to be trained, its widths taken from the model.
 
     Args:
-        config: the run's `ConfigDict`; `method` names the group that is read.
+        method: of `METHODS`.
+        fields: the group of the run's configuration that describes it.
         model: the frozen model.
 
     Returns:
         A `PolicyConfig` or an `AutoSelectConfig`.
 
     Raises:
-        ValueError: an unknown method, an unknown field, or a value that the class refuses.
+        ValueError: an unknown field, or a value that the class refuses.
     """
-    if config.method not in METHODS:
-        raise ValueError(
-            f"config.method is {config.method!r}, expected one of {', '.join(METHODS)}"
-        )
-    kind, group = METHODS[config.method]
-    fields = config[group].to_dict()
+    kind, group = METHODS[method]
     known = {field.name for field in dataclasses.fields(kind)} - {"feature_width", "text_width"}
     unknown = sorted(set(fields) - known)
     if unknown:
@@ -78,11 +78,36 @@ def build(config: Any, model: LlavaConfig) -> Selector:
             f"{', '.join(sorted(known))} (the widths of features and text are the model's)."
             f"{nearest(unknown[0], known)}"
         )
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    budgets = fields.get("random_budget", (0, 1))
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    budgets = values.get("random_budget", (0, 1))
     if len(budgets) != 2 or not all(isinstance(share, float | int) for share in budgets):
         raise ValueError(f"config.{group}.random_budget is {budgets!r}, expected two shares")
-    return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **fields)
+    return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **values)
+
+
+def gradient_groups(selector: Selector) -> tuple[str, ...]:
+    """Returns the groups of weights whose gradients are clipped apart from each other.
+
+    A hazard's gradients reach no weight but its own, and their size is not to change the others.
+    """
+    apart = isinstance(selector, PolicyConfig) and selector.stop == "hazard"
+    return (ORDER, STOP) if apart else (ORDER,)
+
+
+def label_gradients(selector: Selector, params: Any) -> Any:
+    """Labels each weight with its group of `gradient_groups`."""
+    apart = STOP in gradient_groups(selector)
+    return jax.tree.map(lambda own: STOP if own and apart else ORDER, stop_weights(params))
+
+
+def stop_weights(params: Any) -> Any:
+    """Marks the weights of the stop itself: the stop slot, and a hazard's layer."""
+
+    def named(path, _):
+        name = path_name(path)
+        return "stop" in name or "hazard" in name
+
+    return jax.tree_util.tree_map_with_path(named, params)
 
 
 def init(key: Array, selector: Selector) -> dict[str, Any]:
@@ -101,7 +126,7 @@ def train_loss(
     progress: Progress,
     stats: FeatureStats,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """The loss of one batch.
+    """Computes the loss of one batch.
 
     Args:
         params: the selector's weights; differentiate with respect to these alone.
@@ -122,11 +147,8 @@ def train_loss(
         loss, gated = policy.train_loss(
             *arguments, **options, running_count=progress.running_count, progress=progress.share
         )
-        found = {"metrics": policy.policy_metrics(gated), "running_count": gated.running_count}
+        metrics, running_count = policy.policy_metrics(gated), gated.running_count
     else:
         loss, gated = autoselect.train_loss(*arguments, **options, progress=progress.share)
-        found = {
-            "metrics": autoselect.metrics(gated),
-            "running_count": progress.running_count,
-        }
-    return loss, jax.lax.stop_gradient(found)
+        metrics, running_count = autoselect.metrics(gated), progress.running_count
+    return loss, jax.lax.stop_gradient({"metrics": metrics, "running_count": running_count})

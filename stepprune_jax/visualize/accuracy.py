@@ -1,4 +1,4 @@
-"""How much of the answers is left: against the number of tokens, and family by family."""
+"""Retention against the number of tokens kept, and accuracy by question family."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+from stepprune_jax.evaluation.report import Report
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import (
     ALL,
     DEFAULT,
-    Study,
     all_tokens,
     families,
     rows_of,
@@ -22,42 +22,49 @@ from stepprune_jax.visualize.excerpts import (
 OWN_STOP = f"{DEFAULT}, own stop"
 
 
-def draw_accuracy(path: str | Path, study: Study) -> Path:
+def draw_accuracy(path: str | Path, report: Report) -> Path:
     """Draws retention against kept tokens, for every method of the table.
 
     Exact counts are solid lines, adaptive ones dashed with hollow markers; names stand at the ends
     of the lines.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
-    palette = style.colours([row["method"] for row in study.table])
+    palette = style.colours([row["method"] for row in report.table])
     with style.canvas(7, 4.3) as figure:
         axes = figure.add_axes((0.085, 0.15, 0.67, 0.79))
         axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.plot(study.num_tokens, 100, "o", color=palette[ALL], clip_on=False)
+        axes.plot(report.num_tokens, 100, "o", color=palette[ALL], clip_on=False)
         ends = []
-        for method in dict.fromkeys(row["method"] for row in study.table):
+        for method in dict.fromkeys(row["method"] for row in report.table):
             if method != ALL:
-                ends.append(_draw_method(axes, study, method, palette[method]))
-        _scale(axes, study)
+                ends.append(_draw_method(axes, report, method, palette[method]))
+        _scale(axes, report)
         _name_lines(axes, [end for end in ends if end])
         axes.set_ylabel("retention: accuracy, % of all tokens")
         handles = [
             Line2D([], [], color=style.SOFT, marker="o", label="exact: K tokens of every image"),
-            Line2D([], [], color=style.SOFT, marker="o", markerfacecolor="white", linestyle="--",
-                   label="adaptive: K tokens on average"),
-        ]  # fmt: skip
+            Line2D(
+                [],
+                [],
+                color=style.SOFT,
+                marker="o",
+                markerfacecolor="white",
+                linestyle="--",
+                label="adaptive: K tokens on average",
+            ),
+        ]
         axes.legend(handles=handles, loc="lower left", handlelength=2.6)
         return style.save(figure, path)
 
 
 def _draw_method(
-    axes: Axes, study: Study, method: str, colour: str
+    axes: Axes, report: Report, method: str, colour: str
 ) -> tuple[float, float, str, str] | None:
     """Draws a method's lines; returns where they end, its name and its colour."""
     main = method in style.COLOURS
@@ -68,7 +75,7 @@ def _draw_method(
         ("adaptive", {"linestyle": "--", "markerfacecolor": "white"}),
         ("exact", {"linestyle": "-"}),
     ):
-        rows = [r for r in rows_of(study, method, mode) if _has_place(r)]
+        rows = [r for r in rows_of(report, method, mode) if _has_place(r)]
         if rows:
             x, y = [r["mean_k"] for r in rows], [r["retention"] for r in rows]
             marker = "o" if main else "."
@@ -84,16 +91,16 @@ def _has_place(row: dict[str, Any]) -> bool:
     return row["retention"] is not None and row["mean_k"] > 0
 
 
-def _scale(axes: Axes, study: Study) -> None:
+def _scale(axes: Axes, report: Report) -> None:
     """A logarithmic axis from all tokens down, marked at the budgets."""
-    budgets = sorted({round(r["mean_k"]) for r in study.table if r["mode"] == "exact"})
-    least = min([r["mean_k"] for r in study.table if _has_place(r)], default=1)
+    budgets = sorted({round(r["mean_k"]) for r in report.table if r["mode"] == "exact"})
+    least = min([r["mean_k"] for r in report.table if _has_place(r)], default=1)
     axes.set_xscale("log")
-    axes.set_xlim(study.num_tokens * 1.08, least * 0.92)
+    axes.set_xlim(report.num_tokens * 1.08, least * 0.92)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     names = [
-        f"{k}\nall" if k == study.num_tokens else f"{k}\n{100 * (1 - k / study.num_tokens):.1f} %"
+        f"{k}\nall" if k == report.num_tokens else f"{k}\n{100 * (1 - k / report.num_tokens):.1f} %"
         for k in budgets
     ]
     axes.xaxis.set_major_formatter(FixedFormatter(names))
@@ -108,29 +115,41 @@ def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     edge = axes.get_xlim()[1]
     for (x, y, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
-            name, (x, y), xytext=(edge * 0.93, place), color=colour, va="center", fontsize=8.5,
-            weight="bold" if name == DEFAULT else "normal", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6,
-                        "shrinkA": 1, "shrinkB": 4},
-        )  # fmt: skip
+            name,
+            (x, y),
+            xytext=(edge * 0.93, place),
+            color=colour,
+            va="center",
+            fontsize=8.5,
+            weight="bold" if name == DEFAULT else "normal",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.5,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+            },
+        )
 
 
-def draw_families(path: str | Path, study: Study) -> Path:
+def draw_families(path: str | Path, report: Report) -> Path:
     """Draws the accuracy of each question family at the tightest budget, one line a family.
 
     All tokens; the default policy, adaptive and exact; and the best other method. Bars are
     standard errors.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
-    palette = style.colours([row["method"] for row in study.table])
-    kinds = families(study)
-    shown = [all_tokens(study), *tightest(study)]
+    palette = style.colours([row["method"] for row in report.table])
+    kinds = families(report)
+    shown = [all_tokens(report), *tightest(report)]
     with style.canvas(7, 1.25 + 0.36 * len(kinds)) as figure:
         axes = figure.add_subplot()
         offsets = np.linspace(0.24, -0.24, len(shown))
@@ -143,10 +162,16 @@ def draw_families(path: str | Path, study: Study) -> Path:
             if name != ALL:
                 name += f", {record.mode}, {record.count.mean():.0f} tokens"
             axes.errorbar(
-                share, np.arange(len(kinds))[::-1] + offset, xerr=error, label=name,
-                fmt="D" if record.method == ALL else "o", color=palette[record.method],
-                markerfacecolor="white" if adaptive else None, elinewidth=0.9, capsize=0,
-            )  # fmt: skip
+                share,
+                np.arange(len(kinds))[::-1] + offset,
+                xerr=error,
+                label=name,
+                fmt="D" if record.method == ALL else "o",
+                color=palette[record.method],
+                markerfacecolor="white" if adaptive else None,
+                elinewidth=0.9,
+                capsize=0,
+            )
         numbers = [int(members.sum()) for members in kinds.values()]
         names = [f"{kind} ({n})" for kind, n in zip(kinds, numbers, strict=True)]
         axes.set_yticks(np.arange(len(kinds))[::-1], names)

@@ -1,4 +1,4 @@
-"""The selection as it happens: a patch a frame, then the answer."""
+"""The selection step by step: one patch a frame, then the answer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.visualize.excerpts import Study, default_record
+from stepprune_jax.evaluation.report import Report
+from stepprune_jax.visualize.excerpts import default_record
 from stepprune_jax.visualize.overlays import choose_spread, tick_colour, wrap_pixels
 from stepprune_jax.visualize.patches import draw_panel, font, patch_box
 from stepprune_jax.visualize.style import INK, SOFT
@@ -17,30 +18,30 @@ _STEP_MS, _FIRST_MS, _LAST_MS = 130, 900, 3500
 
 def draw_selection(
     path: str | Path,
-    study: Study,
+    report: Report,
     shares: Sequence[float] = (0.05, 0.5, 0.95),
     most_bytes: int = 400_000,
 ) -> Path:
     """Animates the default policy on a few questions side by side.
 
     Args:
-      path: The GIF to write.
-      study: A checked study.
-      shares: A question is chosen around each of these quantiles of K.
-      most_bytes: Colours are dropped until the file is this small, down to 16 of them.
+        path: the GIF to write.
+        report: a checked report.
+        shares: a question is chosen around each of these quantiles of K.
+        most_bytes: colours are dropped until the file is this small, down to 16 of them.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
-    record = default_record(study)
-    chosen = [i for members in choose_spread(study, record.count, shares) for i in members]
+    record = default_record(report)
+    chosen = [i for members in choose_spread(report, record.count, shares) for i in members]
     longest = max(int(record.count[i]) for i in chosen)
-    frames = [_frame(study, record, chosen, step) for step in range(longest + 1)]
-    frames.append(_frame(study, record, chosen, longest + 1))
+    frames = [_frame(report, record, chosen, step) for step in range(longest + 1)]
+    frames.append(_frame(report, record, chosen, longest + 1))
     duration = [_FIRST_MS, *[_STEP_MS] * longest, _LAST_MS]
     path, colours = Path(path), 255
     while True:
@@ -59,41 +60,46 @@ def _write(path: Path, frames: Sequence[Image.Image], duration: list[int], colou
     palette = sheet.quantize(colours, method=Image.Quantize.FASTOCTREE)
     flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     flat[0].save(
-        path, format="GIF", save_all=True, append_images=flat[1:], duration=duration, loop=0,
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=flat[1:],
+        duration=duration,
+        loop=0,
         optimize=True,
-    )  # fmt: skip
+    )
 
 
-def _frame(study: Study, record: Records, chosen: Sequence[int], step: int) -> Image.Image:
+def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) -> Image.Image:
     """All panels after `step` choices; one step after the last, with the answers."""
     size = (len(chosen) * (_SIDE + _GAP) + _GAP, _HEAD + _SIDE + _FOOT)
     frame = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(frame)
     for place, i in enumerate(chosen):
         left = _GAP + place * (_SIDE + _GAP)
-        order = study.patches(record, i)[:step]
-        panel = draw_panel(study.questions[i].image, order, study.grid, _SIDE, marks=False)
+        order = report.patches(record, i)[:step]
+        panel = draw_panel(report.questions[i].image, order, report.grid, _SIDE, marks=False)
         if 0 < step == len(order):
-            left_, top, right, bottom = patch_box(order[-1], study.grid, _SIDE)
+            left_, top, right, bottom = patch_box(order[-1], report.grid, _SIDE)
             newest = (left_, top, right - 1, bottom - 1)
             ImageDraw.Draw(panel).rectangle(newest, outline="#ffcf33", width=3)
         frame.paste(panel, (left, _HEAD))
-        _caption(draw, study, record, i, left, step)
+        _caption(draw, report, record, i, left, step)
     return frame
 
 
 def _caption(
-    draw: ImageDraw.ImageDraw, study: Study, record: Records, i: int, left: int, step: int
+    draw: ImageDraw.ImageDraw, report: Report, record: Records, i: int, left: int, step: int
 ) -> None:
     """The count above a panel, the question and, once it has stopped, the answer below."""
     count = int(record.count[i])
     kept = min(step, count)
-    head = f"{kept} of {study.num_tokens} tokens"
+    head = f"{kept} of {report.num_tokens} tokens"
     draw.text((left, _HEAD - 10), head, fill=INK, font=font(15, bold=True), anchor="ls")
     if step > count:
         draw.text((left + _SIDE, _HEAD - 10), "stop", fill=SOFT, font=font(15), anchor="rs")
     y = _HEAD + _SIDE + 24
-    for line in wrap_pixels(study.questions[i].text, _SIDE, 15, most=2):
+    for line in wrap_pixels(report.questions[i].text, _SIDE, 15, most=2):
         draw.text((left, y), line, fill=INK, font=font(15), anchor="ls")
         y += 20
     if step > count:

@@ -1,4 +1,4 @@
-"""Figures of the public benchmarks, from answer files alone: K, and what was looked at."""
+"""Figures of the public benchmarks, from answer files alone: K, and examples of kept patches."""
 
 import io
 import math
@@ -12,31 +12,31 @@ from PIL import Image
 from stepprune_jax.benchmarks import Benchmark
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.benchmarks.questions import IMAGE_MARK, BenchmarkQuestion
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.counts import Curve, draw_counts
-from stepprune_jax.visualize.overlays import Example, draw_rows
+from stepprune_jax.visualize.overlays import Overlay, draw_rows
 
 _COLUMNS = 4
 
 
 def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
-    """The default policy at the middle budget; adaptive, unless it does not stop by itself."""
+    """Finds the default policy at the middle budget; exact if it does not stop by itself."""
     for mode in ("adaptive", "exact"):
-        found = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
-        found.sort(key=lambda file: file.provenance.pruning_rate)
-        if found:
-            return found[len(found) // 2]
+        mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
+        mine.sort(key=lambda file: -file.provenance.budget)
+        if mine:
+            return mine[len(mine) // 2]
     return next((f for f in files if f.provenance.method == own_stop(DEFAULT)), None)
 
 
 def draw_benchmark_counts(
     path: Path, benchmark: Benchmark, root: Path, files: Sequence[AnswerFile]
 ) -> Path | None:
-    """Draws how many tokens the default policy keeps, and what its answers are worth.
+    """Draws how many tokens the default policy keeps, and how good its answers are.
 
-    Only questions with a picture count. Where answers cannot be judged here, as those to test-dev
+    Only questions with an image count. Where answers cannot be judged here, as those to test-dev
     of VQAv2, the curves are left out.
 
     Args:
@@ -58,8 +58,8 @@ def draw_benchmark_counts(
         return None
     curves = []
     whole = next((file for file in files if file.provenance.method == ALL), None)
-    for file, colour, marker in ((whole, style.COLOURS[ALL], "D"),
-                                 (mine, style.COLOURS[DEFAULT], "o")):  # fmt: skip
+    compared = ((whole, style.COLOURS[ALL], "D"), (mine, style.COLOURS[DEFAULT], "o"))
+    for file, colour, marker in compared:
         worth = None if file is None else judged(benchmark, root, file)
         if worth is not None:
             card = file.provenance
@@ -70,7 +70,7 @@ def draw_benchmark_counts(
 
 
 def judged(benchmark: Benchmark, root: Path, file: AnswerFile) -> np.ndarray | None:
-    """What each answer is worth, from 0 to 1; None where one of them cannot be judged here."""
+    """Grades each answer from 0 to 1; None where one of them cannot be judged here."""
     try:
         worth = benchmark.judge(root, file.path)
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def draw_benchmark_overlays(
     file: AnswerFile,
     questions: Sequence[BenchmarkQuestion],
 ) -> Path | None:
-    """Draws the samples of an answer file: pictures with their kept patches.
+    """Draws the samples of an answer file: images with their kept patches.
 
     Args:
         path: the PNG to write.
@@ -99,10 +99,10 @@ def draw_benchmark_overlays(
     """
     rows = read_answers(file.path)
     worth = judged(benchmark, root, file)
-    side = math.isqrt(file.provenance.num_tokens)  # LLaVA's pictures are square
+    side = math.isqrt(file.provenance.num_tokens)  # LLaVA's images are square
     first = file.provenance.num_tokens - side * side  # 1 where the class token is kept
     examples = [
-        _example(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
+        _overlay(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
         for n, (row, question) in enumerate(zip(rows, questions, strict=True))
         if "order" in row.fields
     ]
@@ -112,15 +112,20 @@ def draw_benchmark_overlays(
     return draw_rows(path, (side, side), [("", group) for group in groups])
 
 
-def _example(
+def _overlay(
     benchmark: Benchmark, row: Answer, question: BenchmarkQuestion, first: int, right: bool | None
-) -> Example:
+) -> Overlay:
     """A sample as it is drawn."""
     image = question.image
     if isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
     patches = [token - first for token in row.fields["order"] if token >= first]
-    return Example(
-        image, patches, f"K = {row.fields['kept']}", benchmark.title,
-        question.prompt.removeprefix("<image>\n"), shorten(row.text, 28, placeholder="…"), right,
-    )  # fmt: skip
+    return Overlay(
+        image=image,
+        patches=patches,
+        title=f"K = {row.fields['kept']}",
+        category=benchmark.title,
+        text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
+        answer=shorten(row.text, 28, placeholder="…"),
+        right=right,
+    )

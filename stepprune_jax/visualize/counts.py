@@ -1,4 +1,4 @@
-"""How many tokens the policy keeps, and what that follows."""
+"""The number of tokens that the policy keeps, and what it depends on."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 from matplotlib.axes import Axes
 
+from stepprune_jax.evaluation.report import Report
 from stepprune_jax.evaluation.statistics import spearman
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import (
     ALL,
     DEFAULT,
-    Study,
     all_tokens,
     default_record,
     families,
@@ -30,36 +30,37 @@ def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray
     return np.arange(low, high + width + 1, width)
 
 
-def draw_histogram(path: str | Path, study: Study) -> Path:
+def draw_histogram(path: str | Path, report: Report) -> Path:
     """Draws how often each K occurs, and the accuracy of those questions.
 
     Of the default policy, adaptive, at the middle budget. Accuracy is shown, with its standard
     error, in buckets of at least 20 questions, next to that of all tokens on the same questions.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
-    record, full = default_record(study), all_tokens(study)
+    record, full = default_record(report), all_tokens(report)
     curves = [
         Curve(f"accuracy, {full.method}", style.COLOURS[ALL], "D", full.correct),
-        Curve(f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o",
-              record.correct),
-    ]  # fmt: skip
-    return draw_counts(path, record.count, study.num_tokens, curves)
+        Curve(
+            f"accuracy, {record.method}, {record.mode}", style.COLOURS[DEFAULT], "o", record.correct
+        ),
+    ]
+    return draw_counts(path, record.count, report.num_tokens, curves)
 
 
 class Curve(NamedTuple):
     """Accuracy of one method against K of another.
 
     Attributes:
-      label: In the legend.
-      colour: Of the line.
-      marker: Of the points.
-      worth: What each answer is worth, from 0 to 1.
+        label: in the legend.
+        colour: of the line.
+        marker: of the points.
+        worth: what each answer is worth, from 0 to 1.
     """
 
     label: str
@@ -75,17 +76,17 @@ def draw_counts(
     curves: Sequence[Curve],
     title: str = "",
 ) -> Path:
-    """Draws how often each K occurs, and what the answers to those questions are worth.
+    """Draws how often each K occurs, and how good the answers to those questions are.
 
     Args:
-      path: The PNG to write.
-      count: K of each question.
-      num_tokens: N.
-      curves: Drawn, with a standard error, in buckets of at least 20 questions.
-      title: Above the axes.
+        path: the PNG to write.
+        count: K of each question.
+        num_tokens: N.
+        curves: drawn, with a standard error, in buckets of at least 20 questions.
+        title: above the axes.
 
     Returns:
-      The path.
+        The path.
     """
     edges = count_buckets(count)
     number, _ = np.histogram(count, edges)
@@ -100,10 +101,13 @@ def draw_counts(
         axes.set_xlabel(f"K, tokens kept of {num_tokens}")
         axes.set_title(title)
         axes.annotate(
-            f"mean {count.mean():.1f}", (count.mean(), 0), ha="center",
-            xytext=(count.mean(), 1.1 * number.max()), color=style.SOFT,
+            f"mean {count.mean():.1f}",
+            (count.mean(), 0),
+            ha="center",
+            xytext=(count.mean(), 1.1 * number.max()),
+            color=style.SOFT,
             arrowprops={"arrowstyle": "-", "color": style.SOFT, "linestyle": (0, (4, 3))},
-        )  # fmt: skip
+        )
         right = axes.twinx()
         right.spines["right"].set_visible(True)
         enough = np.flatnonzero(number >= min(FEWEST, number.max()))
@@ -113,9 +117,15 @@ def draw_counts(
             share[enough] = [100 * curve.worth[bucket == i].mean() for i in enough]
             error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
             right.errorbar(
-                middle, share, yerr=error, marker=curve.marker, color=curve.colour,
-                linewidth=1.6, elinewidth=0.8, label=curve.label,
-            )  # fmt: skip
+                middle,
+                share,
+                yerr=error,
+                marker=curve.marker,
+                color=curve.colour,
+                linewidth=1.6,
+                elinewidth=0.8,
+                label=curve.label,
+            )
         low = min(80.0, 10 * (right.get_ylim()[0] // 10))
         right.set_ylim(low - 1.15 * (100 - low), 100 + 0.06 * (100 - low))
         right.set_yticks(np.linspace(low, 100, 3))
@@ -127,28 +137,28 @@ def draw_counts(
         return style.save(figure, path)
 
 
-def draw_complexity(path: str | Path, study: Study) -> Path:
-    """Draws K against what the picture and the question need.
+def draw_complexity(path: str | Path, report: Report) -> Path:
+    """Draws K against what the image and the question need.
 
     Boxes hold the middle half of the questions, whiskers 90 %; of the default policy, adaptive, at
     the middle budget. Without scenes only the question families are drawn.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
     """
-    count = default_record(study).count
-    kinds = families(study)
-    panels = 1 if study.scenes is None else 3
+    count = default_record(report).count
+    kinds = families(report)
+    panels = 1 if report.scenes is None else 3
     with style.canvas(3.6 if panels == 1 else 9, 3.4) as figure:
         all_axes = figure.subplots(1, panels, squeeze=False, width_ratios=[1, 1, 0.9][:panels])[0]
-        if study.scenes is not None:
-            complexity = np.array([scene.complexity for scene in study.scenes])
-            relevant = np.array([len(scene.relevant) for scene in study.scenes])
-            _draw_boxes(all_axes[0], count, complexity, "objects in the picture")
+        if report.scenes is not None:
+            complexity = np.array([scene.complexity for scene in report.scenes])
+            relevant = np.array([len(scene.relevant) for scene in report.scenes])
+            _draw_boxes(all_axes[0], count, complexity, "objects in the image")
             _draw_boxes(all_axes[1], count, relevant, "patches the answer depends on")
             top = max(axes.get_ylim()[1] for axes in all_axes[:2])
             for axes in all_axes[:2]:
@@ -164,11 +174,16 @@ def _draw_boxes(
     """Boxes of K for groups of questions, with the rank correlation as title."""
     names, members = group(by, most=8 if len(np.unique(by)) <= 8 else 6)
     axes.boxplot(
-        [count[inside] for inside in members], whis=(5, 95), showfliers=False, widths=0.62,
-        patch_artist=True, boxprops={"facecolor": "#cfe3f1", "edgecolor": style.COLOURS[DEFAULT]},
+        [count[inside] for inside in members],
+        whis=(5, 95),
+        showfliers=False,
+        widths=0.62,
+        patch_artist=True,
+        boxprops={"facecolor": "#cfe3f1", "edgecolor": style.COLOURS[DEFAULT]},
         medianprops={"color": style.COLOURS[DEFAULT], "linewidth": 2},
-        whiskerprops={"color": style.COLOURS[DEFAULT]}, showcaps=False,
-    )  # fmt: skip
+        whiskerprops={"color": style.COLOURS[DEFAULT]},
+        showcaps=False,
+    )
     axes.set_xticks(range(1, len(names) + 1), names, fontsize=7.5)
     axes.set_ylabel("K")
     axes.set_xlabel(label)
@@ -191,9 +206,13 @@ def _draw_kinds(
     axes.barh(range(len(order)), means[order], height=0.68, color=style.COLOURS[DEFAULT])
     for place, i in enumerate(order):
         axes.annotate(
-            f"{means[i]:.1f}", (means[i], place), xytext=(3, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
+            f"{means[i]:.1f}",
+            (means[i], place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     axes.set_yticks(range(len(order)), [names[i] for i in order])
     axes.set_xlim(0, max(means.max(), 1) * 1.16)
     axes.set_xlabel("mean K")

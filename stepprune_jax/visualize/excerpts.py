@@ -1,14 +1,14 @@
-"""What a report is drawn from, checked once, and the questions that every figure asks of it."""
+"""Checks a report that is to be drawn, and picks what several figures show of it."""
 
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.report import Report
 
 _FIELDS = {
     "method": str,
@@ -19,75 +19,40 @@ _FIELDS = {
 }
 
 
-class Study(NamedTuple):
-    """One evaluation: q questions, asked of every method.
-
-    Attributes:
-      table: A dict for each row of the table.
-      records: What each row answered to each question.
-      questions: The questions, in the order of the records.
-      answers: The right answers.
-      scenes: What is known of each picture; `None` where nothing is.
-      grid: Rows and columns of patches.
-    """
-
-    table: list[dict[str, Any]]
-    records: list[Records]
-    questions: list[Question]
-    answers: list[str]
-    scenes: list[Scene] | None
-    grid: tuple[int, int]
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the number of visual tokens of a picture."""
-        return int(all_tokens(self).count.max())
-
-    @property
-    def first(self) -> int:
-        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
-        return self.num_tokens - self.grid[0] * self.grid[1]
-
-    def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
-        """Patches that a record keeps of question i, in the order of choice."""
-        order = record.order[i, : record.count[i]].astype(int) - self.first
-        return order[order >= 0]
-
-
-def check_study(study: Study) -> Study:
-    """Checks that the parts of a study belong together.
+def check_report(report: Report) -> Report:
+    """Checks that the parts of a report belong together.
 
     Args:
-      study: Table, records and questions as given.
+        report: table, records and questions as given.
 
     Returns:
-      The same study.
+        The same report.
 
     Raises:
-      ValueError: Something is empty, lengths differ, a field is missing or of the wrong type, a
-        count or a token lies outside its range, or the rows that every figure needs are not
-        there. The message names the record or row and the field.
+        ValueError: something is empty, lengths differ, a field is missing or of the wrong type, a
+            count or a token lies outside its range, or the rows that every figure needs are not
+            there. The message names the record or row and the field.
     """
     for name in ("table", "records", "questions"):
-        if not getattr(study, name):
+        if not getattr(report, name):
             raise ValueError(f"{name}: expected at least one entry, got none")
-    asked = len(study.questions)
+    asked = len(report.questions)
     for name in ("answers", "scenes"):
-        values = getattr(study, name)
+        values = getattr(report, name)
         if values is not None and len(values) != asked:
             raise ValueError(f"{name}: expected {asked}, one a question, got {len(values)}")
-    tokens = study.num_tokens
-    if min(study.grid) < 1 or study.first not in (0, 1):
+    tokens = int(all_tokens(report).count.max())
+    if min(report.grid) < 1 or report.first not in (0, 1):
         raise ValueError(
-            f"grid: {study.grid[0]} x {study.grid[1]} patches do not make {tokens} tokens, the "
+            f"grid: {report.grid[0]} x {report.grid[1]} patches do not make {tokens} tokens, the "
             f"count of {ALL!r}"
         )
-    for i, row in enumerate(study.table):
+    for i, row in enumerate(report.table):
         _check_row(i, row)
-    for i, record in enumerate(study.records):
+    for i, record in enumerate(report.records):
         _check_record(f"records[{i}] ({name_of(record)})", record, asked, tokens)
-    default_record(study)
-    return study
+    default_record(report)
+    return report
 
 
 def _check_row(i: int, row: dict[str, Any]) -> None:
@@ -126,64 +91,64 @@ def name_of(record: Records) -> str:
     return f"{record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned"
 
 
-def rows_of(study: Study, method: str, mode: str) -> list[dict[str, Any]]:
+def rows_of(report: Report, method: str, mode: str) -> list[dict[str, Any]]:
     """Rows of the table of a method in a mode, from many tokens to few."""
-    rows = [r for r in study.table if r["method"] == method and r["mode"] == mode]
+    rows = [r for r in report.table if r["method"] == method and r["mode"] == mode]
     return sorted(rows, key=lambda r: -r["mean_k"])
 
 
-def records_of(study: Study, method: str, mode: str) -> list[Records]:
+def records_of(report: Report, method: str, mode: str) -> list[Records]:
     """Records of a method in a mode, from many tokens to few."""
-    found = [r for r in study.records if r.method == method and r.mode == mode]
-    return sorted(found, key=lambda r: r.pruning_rate)
+    records = [r for r in report.records if r.method == method and r.mode == mode]
+    return sorted(records, key=lambda r: r.pruning_rate)
 
 
-def all_tokens(study: Study) -> Records:
-    """The record of the model that reads everything.
+def all_tokens(report: Report) -> Records:
+    """Finds the record of all tokens.
 
     Raises:
-      ValueError: There is none.
+        ValueError: the report has none.
     """
-    for record in study.records:
+    for record in report.records:
         if record.method == ALL:
             return record
     raise ValueError(f"records: none has the method {ALL!r}, the base of every retention")
 
 
-def default_record(study: Study) -> Records:
-    """The default policy at the middle budget; adaptive, unless it does not stop by itself.
+def default_record(report: Report) -> Records:
+    """Finds the default policy at the middle budget; adaptive, unless it does not stop by itself.
 
     Raises:
-      ValueError: There is none.
+        ValueError: the report has none.
     """
-    found = records_of(study, DEFAULT, "adaptive") or records_of(study, DEFAULT, "exact")
-    if not found:
+    records = records_of(report, DEFAULT, "adaptive") or records_of(report, DEFAULT, "exact")
+    if not records:
         raise ValueError(f"records: none has the method {DEFAULT!r}")
-    return found[len(found) // 2]
+    return records[len(records) // 2]
 
 
-def tightest(study: Study) -> list[Records]:
-    """The default policy at the tightest budget, adaptive and exact, and the best other method.
+def tightest(report: Report) -> list[Records]:
+    """Finds the default policy at the tightest budget, in both modes, and the best other method.
 
     Others are methods whose name does not begin with that of the default policy. Records that do
     not exist are left out.
     """
-    adaptive = records_of(study, DEFAULT, "adaptive")[-1:]
-    exact = records_of(study, DEFAULT, "exact")[-1:]
-    rate = (exact or adaptive)[0].pruning_rate if exact or adaptive else 0.0
+    adaptive = records_of(report, DEFAULT, "adaptive")[-1:]
+    exact = records_of(report, DEFAULT, "exact")[-1:]
+    budget = (exact or adaptive)[0].budget if exact or adaptive else None
     others = [
         r
-        for r in study.records
-        if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.pruning_rate == rate
+        for r in report.records
+        if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.budget == budget
         if r.method != ALL
     ]
     best = max(others, key=lambda r: r.correct.mean(), default=None)
     return [*adaptive, *exact, *([] if best is None else [best])]
 
 
-def families(study: Study) -> dict[str, Bool[np.ndarray, "q"]]:
+def families(report: Report) -> dict[str, Bool[np.ndarray, "q"]]:
     """Which questions are of which family, in alphabetical order; families without a name last."""
-    names = np.array([question.category or "other" for question in study.questions])
+    names = np.array([question.category or "other" for question in report.questions])
     return {str(name): names == name for name in np.unique(names)}
 
 
@@ -193,11 +158,11 @@ def group(
     """Groups integers: by value, or by ranges with about as many members each.
 
     Args:
-      values: What to group by.
-      most: Largest number of groups.
+        values: what to group by.
+        most: largest number of groups.
 
     Returns:
-      Label and members of each group; none is empty.
+        Label and members of each group; none is empty.
     """
     distinct = np.unique(values)
     starts = distinct

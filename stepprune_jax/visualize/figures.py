@@ -1,19 +1,15 @@
-"""Everything a reader wants to see of an evaluation: seven figures, an animation, and a page."""
+"""Draws a report: seven figures, an animation, and the page that shows them."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from stepprune_jax.data.llava import Question, Scene
-from stepprune_jax.evaluation.records import Records
-from stepprune_jax.evaluation.report import MANIFEST, read_report
+from stepprune_jax.evaluation.report import MANIFEST, Report, read_report
 from stepprune_jax.visualize.accuracy import draw_accuracy, draw_families
 from stepprune_jax.visualize.animation import draw_selection
 from stepprune_jax.visualize.counts import draw_complexity, draw_histogram
-from stepprune_jax.visualize.excerpts import Study, check_study, default_record, tightest
+from stepprune_jax.visualize.excerpts import check_report, default_record, tightest
 from stepprune_jax.visualize.overlays import draw_hero, draw_overlays
-from stepprune_jax.visualize.page import Picture, write_page
+from stepprune_jax.visualize.page import PageFigure, write_page
 from stepprune_jax.visualize.training import draw_training
 
 # Of the manifest: what differs between two runs of the same command, or says where files are.
@@ -25,13 +21,7 @@ _CHOSEN = (
 
 def write_report(
     folder: str | Path,
-    table: list[dict[str, Any]],
-    records: list[Records],
-    questions: list[Question],
-    answers: list[str],
-    scenes: list[Scene] | None = None,
-    grid: Sequence[int] = (12, 12),
-    metrics_file: str | Path | None = None,
+    report: Report,
     *,
     title: str = "StepPrune: evaluation",
     command: str | None = None,
@@ -42,87 +32,79 @@ def write_report(
     The same input gives the same bytes.
 
     Args:
-      folder: Where to write; made if missing. Files of the same names are replaced.
-      table: A dict for each row: method, mode, pruning_rate, accuracy, retention, mean_k, seed.
-      records: What each row answered, question by question.
-      questions: The questions, with their pictures.
-      answers: The right answers.
-      scenes: What is known of the pictures, or `None`.
-      grid: Rows and columns of patches; their product is N.
-      metrics_file: `metrics.jsonl` of the training run, or `None`.
-      title: Heading of the page.
-      command: The command that made the evaluation, shown as it is.
-      config: The configuration, shown as it is.
+        folder: where to write; made if missing. Files of the same names are replaced.
+        report: the evaluation.
+        title: heading of the page.
+        command: the command that made the evaluation, shown as it is.
+        config: the configuration, shown as it is.
 
     Returns:
-      The path of `index.html`.
+        The path of `index.html`.
 
     Raises:
-      FileNotFoundError: A picture or the metrics file is missing.
-      ValueError: The parts do not belong together (see `check_study`), or a file cannot be read.
+        FileNotFoundError: an image or the metrics file is missing.
+        ValueError: the parts do not belong together (see `check_report`), or a file cannot be read.
     """
-    rows, columns = grid
-    study = check_study(Study(table, records, questions, answers, scenes, (rows, columns)))
-    folder = Path(folder)
+    report, folder = check_report(report), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    draw_hero(folder / "overlay_hero.png", study)
-    pictures = [*_result_pictures(folder, study), *_selection_pictures(folder, study)]
-    if metrics_file is not None:
-        pictures.append(
-            Picture(
-                draw_training(folder / "training.png", metrics_file),
+    draw_hero(folder / "overlay_hero.png", report)
+    figures = [*_result_figures(folder, report), *_selection_figures(folder, report)]
+    if report.metrics_file is not None:
+        figures.append(
+            PageFigure(
+                draw_training(folder / "training.png", report.metrics_file),
                 "Training",
                 "Curves of the training run against the step: loss, K, agreement of gates and "
                 "selection, entropy, and the gradient norm of the stop.",
                 "Faint: as logged; strong: running mean. The band is a standard deviation of K.",
             )
         )
-    return write_page(folder, study, pictures, title=title, command=command, config=config)
+    return write_page(folder, report, figures, title=title, command=command, config=config)
 
 
 def redraw(folder: str | Path, *, command: str | None = None) -> Path:
-    """Draws the report of an evaluation from what it saved; runs no model.
+    """Redraws the report of an evaluation from what it saved; runs no model.
 
     Args:
-      folder: The report folder that `evaluate` wrote.
-      command: The command that made the evaluation, shown as it is.
+        folder: the report folder that `evaluate` wrote.
+        command: the command that made the evaluation, shown as it is.
 
     Returns:
-      The path of `index.html`, in the same folder.
+        The path of `index.html`, in the same folder.
 
     Raises:
-      FileNotFoundError: The folder, its data, a picture or the metrics file are missing.
-      ValueError: The folder holds no finished report, or as `write_report`.
+        FileNotFoundError: the folder, its data, an image or the metrics file are missing.
+        ValueError: the folder holds no finished report, or as `write_report`.
     """
     report = read_report(folder)
     facts = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
     shown = {name: value for name, value in facts.items() if name not in _NOT_SHOWN}
     config = json.dumps(shown, indent=1, ensure_ascii=False)
-    return write_report(folder, *report, command=command, config=config)
+    return write_report(folder, report, command=command, config=config)
 
 
-def _result_pictures(folder: Path, study: Study) -> list[Picture]:
+def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
     """The figures about accuracy and K."""
-    record = default_record(study)
-    low, high = tightest(study)[0], f"{record.count.min()} to {record.count.max()}"
-    pictures = [
-        Picture(
-            draw_accuracy(folder / "accuracy.png", study),
+    record = default_record(report)
+    low, high = tightest(report)[0], f"{record.count.min()} to {record.count.max()}"
+    figures = [
+        PageFigure(
+            draw_accuracy(folder / "accuracy.png", report),
             "Retention against tokens kept",
             "Lines of retention against the number of visual tokens kept, one for each method; "
             "the numbers are those of the table.",
-            "Fewer tokens to the right. Solid: the same count for every picture; dashed: the "
+            "Fewer tokens to the right. Solid: the same count for every image; dashed: the "
             "policy's own stop, calibrated to that mean.",
         ),
-        Picture(
-            draw_families(folder / "families.png", study),
+        PageFigure(
+            draw_families(folder / "families.png", report),
             "Accuracy by question family",
             f"Accuracy for each question family at {low.pruning_rate:.1f} % pruned: all tokens, "
             "StepPrune adaptive and exact, and the best other method.",
             "At the tightest budget; bars are standard errors.",
         ),
-        Picture(
-            draw_histogram(folder / "k_histogram.png", study),
+        PageFigure(
+            draw_histogram(folder / "k_histogram.png", report),
             "How many tokens the policy keeps",
             f"Histogram of K, from {high}, with the accuracy of the questions in each bucket, "
             "by the policy and by all tokens.",
@@ -131,36 +113,36 @@ def _result_pictures(folder: Path, study: Study) -> list[Picture]:
         ),
     ]
     what = "objects, against patches the answer depends on, and by question family"
-    if study.scenes is None:
+    if report.scenes is None:
         what = "question family"
-    pictures.append(
-        Picture(
-            draw_complexity(folder / "k_complexity.png", study),
+    figures.append(
+        PageFigure(
+            draw_complexity(folder / "k_complexity.png", report),
             "What K follows",
             f"K of the same policy: {what}.",
             "Boxes: the middle half of the questions; whiskers: 90 %."
-            if study.scenes is not None
+            if report.scenes is not None
             else "Mean over the questions of a family.",
         )
     )
-    return pictures
+    return figures
 
 
-def _selection_pictures(folder: Path, study: Study) -> list[Picture]:
-    """The pictures with their kept patches, at rest and in motion."""
+def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
+    """The images with their kept patches, at rest and in motion."""
     return [
-        Picture(
-            draw_overlays(folder / "overlays.png", study),
+        PageFigure(
+            draw_overlays(folder / "overlays.png", report),
             "What is kept",
-            "Test pictures with the kept patches bright and numbered in the order of choice and "
+            "Test images with the kept patches bright and numbered in the order of choice and "
             "the rest dimmed, with question and answer; rows with few, middling and many tokens.",
             "Numbers: order of choice (dots from dark to bright where patches are small). "
             + _CHOSEN,
         ),
-        Picture(
-            draw_selection(folder / "selection.gif", study),
+        PageFigure(
+            draw_selection(folder / "selection.gif", report),
             "The selection, step by step",
-            "Animation: patches of test pictures light up one by one until the policy stops; then "
+            "Animation: patches of test images light up one by one until the policy stops; then "
             "the answer appears.",
             _CHOSEN,
         ),

@@ -1,4 +1,4 @@
-"""What the policy looks at: test pictures with their kept patches."""
+"""Test images with the patches that the policy keeps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,25 +11,26 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.report import Report
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.excerpts import Study, default_record
+from stepprune_jax.visualize.excerpts import default_record
 from stepprune_jax.visualize.patches import draw_panel, font
 
 ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
 _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
 
 
-class Example(NamedTuple):
-    """A picture with its kept patches, and what was asked and answered.
+class Overlay(NamedTuple):
+    """An image with its kept patches, and what was asked and answered.
 
     Attributes:
-      image: The picture.
-      patches: Kept patches in the order of choice.
-      title: Above the picture, on the left.
-      category: Above the picture, on the right.
-      text: The question.
-      answer: What was answered.
-      right: Whether that is right; `None` where it is not known.
+        image: the image.
+        patches: kept patches in the order of choice.
+        title: above the image, on the left.
+        category: above the image, on the right.
+        text: the question.
+        answer: what was answered.
+        right: whether that is right; `None` where it is not known.
     """
 
     image: str | Path | Image.Image
@@ -42,22 +43,26 @@ class Example(NamedTuple):
 
 
 def choose(
-    study: Study, count: Int[np.ndarray, "q"], share: float, number: int, taken: Sequence[int] = ()
+    report: Report,
+    count: Int[np.ndarray, "q"],
+    share: float,
+    number: int,
+    taken: Sequence[int] = (),
 ) -> list[int]:
     """Chooses examples around a quantile of K, knowing neither answers nor selections.
 
     Among the tenth of the questions nearest to the quantile in rank of K, the first in file order
-    are taken, preferring a picture and a family not shown yet.
+    are taken, preferring an image and a family not shown yet.
 
     Args:
-      study: A checked study.
-      count: K of each question.
-      share: The quantile, 0 to 1.
-      number: How many to choose; fewer come back if there are fewer questions.
-      taken: Questions that are shown already.
+        report: a checked report.
+        count: K of each question.
+        share: the quantile, 0 to 1.
+        number: how many to choose; fewer come back if there are fewer questions.
+        taken: questions that are shown already.
 
     Returns:
-      Indices of questions.
+        Indices of questions.
     """
     asked = len(count)
     ranked = np.argsort(count, kind="stable")
@@ -67,8 +72,8 @@ def choose(
     chosen: list[int] = []
     for _ in range(number):
         shown = [*taken, *chosen]
-        pictures = [study.questions[i].image for i in shown]
-        kinds = [study.questions[i].category for i in shown]
+        images = [report.questions[i].image for i in shown]
+        kinds = [report.questions[i].category for i in shown]
         left = [i for i in pool if i not in shown]
         if not left:
             break
@@ -76,8 +81,8 @@ def choose(
             min(
                 left,
                 key=lambda i: (
-                    pictures.count(study.questions[i].image),
-                    kinds.count(study.questions[i].category),
+                    images.count(report.questions[i].image),
+                    kinds.count(report.questions[i].category),
                     i,
                 ),
             )
@@ -86,91 +91,95 @@ def choose(
 
 
 def choose_spread(
-    study: Study, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
+    report: Report, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
 ) -> list[list[int]]:
     """Chooses `each` examples around every quantile in turn, none twice; see `choose`."""
     groups: list[list[int]] = []
     for share in shares:
         taken = [i for members in groups for i in members]
-        groups.append(choose(study, count, share, each, taken))
+        groups.append(choose(report, count, share, each, taken))
     return groups
 
 
-def draw_overlays(path: str | Path, study: Study, columns: int = 4) -> Path:
+def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
     """Draws rows of examples of the default policy: few, middling and many tokens kept.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
-      columns: Pictures in a row.
+        path: the PNG to write.
+        report: a checked report.
+        columns: images in a row.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
-    record = default_record(study)
-    groups = choose_spread(study, record.count, [share for _, share in ROWS], columns)
+    record = default_record(report)
+    groups = choose_spread(report, record.count, [share for _, share in ROWS], columns)
     named = [
-        (name, [_example(study, record, i) for i in members])
+        (name, [_overlay(report, record, i) for i in members])
         for (name, _), members in zip(ROWS, groups, strict=True)
         if members
     ]
-    return draw_rows(path, study.grid, named)
+    return draw_rows(path, report.grid, named)
 
 
-def draw_hero(path: str | Path, study: Study) -> Path:
+def draw_hero(path: str | Path, report: Report) -> Path:
     """Draws one row of four examples, from few tokens kept to many.
 
     Args:
-      path: The PNG to write.
-      study: A checked study.
+        path: the PNG to write.
+        report: a checked report.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
-    record = default_record(study)
-    groups = choose_spread(study, record.count, (0.05, 0.35, 0.65, 0.95))
-    members = [_example(study, record, i) for group in groups for i in group]
-    return draw_rows(path, study.grid, [("", members)])
+    record = default_record(report)
+    groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
+    members = [_overlay(report, record, i) for group in groups for i in group]
+    return draw_rows(path, report.grid, [("", members)])
 
 
-def _example(study: Study, record: Records, i: int) -> Example:
+def _overlay(report: Report, record: Records, i: int) -> Overlay:
     """What is shown of question i."""
-    question, right = study.questions[i], bool(record.correct[i])
+    question, right = report.questions[i], bool(record.correct[i])
     answer = shorten(record.answer[i], 24, placeholder="…")
     if not right:
-        answer += f"  (right: {shorten(study.answers[i], 16, placeholder='…')})"
-    patches = study.patches(record, i)
-    return Example(
-        question.image, patches, f"K = {record.count[i]}", question.category, question.text,
-        answer, right,
-    )  # fmt: skip
+        answer += f"  (right: {shorten(report.answers[i], 16, placeholder='…')})"
+    return Overlay(
+        image=question.image,
+        patches=report.patches(record, i),
+        title=f"K = {record.count[i]}",
+        category=question.category,
+        text=question.text,
+        answer=answer,
+        right=right,
+    )
 
 
 def draw_rows(
-    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Example]]]
+    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Overlay]]]
 ) -> Path:
     """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
 
     Args:
-      path: The PNG to write.
-      grid: Rows and columns of patches.
-      rows: What stands beside each row, and its examples; without any such text there is no room
-        for it.
+        path: the PNG to write.
+        grid: rows and columns of patches.
+        rows: what stands beside each row, and its examples; without any such text there is no room
+            for it.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     margin = _LEFT if any(name for name, _ in rows) else _GAP // 2
     columns = max(len(members) for _, members in rows)
@@ -182,16 +191,22 @@ def draw_rows(
             top = r * row_height + _HEAD
             if name:
                 figure.text(
-                    0.4 * margin / width, 1 - (top + _SIDE / 2) / height, name,
-                    rotation=90, ha="center", va="center", color=style.SOFT, fontsize=9,
-                )  # fmt: skip
+                    0.4 * margin / width,
+                    1 - (top + _SIDE / 2) / height,
+                    name,
+                    rotation=90,
+                    ha="center",
+                    va="center",
+                    color=style.SOFT,
+                    fontsize=9,
+                )
             for c, example in enumerate(members):
-                _draw_example(figure, grid, example, margin + c * (_SIDE + _GAP), top)
+                _draw_overlay(figure, grid, example, margin + c * (_SIDE + _GAP), top)
         return style.save(figure, path)
 
 
-def _draw_example(
-    figure: Figure, grid: tuple[int, int], example: Example, left: int, top: int
+def _draw_overlay(
+    figure: Figure, grid: tuple[int, int], example: Overlay, left: int, top: int
 ) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
@@ -203,15 +218,23 @@ def _draw_example(
         figure.text((left + x) / width, 1 - y / height, text, **look)
 
     write(0, top - 12, example.title, weight="bold", fontsize=9, va="baseline")
-    write(_SIDE, top - 12, example.category, ha="right", va="baseline",
-          fontsize=7.5, color=style.SOFT)  # fmt: skip
+    write(
+        _SIDE, top - 12, example.category, ha="right", va="baseline", fontsize=7.5, color=style.SOFT
+    )
     lines = wrap_pixels(example.text, _SIDE, 21, most=2)
     for n, line in enumerate(lines):
         write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
     mark = "" if example.right is None else "✓ " if example.right else "✗ "
     colour = style.INK if example.right is None else tick_colour(example.right)
-    write(0, top + _SIDE + 32 + 26 * len(lines), mark + example.answer,
-          va="baseline", fontsize=8, weight="bold", color=colour)  # fmt: skip
+    write(
+        0,
+        top + _SIDE + 32 + 26 * len(lines),
+        mark + example.answer,
+        va="baseline",
+        fontsize=8,
+        weight="bold",
+        color=colour,
+    )
 
 
 def tick_colour(right: bool) -> str:
@@ -223,13 +246,13 @@ def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
     """Breaks a line of text so that it fits a width.
 
     Args:
-      text: Any text; white space is collapsed.
-      width: Pixels.
-      size: Pixels of the type.
-      most: Largest number of lines; what does not fit ends in an ellipsis.
+        text: any text; white space is collapsed.
+        width: pixels.
+        size: pixels of the type.
+        most: largest number of lines; what does not fit ends in an ellipsis.
 
     Returns:
-      The lines.
+        The lines.
     """
     typeface, text = font(size), " ".join(text.split())
     per_line = max(len(text), 1)

@@ -1,4 +1,4 @@
-"""A picture with its kept patches bright and the rest dimmed."""
+"""An image with its kept patches bright and the rest dimmed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int, UInt8
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.visualize.style import INK
 
 _BRIGHTNESS = 0.4  # of what is not kept
@@ -24,17 +25,17 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Reads a picture as the vision tower sees it: padded to a square, and resized.
+    """Reads an image as the vision tower sees it: padded to a square, and resized.
 
-    A small picture whose side divides `side` keeps its pixels, as squares.
+    A small image whose side divides `side` keeps its pixels, as squares.
 
     Args:
-      path: The picture.
-      side: Pixels along an edge of the result.
+        path: the image.
+        side: pixels along an edge of the result.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: The file is no picture, or is damaged.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no image, or is damaged.
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
@@ -48,8 +49,8 @@ def dim(
     """Darkens and greys the patches that are not kept.
 
     Args:
-      pixels: The square picture.
-      kept: True at kept patches; rows and columns need not divide the side.
+        pixels: the square image.
+        kept: true at kept patches; rows and columns need not divide the side.
     """
     index = [np.arange(len(pixels)) * n // len(pixels) for n in kept.shape]
     bright = kept[np.ix_(*index)][..., None]
@@ -85,21 +86,21 @@ def draw_panel(
     *,
     marks: bool = True,
 ) -> Image.Image:
-    """Draws a picture with its kept patches bright, outlined and marked in the order of choice.
+    """Draws an image with its kept patches bright, outlined and marked in the order of choice.
 
     Args:
-      path: The picture.
-      order: Kept tokens, the first choice first.
-      grid: Rows and columns of patches.
-      side: Pixels along an edge of the result.
-      marks: Numbers, or, where they are many or would not fit, dots from dark to bright.
+        path: the image.
+        order: kept tokens, the first choice first.
+        grid: rows and columns of patches.
+        side: pixels along an edge of the result.
+        marks: numbers, or, where they are many or would not fit, dots from dark to bright.
 
     Returns:
-      The square panel.
+        The square panel.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: The file is no picture, or is damaged.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no image, or is damaged.
     """
     kept = kept_patches(order, grid)
     panel = Image.fromarray(dim(read_square(path, side), kept))
@@ -111,9 +112,14 @@ def draw_panel(
         for number, token in enumerate(order, 1):
             left, top, right, bottom = patch_box(token, grid, side)
             draw.text(
-                ((left + right) / 2, (top + bottom) / 2), str(number), fill="white", font=typeface,
-                anchor="mm", stroke_width=max(1, patch // 14), stroke_fill=INK,
-            )  # fmt: skip
+                ((left + right) / 2, (top + bottom) / 2),
+                str(number),
+                fill="white",
+                font=typeface,
+                anchor="mm",
+                stroke_width=max(1, patch // 14),
+                stroke_fill=INK,
+            )
     elif marks:
         _draw_dots(draw, order, grid, side)
     return panel
@@ -132,13 +138,15 @@ def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: in
         left, top, right, bottom = patch_box(token, grid, side)
         x, y = (left + right) / 2, (top + bottom) / 2
         draw.ellipse(
-            (x - radius, y - radius, x + radius, y + radius), fill=tuple(colour[:3].tolist()),
-            outline="white", width=max(1, round(radius / 4)),
-        )  # fmt: skip
+            (x - radius, y - radius, x + radius, y + radius),
+            fill=tuple(colour[:3].tolist()),
+            outline="white",
+            width=max(1, round(radius / 4)),
+        )
 
 
 def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "rows columns"], side: int) -> None:
-    """White lines where kept patches meet dropped ones, or the edge of the picture."""
+    """White lines where kept patches meet dropped ones, or the edge of the image."""
     padded = np.pad(kept, 1)
     width = max(1, side // 168)
     for row, column in np.argwhere(kept):

@@ -1,4 +1,4 @@
-"""A row of pictures with what was kept of each, drawn in a moment while a policy is trained."""
+"""A row of images with their kept patches, drawn quickly while a policy is trained."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ class Example(NamedTuple):
     """One panel.
 
     Attributes:
-      image: The picture.
-      order: Kept patches, the first choice first.
-      question: What was asked.
-      answer: What the model said.
-      right: What it should have said.
+        image: the image.
+        order: kept patches, the first choice first.
+        question: what was asked.
+        answer: what the model said.
+        right: what it should have said.
     """
 
     image: Path
@@ -37,19 +37,19 @@ class Example(NamedTuple):
 
 
 def draw_strip(path: str | Path, examples: Sequence[Example], grid: tuple[int, int]) -> Path:
-    """Draws pictures side by side, each with K, the question and the answer below.
+    """Draws images side by side, each with K, the question and the answer below.
 
     Args:
-      path: The PNG to write; folders on the way are created.
-      examples: At least one.
-      grid: Rows and columns of patches.
+        path: the PNG to write; folders on the way are created.
+        examples: at least one.
+        grid: rows and columns of patches.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: A picture is missing.
-      ValueError: A picture cannot be read.
+        FileNotFoundError: an image is missing.
+        ValueError: an image cannot be read.
     """
     height = _SIDE + _GAP + (2 + _QUESTION_LINES) * _LINE
     strip = Image.new("RGB", (len(examples) * (_SIDE + _GAP) - _GAP, height), "white")

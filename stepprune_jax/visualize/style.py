@@ -1,4 +1,4 @@
-"""One look for every figure: colours, type, and how a figure becomes a small file."""
+"""The style of every figure: colours, type, and small files."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from jaxtyping import UInt8
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
-
-from stepprune_jax.visualize.palette import choose_palette, reduce_colours
 
 DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
@@ -64,7 +63,7 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
     """A colour for each method: its own where it has one, else one of the rest by alphabet.
 
     Args:
-      methods: Names; give those of the whole table, so that every figure agrees.
+        methods: names; give those of the whole table, so that every figure agrees.
     """
     unknown = sorted(set(methods) - set(COLOURS))
     return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
@@ -86,12 +85,12 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
     """Writes a figure as a PNG with a palette.
 
     Args:
-      figure: What to draw; its size is kept as it is.
-      path: The file; written anew. Its bytes depend on the figure alone.
-      most_bytes: The palette is halved, from 256 colours down to 64, until the file is this small.
+        figure: what to draw; its size is kept as it is.
+        path: the file; written anew. Its bytes depend on the figure alone.
+        most_bytes: the palette is halved, from 256 colours down to 64, until the file is no larger.
 
     Returns:
-      The path.
+        The path.
     """
     figure.canvas.draw()
     flat = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
@@ -104,15 +103,57 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
         colours //= 2
 
 
+def choose_palette(image: Image.Image, colours: int) -> UInt8[np.ndarray, "p 3"]:
+    """Chooses colours: half are the most common ones as they are, the rest cover all others.
+
+    An octree alone blends light tints into the white of the paper; the most common colours alone
+    forget a thin line.
+
+    Args:
+        image: an RGB image.
+        colours: how many, 4 to 256.
+
+    Returns:
+        At most that many distinct colours, in a fixed order.
+    """
+    counted = image.getcolors(image.width * image.height)
+    common = [rgb for _, rgb in sorted(counted, reverse=True)[: colours // 2]]
+    tree = image.quantize(colours - len(common), method=Image.Quantize.FASTOCTREE).getpalette()
+    everything = [*common, *zip(tree[::3], tree[1::3], tree[2::3], strict=True)]
+    return np.array(list(dict.fromkeys(everything))[:colours], np.uint8)
+
+
+def reduce_colours(image: Image.Image, palette: UInt8[np.ndarray, "p 3"]) -> Image.Image:
+    """Replaces every colour by the nearest of the palette; colours of the palette stay exact.
+
+    Args:
+        image: an RGB image.
+        palette: from `choose_palette`.
+
+    Returns:
+        The image in mode P.
+    """
+    pixels = np.asarray(image).astype(np.int32)
+    packed = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
+    distinct, index = np.unique(packed, return_inverse=True)
+    rgb = np.stack([distinct >> 16, (distinct >> 8) & 255, distinct & 255], -1)
+    wide = palette.astype(np.int32)
+    # |a - b|^2 without the constant |a|^2, in one product instead of a table of differences.
+    nearest = np.argmin((wide**2).sum(-1) - 2 * rgb @ wide.T, axis=-1).astype(np.uint8)
+    flat = Image.fromarray(nearest[index.reshape(packed.shape)], mode="P")
+    flat.putpalette(palette.tobytes())
+    return flat
+
+
 def spread(positions: Sequence[float | int], gap: float | int) -> list[float]:
     """Moves positions apart until neighbours are `gap` apart, and none further than it must.
 
     Args:
-      positions: Where labels would like to be.
-      gap: Least distance.
+        positions: where labels would like to be.
+        gap: least distance.
 
     Returns:
-      Where they can be, in the given order.
+        Where they can be, in the given order.
     """
     order = sorted(range(len(positions)), key=lambda i: (positions[i], i))
     blocks: list[list[float]] = []  # mean of (position - offset), members

@@ -21,7 +21,7 @@ _PANELS = (
     ("entropy of a choice, nats", (("entropy", "", _BLUE),)),
     ("gradient norm of the stop", (("grad_norm_stop", "", _GREEN),)),
     (
-        "share of words told right",
+        "share of words predicted right",
         (("told", "answers", _BLUE), ("mention_number", "numbers mentioned", _ORANGE)),
     ),
     ("error of places mentioned", (("mention_error", "", _GREEN),)),
@@ -32,14 +32,14 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
     """Reads `metrics.jsonl`.
 
     Args:
-      path: The file: a JSON object a line, each with a number `step`.
+        path: the file: a JSON object a line, each with a number `step`.
 
     Returns:
-      An array for each key whose values are numbers, NaN on lines that lack it.
+        An array for each key whose values are numbers, NaN on lines that lack it.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: A line is no such object, or there is none; the message names the line.
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no such object, or the file is empty; the message names the line.
     """
     path = Path(path)
     if not path.is_file():
@@ -71,15 +71,15 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
     Panels whose keys are missing are left out.
 
     Args:
-      path: The PNG to write.
-      metrics_file: `metrics.jsonl` of a training run.
+        path: the PNG to write.
+        metrics_file: `metrics.jsonl` of a training run.
 
     Returns:
-      The path.
+        The path.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: As `read_metrics`, or no key of any panel is there.
+        FileNotFoundError: there is no such file.
+        ValueError: as `read_metrics`, or no key of any panel is there.
     """
     metrics = read_metrics(metrics_file)
     panels = [p for p in _PANELS if any(key in metrics for key, _, _ in p[1])]

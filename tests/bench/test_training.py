@@ -17,9 +17,10 @@ from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import Usage
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
-from stepprune_jax.training import plan, settings
+from stepprune_jax.parallel.sharding import build_mesh, shardings
+from stepprune_jax.training import plan, read_run, settings
 from stepprune_jax.training.batches import Bucket
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -54,7 +55,7 @@ def test_weights_are_drawn_in_their_places():
     mesh = build_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vocab_size=128))
     abstract = vlm.abstract_params(config, jnp.bfloat16)
-    places = shardings(abstract, VLM_RULES, mesh)
+    places = shardings(abstract, SHARDING_RULES, mesh)
     placed = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
         abstract, places,
@@ -78,13 +79,13 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     assert found.planned.total > 0
     # What remat does again is no work of the model; the policy is a part of the update.
     assert 0 < found.policy_flops < found.model_flops < found.flops
-    mesh = settings.make_mesh(config)
-    setup = settings.make_setup(config, LlavaConfig.from_hf(FIELDS), mesh)
+    run = read_run(config)
+    setup = settings.make_setup(run, LlavaConfig.from_hf(FIELDS), settings.make_mesh(run))
     samples = read_conversations(tmp_path / "data/train.json", tmp_path / "data/images")
     encoded = encode_conversation(testing.tiny_tokenizer(), samples[0].turns, 1)
     targets = sum(label >= 0 for label in encoded.labels)
     widths = Bucket(-(-len(encoded.ids) // 8) * 8, -(-len(encoded.text) // 8) * 8, targets)
-    traced = plan.trace_update(setup, mesh, jnp.float32, 4, widths)
+    traced = plan.trace_update(setup, jnp.float32, 4, widths)
     assert found.flops == traced_flops(traced.jaxpr)
 
 

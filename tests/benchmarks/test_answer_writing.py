@@ -29,10 +29,10 @@ ASKED = [
 ]
 
 
-def card(**fields):
+def provenance(**fields):
     about = {
         "benchmark": "pope", "questions": questions_digest(ASKED[:3]), "asked": 5,
-        "method": "StepPrune", "mode": "adaptive", "pruning_rate": 66.7, "num_tokens": 9,
+        "method": "StepPrune", "mode": "adaptive", "budget": 3, "num_tokens": 9,
         "stop_bias": 0.25, "model": "tiny", "made": {"policy": "p", "positions": "original"},
     }  # fmt: skip
     return Provenance(**(about | fields))
@@ -40,7 +40,7 @@ def card(**fields):
 
 @pytest.fixture
 def file(tmp_path):
-    found = AnswerFile.of(tmp_path, card())
+    found = AnswerFile.of(tmp_path, provenance())
     claim(found)
     return found
 
@@ -70,12 +70,12 @@ def test_lines_have_the_fields_of_llava_in_its_order(file):
 
 def test_names_tell_rows_apart():
     rows = [
-        {"method": "all tokens", "mode": "exact", "pruning_rate": 0.0},
-        {"method": "StepPrune, own stop", "pruning_rate": None},
+        {"method": "all tokens", "mode": "exact", "budget": 9},
+        {"method": "StepPrune, own stop", "budget": None},
         {"mode": "exact"},
         {"method": "[CLS] top-K"},
     ]
-    assert [card(**row).slug for row in rows] == [
+    assert [provenance(**row).slug for row in rows] == [
         "all-tokens", "stepprune-own-stop", "stepprune-exact-66.7", "cls-top-k-adaptive-66.7",
     ]  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_answers_to_other_questions_are_refused(file):
 def test_other_settings_do_not_add_to_a_file(file):
     append(file.path, lines(file, 0))
     claim(file)
-    other = card(stop_bias=0.5, made={"policy": "q", "positions": "original"})
+    other = provenance(stop_bias=0.5, made={"policy": "q", "positions": "original"})
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
     file.provenance_path.unlink()
@@ -152,12 +152,36 @@ def test_other_settings_do_not_add_to_a_file(file):
         claim(file)
 
 
-def test_cards_are_read_again(file, tmp_path):
+def test_provenance_is_read_again(file, tmp_path):
     write_whole(file, ASKED, [AnswerLine("x", 0, 1.0)] * 5)
     write_whole(file, ASKED, [AnswerLine("y", 0, 1.0)] * 5)
-    empty = AnswerFile.of(tmp_path, card(method="grid"))
+    empty = AnswerFile.of(tmp_path, provenance(method="grid"))
     claim(empty)
     assert read_files(tmp_path / "pope") == [file] and said(file) == ["y"] * 5
     (tmp_path / "pope" / "poem.json").write_text('{"line": 1}')
-    with pytest.raises(ValueError, match=r"poem.json is not the card of an answer file"):
+    with pytest.raises(ValueError, match=r"poem.json is not the provenance of an answer file"):
         read_files(tmp_path / "pope")
+
+
+def test_a_budget_stays_the_count_it_is(tmp_path):
+    file = AnswerFile.of(tmp_path, provenance(budget=640, num_tokens=2880))
+    assert file.provenance.pruning_rate == 77.8 and file.path.stem == "stepprune-adaptive-77.8"
+    write_whole(file, ASKED, [AnswerLine("x", 0, 1.0)] * 5)
+    assert json.loads(file.provenance_path.read_text())["budget"] == 640
+    assert read_files(tmp_path / "pope")[0].provenance.budget == 640
+
+
+def test_files_of_runs_that_stored_rates_are_read_and_continued(file, tmp_path):
+    append(file.path, lines(file, 0))
+    old = provenance()._asdict() | {"pruning_rate": 66.7}
+    del old["budget"]
+    file.provenance_path.write_text(json.dumps(old))
+    assert read_files(tmp_path / "pope") == [file]
+    claim(file)
+    file.provenance_path.write_text(json.dumps(old | {"pruning_rate": 77.8}))
+    with pytest.raises(ValueError, match=r"made differently.*budget: 2 -> 3$"):
+        claim(file)
+    for method, rate, budget in (("StepPrune, own stop", 70.1, None), ("all tokens", 0.0, 9)):
+        about = old | {"method": method, "pruning_rate": rate}
+        file.provenance_path.write_text(json.dumps(about))
+        assert read_files(tmp_path / "pope")[0].provenance.budget == budget

@@ -2,6 +2,7 @@ import io
 import json
 
 import pytest
+from benchmark_files import write_lines
 from benchmark_folders import SIZES, write_benchmarks
 from PIL import Image
 
@@ -105,3 +106,17 @@ def test_a_row_of_mmbench_without_a_picture_is_named(tmp_path):
     path.write_text("index\tquestion\tA\tB\timage\n5\tWhy?\ta\tb\t\n")
     with pytest.raises(ValueError, match="index 5: no image"):
         read(tmp_path, "mmbench")
+
+
+def test_a_list_of_vqav2_finds_the_images_of_its_split(tmp_path):
+    names = {
+        "COCO_val2014_000000000008.jpg": "val2014",
+        "COCO_test2015_000000000009.jpg": "test2015",
+    }
+    for name, split in names.items():
+        (tmp_path / "vqav2" / split).mkdir(parents=True)
+        (tmp_path / "vqav2" / split / name).write_bytes(b"")
+    rows = [{"question_id": n, "image": name, "text": "What?"} for n, name in enumerate(names)]
+    write_lines(tmp_path / "vqav2" / "val.jsonl", rows)
+    found = read(tmp_path, "vqav2", "vqav2/val.jsonl")
+    assert [(q.image.name, q.image.parent.name) for q in found] == list(names.items())

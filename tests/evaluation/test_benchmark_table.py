@@ -11,10 +11,10 @@ from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 def score(benchmark, method, rate, headline, **fields):
     return {
-        "benchmark": benchmark, "method": method, "mode": "exact", "pruning_rate": rate,
-        "own_stop": False, "num_tokens": 576, "questions": "q-" + benchmark, "asked": 9,
-        "answered": 9, "headline": headline, "warnings": [], "problem": None, "mean_k": 64.0,
-        "sd_k": 1.25, "ms": 12.34,
+        "benchmark": benchmark, "method": method, "mode": "exact",
+        "budget": round(576 * (1 - rate / 100)), "pruning_rate": rate, "num_tokens": 576,
+        "questions": "q-" + benchmark, "asked": 9, "answered": 9, "headline": headline,
+        "warnings": [], "problem": None, "mean_k": 64.0, "sd_k": 1.25, "ms": 12.34,
     } | fields  # fmt: skip
 
 
@@ -97,6 +97,20 @@ def test_the_command_merges_folders(tmp_path, capsys):
         module.main([str(tmp_path / "c")])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1 and "run eval.py" in error
+    # As written before budgets were counts.
+    old = [{k: v for k, v in row.items() if k != "budget"} | {"own_stop": False} for row in MINE]
+    own = old[0] | {"method": "StepPrune, own stop", "mode": "adaptive", "own_stop": True}
+    (tmp_path / "a" / "report" / "scores.json").write_text(json.dumps([*old, own]))
+    assert [row["budget"] for row in read_scores(tmp_path / "a")] == [64, 64, None]
     (tmp_path / "a" / "report" / "scores.json").write_text('[{"benchmark": "pope"}]')
     with pytest.raises(ValueError, match="is not a list of scores"):
         read_scores(tmp_path / "a")
+
+
+def test_a_budget_is_a_count_however_many_tokens_there_are():
+    many = {"num_tokens": 2880, "budget": 640, "pruning_rate": 77.8}
+    table = merge_scores({"run": [score("pope", "grid", 77.8, 80.0) | many]})
+    assert table.rows[0].budget == 640 and as_objects(table)[0]["tokens"] == 640
+    neighbour = score("pope", "grid", 77.8, 81.0) | many | {"budget": 641}
+    both = merge_scores({"run": [score("pope", "grid", 77.8, 80.0) | many, neighbour]})
+    assert [row.budget for row in both.rows] == [641, 640]

@@ -12,9 +12,9 @@ from small_world import (
     write_answers,
     write_split,
 )
+from stepprune_jax.evaluation.evaluate import evaluate
 
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluation.evaluate import evaluate
 from stepprune_jax.evaluation.report import read_report
 from stepprune_jax.evaluation.settings import read_settings
 from stepprune_jax.evaluation.sources import split_folders

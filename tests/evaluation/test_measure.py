@@ -2,18 +2,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_world import one_shot, stepprune, tiny_model, write_split
+from stepprune_jax.evaluation.answers import Answering, Selection, answer, check_lengths
+from stepprune_jax.evaluation.orders import trained_order
+from stepprune_jax.inference.prefix import place
 
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation import measure
-from stepprune_jax.evaluation.answers import Answering, Selection, answer, check_lengths
-from stepprune_jax.evaluation.orders import trained_order
 from stepprune_jax.evaluation.rows import adaptive_rows, exact_row
 from stepprune_jax.evaluation.settings import Settings
 from stepprune_jax.evaluation.split import encode_split, read_split, thin
 from stepprune_jax.inference import generate, policy_selector
 from stepprune_jax.inference.decoding import run_decode, run_start
-from stepprune_jax.inference.prefix import place
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.sharding import build_mesh

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
     accuracy_table,
     markdown_table,
-    pruning_rate,
     write_accuracy,
 )
 from stepprune_jax.evaluation.progress import Progress
@@ -27,24 +27,23 @@ from stepprune_jax.evaluation.statistics import (
     by_count,
     make_statistics,
     paired_difference,
-    ranks,
     spearman,
 )
 
 QUESTIONS = [Question(str(n), Path(f"{n // 2}.png"), "?", "ab"[n % 2]) for n in range(4)]
 
 
-def records(method, mode, rate, count, correct):
+def records(method, mode, budget, count, correct, num_tokens=9):
     count = np.array(count, np.int32)
     order = trimmed(np.tile(np.arange(9, dtype=np.int32), (len(count), 1)), count)
     answer = ["yes" if right else "né" for right in correct]
-    return Records(method, mode, rate, count, order, answer, np.array(correct, bool))
+    return Records(method, mode, budget, num_tokens, count, order, answer, np.array(correct, bool))
 
 
-FULL = records("all tokens", "exact", 0.0, [9] * 4, [1, 1, 1, 0])
-EXACT = records("StepPrune", "exact", 66.7, [3] * 4, [1, 0, 1, 0])
-ADAPTIVE = records("StepPrune", "adaptive", 66.7, [1, 2, 4, 5], [1, 1, 1, 0])
-RANDOM = records("random", "exact", 66.7, [3] * 4, [0, 0, 0, 0])
+FULL = records("all tokens", "exact", 9, [9] * 4, [1, 1, 1, 0])
+EXACT = records("StepPrune", "exact", 3, [3] * 4, [1, 0, 1, 0])
+ADAPTIVE = records("StepPrune", "adaptive", 3, [1, 2, 4, 5], [1, 1, 1, 0])
+RANDOM = records("random", "exact", 3, [3] * 4, [0, 0, 0, 0])
 ROWS = [FULL, RANDOM, EXACT, ADAPTIVE]
 
 
@@ -68,7 +67,7 @@ def test_the_table_worked_by_hand():
 
 
 def test_nothing_right_with_all_tokens_has_no_retention():
-    table = accuracy_table([records("all tokens", "exact", 0.0, [9] * 4, [0] * 4), EXACT], 0)
+    table = accuracy_table([records("all tokens", "exact", 9, [9] * 4, [0] * 4), EXACT], 0)
     assert table[1]["retention"] is None
 
 
@@ -85,8 +84,10 @@ def test_tables_in_three_formats(tmp_path):
     assert markdown_table([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
 
 
-def test_ranks_and_correlation_worked_by_hand():
-    assert ranks(np.array([30, 10, 20, 20])).tolist() == [4.0, 1.0, 2.5, 2.5]
+def test_correlation_worked_by_hand():
+    # Ranks 4, 1, 2.5, 2.5 and 4, 3, 1, 2: sums of products 1.5, of squares 4.5 and 5.
+    tied = spearman(np.array([30, 10, 20, 20]), np.array([9, 8, 1, 2]))
+    assert tied == pytest.approx(1.5 / math.sqrt(4.5 * 5), abs=1e-4)
     assert spearman(np.array([1, 2, 3, 4]), np.array([1, 4, 9, 16])) == 1.0
     assert spearman(np.array([1, 2, 3]), np.array([9, 5, 1])) == -1.0
     # Without ties: 1 - 6 sum d^2 / (n (n^2 - 1)) with d = 1, 1, 2, 2, 0.
@@ -110,7 +111,7 @@ def test_paired_differences_worked_by_hand():
 
 def test_quarters_by_count_hold_every_question_once():
     count = np.repeat(np.arange(1, 9), 2)
-    row = records("StepPrune", "adaptive", 50.0, count, [1, 0] * 8)
+    row = records("StepPrune", "adaptive", 4, count, [1, 0] * 8)
     found = by_count(row, np.ones(16, bool))
     assert [b["questions"] for b in found] == [4, 4, 4, 4]
     assert [(b["least_k"], b["most_k"]) for b in found] == [(1, 2), (3, 4), (5, 6), (7, 8)]
@@ -145,7 +146,7 @@ def test_records_come_back(tmp_path):
     assert names[0] == "00-all-tokens-exact-0.npz" and len(names) == 4
     assert file_name(12, RANDOM._replace(method="[CLS] top-K")) == "12-cls-top-k-exact-66.7.npz"
     for one, other in zip(load_records(tmp_path / "records"), ROWS, strict=True):
-        assert one[:3] == other[:3] and one.answer == other.answer
+        assert one[:4] == other[:4] and one.answer == other.answer
         for name in ("count", "order", "correct"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     assert load_records(tmp_path / "records")[3].order.tolist()[1] == [0, 1, -1, -1, -1]
@@ -155,7 +156,7 @@ def test_bad_records_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no records; run eval\.py"):
         load_records(tmp_path)
     np.savez(tmp_path / "a.npz", method="x")
-    with pytest.raises(ValueError, match=r"a\.npz lacks mode, pruning_rate"):
+    with pytest.raises(ValueError, match=r"a\.npz lacks mode, count"):
         load_records(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK\3\4 broken")
     with pytest.raises(ValueError, match=r"a\.npz is not a file of records"):
@@ -212,3 +213,27 @@ def test_progress_counts_work_and_says_what_is_left(tty, monkeypatch):
     assert " 50%    20 s left  second" in out.getvalue()
     progress.close()
     assert out.getvalue().endswith("\r" if tty else "\n")
+
+
+def test_records_of_runs_that_stored_rates_are_read(tmp_path):
+    own = records("StepPrune, own stop", "adaptive", None, [1, 2, 2, 3], [1, 1, 1, 0])
+    save_records(tmp_path, [*ROWS, own])
+    for path in tmp_path.iterdir():
+        with np.load(path) as data:
+            old = {name: data[name] for name in data if name not in ("budget", "num_tokens")}
+        row = next(r for r in [*ROWS, own] if (r.method, r.mode) == (old["method"], old["mode"]))
+        np.savez(path, pruning_rate=row.pruning_rate, **old)
+    found = load_records(tmp_path)
+    assert [row.budget for row in found] == [9, 3, 3, 3, None]
+    assert {row.num_tokens for row in found} == {9}
+    assert [row.pruning_rate for row in found] == [0.0, 66.7, 66.7, 66.7, 77.8]
+
+
+def test_budgets_of_the_same_rounded_rate_are_told_apart():
+    # 640 and 641 of 2,880 tokens are both 77.8 % pruned.
+    rows = [records("all tokens", "exact", 2880, [2880] * 4, [1] * 4, 2880)]
+    for budget, right in ((640, [0, 0, 0, 0]), (641, [1, 1, 1, 1])):
+        for method, correct in (("StepPrune", right), ("random", [0, 0, 0, 0])):
+            rows.append(records(method, "exact", budget, [budget] * 4, correct, 2880))
+    found = make_statistics(rows, QUESTIONS, None, "StepPrune")["default_minus"]
+    assert [row["difference"] for row in found] == [0.0, 100.0]

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from hf_reference import NUM_PATCHES, as_torch, normal
+from hf_reference import NUM_PATCHES, TEXT, VISION, as_torch, normal
+from visual import visual_of
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
 
 S = vlm.IMAGE_TOKEN
+CONFIG = LlavaConfig.from_hf({"model_type": "llava", "vision_config": VISION, "text_config": TEXT})
 assemble = jax.jit(
     vlm.assemble, static_argnames=("config", "positions", "capacity")
 )  # in one program: alone, each of its many small operations would be compiled
@@ -53,8 +56,7 @@ def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
             visual[i, image, : len(kept)] = np.asarray(image_tokens(row, image, width))[kept]
     lengths = jnp.array([len(ROWS[row]) for row in rows], jnp.int32)
     tokens, valid, index = map(jnp.asarray, (visual, valid, index))
-    grid = jnp.full((len(rows), j, 2), round(NUM_PATCHES**0.5))
-    return Batch(jnp.asarray(ids), lengths, vlm.Visual(tokens, valid, index, index, grid))
+    return Batch(jnp.asarray(ids), lengths, visual_of(CONFIG, tokens, index, valid))
 
 
 def image_tokens(row, image, width=64):

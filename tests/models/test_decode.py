@@ -29,7 +29,7 @@ def prefix(params, config, positions="original"):
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
 def test_cached_decode_equals_recomputation_without_a_cache(llava, positions):
     model, config, params = llava
-    logits, cache, _ = prefill(params, config, prefix(params, config, positions), 3)
+    logits, cache, *_ = prefill(params, config, prefix(params, config, positions), 3)
     steps = [logits]
     for step in range(3):
         logits, cache = decode_step(params, config, jnp.array(ANSWER)[:, step], cache)
@@ -80,7 +80,7 @@ def stage(params, config, hidden, position, valid, cache, query_index, span, cap
 
 def test_stages_one_after_the_other_equal_the_whole(llava):
     _, config, params = llava
-    hidden, position, length, _ = prefix(params, config)
+    hidden, position, length, *_ = prefix(params, config)
     valid = jnp.arange(hidden.shape[1]) < length[:, None]
     rows = (length - 1)[:, None]
     whole = stage(params, config, hidden, position, valid, None, rows, (0, 4), 40)
@@ -103,7 +103,7 @@ def test_several_tokens_may_be_appended_at_once(llava):
     sequence = prefix(params, config)
     cache = prefill(params, config, sequence, 4).cache
     tokens = jnp.array(ANSWER)
-    position = cache.next_position[:, None] + jnp.arange(3)
+    position = cache.next_position[:, None, None] + jnp.arange(3)
     rows = jnp.full((5, 1), 2)
     together = stage(
         params, config, vlm.embed_text(params, config, tokens), position,
@@ -125,12 +125,12 @@ def test_dropping_tokens_between_stages_equals_masking_them(llava):
     _, config, params = llava
     boundary, s = 2, 8
     hidden = vlm.embed_text(params, config, jnp.array([prompts.ROWS[3]]))
-    position, valid = jnp.arange(s)[None], jnp.ones((1, s), bool)
+    position, valid = jnp.arange(s)[None, None], jnp.ones((1, s), bool)
     keep = jnp.array([0, 1, 4, 6, 7])
     rows = jnp.array([[0]])
     early = stage(params, config, hidden, position, valid, None, rows, (0, boundary), s + 2)
     late = stage(
-        params, config, early.hidden[:, keep], position[:, keep], valid[:, :5], None, rows,
+        params, config, early.hidden[:, keep], position[..., keep], valid[:, :5], None, rows,
         (boundary, 4), 5 + 2,
     )  # fmt: skip
     caches = (early.cache, late.cache)
@@ -143,7 +143,7 @@ def test_dropping_tokens_between_stages_equals_masking_them(llava):
 
     logits, caches = decode_step(params, config, jnp.array([50]), caches)
     longer = vlm.embed_text(params, config, jnp.array([[*prompts.ROWS[3], 50]]))
-    position, valid = jnp.arange(s + 1)[None], jnp.ones((1, s + 1), bool)
+    position, valid = jnp.arange(s + 1)[None, None], jnp.ones((1, s + 1), bool)
     rerun = stage(params, config, longer, position, valid, None, rows, (0, boundary), None)
     masked = jnp.concatenate([masked, jnp.ones((1, 1), bool)], axis=1)
     rerun = stage(params, config, rerun.hidden, position, masked, None, rows, (boundary, 4), None)
@@ -157,8 +157,12 @@ def test_caches_that_do_not_fit_are_refused(llava):
     cache = llama.Cache(empty, empty, jnp.array([0]), jnp.array([0]))
     with pytest.raises(ValueError, match="the caches hold 3 layers, the model has 4"):
         vlm.decode_step(params, config, jnp.array([1]), cache)
-    hidden, one = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1), jnp.int32)
+    hidden, one, valid = (
+        jnp.zeros((1, 1, 64)),
+        jnp.zeros((1, 1, 1), jnp.int32),
+        jnp.ones((1, 1), bool),
+    )
     with pytest.raises(ValueError, match=r"the cache holds 3 layers, the stage \[0:2\] 2"):
-        vlm.run_layers(params, config, hidden, one, one == 0, 0, 2, cache)
+        vlm.run_layers(params, config, hidden, one, valid, 0, 2, cache)
     with pytest.raises(ValueError, match="give it only where a cache is made"):
-        vlm.run_layers(params, config, hidden, one, one == 0, 0, 3, cache, capacity=9)
+        vlm.run_layers(params, config, hidden, one, valid, 0, 3, cache, capacity=9)

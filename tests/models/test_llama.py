@@ -17,8 +17,8 @@ from hf_reference import (
 )
 
 from stepprune_jax.models import decoder as llama
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlamaConfig
 from stepprune_jax.models.rotary import rotary, rotary_frequencies
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax.models import decoder as llama
-from stepprune_jax.models.llava.config import LlamaConfig
+from stepprune_jax.models.config import LlamaConfig
 
 CONFIG = LlamaConfig(32, 16, 24, 2, 4, 2, 4, max_positions=64)
 PREFIX, PARTS = 3, (2, 4, 1)

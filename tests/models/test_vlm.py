@@ -8,8 +8,6 @@ import torch
 from hf_reference import (
     IMAGE_ID,
     NUM_PATCHES,
-    TEXT,
-    VISION,
     as_torch,
     assert_close,
     llava_pair,
@@ -17,10 +15,10 @@ from hf_reference import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visual import visual_of
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlavaConfig
 
 S = vlm.IMAGE_TOKEN
 prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("taps", "all_logits"))
@@ -47,12 +45,9 @@ def test_llava_with_several_images_equals_the_reference(select):
     features, _ = encode_image(params, config, pixels)
     tokens = vlm.project(params, config, features)
     assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
-    visual = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
-    valid = jnp.ones((2, 2, n), bool)
-    index = jnp.broadcast_to(jnp.arange(n), valid.shape)
-    sequence = prompts.assemble(
-        params, config, jnp.array(rows), jnp.array([6, 6]), visual, valid, index
-    )
+    tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
+    visual = visual_of(config, tokens)
+    sequence = prompts.assemble(params, config, jnp.array(rows), jnp.array([6, 6]), visual)
     ours = prefill(params, config, sequence, 0, all_logits=True).logits
     for row, (ids, chosen) in enumerate(zip(rows, images, strict=True)):
         expanded = [x for t in ids for x in ([IMAGE_ID] * n if t == S else [t])]
@@ -62,22 +57,20 @@ def test_llava_with_several_images_equals_the_reference(select):
 
 
 def test_assembled_rows_by_hand():
-    fields = {"vision_config": VISION, "text_config": TEXT}
-    config = LlavaConfig.from_hf({"model_type": "llava", **fields})
+    config = prompts.CONFIG
     # The embedding of token t is (t, t, ...), of kept token i of image a 1000 (a + 1) + i.
     table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
     params = {"language": {"embed": {"embedding": table}}}
     index = jnp.array([[[2, 5, 9], [0, 15, 3]], [[4, 6, 1], [7, 7, 7]]])
     valid = jnp.array([[[1, 1, 0], [1, 1, 1]], [[1, 0, 0], [1, 1, 1]]], bool)
     offset = jnp.array([1000, 2000])[:, None]
-    visual = jnp.broadcast_to((offset + index)[..., None].astype(float), (2, 2, 3, 64))
+    tokens = jnp.broadcast_to((offset + index)[..., None].astype(float), (2, 2, 3, 64))
+    visual = visual_of(config, tokens, index, valid)
     ids = jnp.array([[1, S, 8, S, 9], [S, 5, 66, 66, S]])
     length = jnp.array([5, 2])
 
     def rows(positions, capacity=None):
-        return prompts.assemble(
-            params, config, ids, length, visual, valid, index, positions, capacity
-        )
+        return prompts.assemble(params, config, ids, length, visual, positions, capacity)
 
     # The second sentinel of row 1 lies in the padding, so its second image is not used.
     expected = [[1, 1002, 1005, 8, 2000, 2015, 2003, 9, 0, 0, 0], [1004, 5, *[0] * 9]]
@@ -85,12 +78,19 @@ def test_assembled_rows_by_hand():
         sequence = rows(positions)
         np.testing.assert_array_equal(sequence.hidden[..., 0], expected)
         np.testing.assert_array_equal(sequence.length, [8, 2])
-    np.testing.assert_array_equal(sequence.position, [[*range(8), 0, 0, 0], [0, 1, *[0] * 9]])
+    positions = sequence.position[:, 0]
+    np.testing.assert_array_equal(positions, [[*range(8), 0, 0, 0], [0, 1, *[0] * 9]])
+    np.testing.assert_array_equal(
+        sequence.image, [[-1, 0, 0, -1, 1, 1, 1, -1, -1, -1, -1], [0, *[-1] * 10]]
+    )
+    np.testing.assert_array_equal(
+        sequence.index, [[-1, 2, 5, -1, 0, 15, 3, -1, -1, -1, -1], [4, *[-1] * 10]]
+    )
     np.testing.assert_array_equal(sequence.next_position, [8, 2])
     original = rows("original")
     # Row 0: token 1 at 0; the first image owns 1 to 16; token 8 at 17; the second image 18 to 33.
     expected_position = [[0, 3, 6, 17, 18, 33, 21, 34, 0, 0, 0], [4, 16, *[0] * 9]]
-    np.testing.assert_array_equal(original.position, expected_position)
+    np.testing.assert_array_equal(original.position[:, 0], expected_position)
     np.testing.assert_array_equal(original.next_position, [35, 17])
     cut = rows("original", 5)
     np.testing.assert_array_equal(cut.hidden[..., 0], [r[:5] for r in expected])
@@ -121,9 +121,7 @@ def loop_assemble(row, kept, n, positions, capacity):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_assembled_rows_equal_a_plain_loop(data):
-    config = LlavaConfig.from_hf(
-        {"model_type": "llava", "vision_config": VISION, "text_config": TEXT}
-    )
+    config = prompts.CONFIG
     table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
     params = {"language": {"embed": {"embedding": table}}}
     positions = data.draw(st.sampled_from(vlm.POSITIONS))
@@ -146,24 +144,23 @@ def test_assembled_rows_equal_a_plain_loop(data):
         (1000.0 * (1 + np.arange(2)[:, None]) + index)[..., None], (2, 2, 4, 64)
     ).astype(np.float32)
     lengths = np.array([len(row) for row in rows])
-    found = prompts.assemble(
-        params, config, ids, lengths, visual, valid, index, positions, capacity
-    )
+    visual = visual_of(config, visual, index, valid)
+    rows_made = prompts.assemble(params, config, ids, lengths, visual, positions, capacity)
     for b in range(2):
         sources, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
         marks = [t if i < 0 else 1000 * (t + 1) + i for (t, i), _ in sources]
         padding = [0] * (capacity - len(sources))
-        np.testing.assert_array_equal(found.hidden[b, :, 5], marks + padding)
-        np.testing.assert_array_equal(found.position[b], [at for _, at in sources] + padding)
-        assert (found.length[b], found.next_position[b]) == (len(sources), place)
+        np.testing.assert_array_equal(rows_made.hidden[b, :, 5], marks + padding)
+        np.testing.assert_array_equal(rows_made.position[b, 0], [at for _, at in sources] + padding)
+        assert (rows_made.length[b], rows_made.next_position[b]) == (len(sources), place)
 
 
 def test_more_sentinels_than_images_vanish_and_rows_without_images_work(llava):
     _, config, params = llava
-    none = jnp.zeros((1, 0, 3, 64)), jnp.zeros((1, 0, 3), bool), jnp.zeros((1, 0, 3), jnp.int32)
-    sequence = prompts.assemble(params, config, jnp.array([[1, S, 2, 3]]), jnp.array([4]), *none)
+    none = visual_of(config, np.zeros((1, 0, 3, 64)))
+    sequence = prompts.assemble(params, config, jnp.array([[1, S, 2, 3]]), jnp.array([4]), none)
     np.testing.assert_array_equal(sequence.length, [3])
-    np.testing.assert_array_equal(sequence.position, [[0, 1, 2, 0]])
+    np.testing.assert_array_equal(sequence.position, [[[0, 1, 2, 0]]])
 
 
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
@@ -215,8 +212,10 @@ def test_prefill_compiles_once_per_bucket(llava):
     for bucket in (8, 16):
         for kept in range(8):
             valid = jnp.broadcast_to(jnp.arange(bucket) < kept, (5, 2, bucket))
-            batch = prompts.batch(bucket=bucket)._replace(
-                visual_valid=valid, text_length=jnp.maximum(full.text_length - kept % 2, 1)
+            batch = prompts.batch(bucket=bucket)
+            batch = batch._replace(
+                visual=batch.visual._replace(valid=valid),
+                text_length=jnp.maximum(full.text_length - kept % 2, 1),
             )
             assert jnp.isfinite(answer(params, batch)).all()
 

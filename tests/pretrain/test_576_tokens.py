@@ -13,8 +13,8 @@ from stepprune_jax.data.source import data_folder
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.models import vlm
 from stepprune_jax.pretrain.run import model_config
-from stepprune_jax.pretrain.settings import check_config, check_world
-from stepprune_jax.training import train
+from stepprune_jax.pretrain.settings import read_pretraining
+from stepprune_jax.training import read_run, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -26,13 +26,24 @@ def config(tmp_path, monkeypatch):
     config.model.folder = str(
         testing.tiny_llava(
             tmp_path / "model",
-            vision={"image_size": 336, "patch_size": 14, "hidden_size": 8, "num_attention_heads": 1,
-                    "intermediate_size": 8, "num_hidden_layers": 2},
-            text={"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1,
-                  "num_key_value_heads": 1, "num_hidden_layers": 1,
-                  "max_position_embeddings": 1024},
+            vision={
+                "image_size": 336,
+                "patch_size": 14,
+                "hidden_size": 8,
+                "num_attention_heads": 1,
+                "intermediate_size": 8,
+                "num_hidden_layers": 2,
+            },
+            text={
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 1,
+                "max_position_embeddings": 1024,
+            },
         )
-    )  # fmt: skip
+    )
     config.data.train_scenes, config.data.validation_scenes, config.data.test_scenes = 1, 0, 1
     return config
 
@@ -40,7 +51,7 @@ def config(tmp_path, monkeypatch):
 def test_data_are_drawn_at_the_size_of_the_configuration(config, tmp_path):
     config.data.test_seed = 7
     folders = split_folders(config, tmp_path / "run")
-    assert folders["validation"] == data_folder(config, tmp_path / "run")
+    assert folders["validation"] == data_folder(read_run(config), tmp_path / "run")
     for folder in folders.values():
         manifest = json.loads((folder / "world.json").read_text())
         assert (manifest["side"], manifest["grid"]) == (336, 24)
@@ -52,7 +63,7 @@ def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
     config.steps = config.batch_size = config.model.rows_at_once = config.log_every = 1
     config.mesh = "single"
     config.data.length_multiple, config.data.stats_images, config.optimizer.warmup = 256, 1, 0
-    train(config, tmp_path / "run")
+    train(read_run(config), tmp_path / "run")
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row["step"] == 1 and row["skipped"] == 0 and np.isfinite(row["loss"])
     assert row["grad_norm"] > 0 and 1 <= row["k_mean"] <= 288
@@ -64,9 +75,9 @@ def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
 def test_the_model_of_576_tokens_has_some_30_million_weights(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     config = importlib.import_module("configs.pretrain_shapes576").get_config()
-    check_config(config)
-    check_world(config)
-    model = model_config(config.model, 100, 99)
+    run = read_pretraining(config)
+    run.check_world()
+    model = model_config(run.model, 100, 99)
     assert model.num_image_tokens == 576
     count = sum(leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(model)))
     assert 25e6 < count < 35e6

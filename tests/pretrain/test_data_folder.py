@@ -4,10 +4,12 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import pytest
 from PIL import Image
 
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.pretrain.run import pretrain
+from stepprune_jax.pretrain.settings import read_pretraining
 from stepprune_jax.pretrain.structure import init_tower
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -21,16 +23,23 @@ def small_config(folder):
     config.data.folder = str(folder)
     config.micro_batch, config.dtype = 2, "float32"
     for name, value in {
-        "image_size": 16, "patch_size": 8, "vision_width": 16, "vision_mlp": 16,
-        "vision_layers": 1, "vision_heads": 2, "text_width": 16, "text_mlp": 16,
-        "text_layers": 1, "text_heads": 2,
-    }.items():  # fmt: skip
+        "image_size": 16,
+        "patch_size": 8,
+        "vision_width": 16,
+        "vision_mlp": 16,
+        "vision_layers": 1,
+        "vision_heads": 2,
+        "text_width": 16,
+        "text_mlp": 16,
+        "text_layers": 1,
+        "text_heads": 2,
+    }.items():
         config.model[name] = value
     config.language.steps = config.language.batch_size = 2
     config.language.thinned_share = config.noise.thinned_share = 0.0
     config.noise.steps = 0
     config.language.train_tower = True
-    return config
+    return read_pretraining(config)
 
 
 def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_path):
@@ -53,3 +62,15 @@ def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_p
     before = init_tower(jax.random.key(0), model.config.vision)
     kernels = [tower["layers"]["mlp"]["up"]["kernel"] for tower in (before, model.params["vision"])]
     assert float(jnp.abs(kernels[1] - kernels[0]).max()) > 1e-4
+
+
+def test_samples_without_an_image_and_empty_files_are_refused(tmp_path):
+    (tmp_path / "images").mkdir()
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    for samples, message in (
+        ([{"id": "x", "conversations": turns}], r"sample 0 \(x\) has no image; all must have one"),
+        ([], "language.batch_size is 2, expected at most the 0 samples"),
+    ):
+        (tmp_path / "train.json").write_text(json.dumps(samples))
+        with pytest.raises(ValueError, match=message):
+            pretrain(small_config(tmp_path), tmp_path / "run", tmp_path)

@@ -13,7 +13,7 @@ from stepprune_jax.data.shapes.questions import FAMILIES
 from stepprune_jax.data.shapes.world import scene_at
 from stepprune_jax.pretrain.mentions import (
     Mentions,
-    Told,
+    PlacedMentions,
     init_mention_heads,
     mention_loss,
     place_mentions,
@@ -24,9 +24,12 @@ from stepprune_jax.pretrain.vocabulary import build_tokenizer
 
 TURNS = ("Is the cup left of the cup?", "yes", "Where is the cup?", "here")
 ROWS = Mentions(
-    np.array([0, 0, 0]), np.array([0, 0, 1]), np.array(["cup", "cup", "cup"]),
-    np.array([1, 1, 3]), np.array([[0.0], [2.0], [np.nan]], np.float32),
-)  # fmt: skip
+    np.array([0, 0, 0]),
+    np.array([0, 0, 1]),
+    np.array(["cup", "cup", "cup"]),
+    np.array([1, 1, 3]),
+    np.array([[0.0], [2.0], [np.nan]], np.float32),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +40,13 @@ def packed():
 
 def test_each_mention_is_found_after_the_one_before(packed):
     tokenizer, rows = packed
-    told = place_mentions(tokenizer, rows, ROWS)
+    placed = place_mentions(tokenizer, rows, ROWS)
     # is the cup left of the cup ? assistant : yes </s> where is the cup
-    assert told.slot.tolist() == [[2, 6, 15]]
-    assert told.number.tolist() == [[1, 1, 3]]
-    np.testing.assert_array_equal(told.value, [[[-1], [1], [np.nan]]])
+    assert placed.slot.tolist() == [[2, 6, 15]]
+    assert placed.number.tolist() == [[1, 1, 3]]
+    np.testing.assert_array_equal(placed.value, [[[-1], [1], [np.nan]]])
     cup = tokenizer.convert_tokens_to_ids("cup")
-    assert rows.ids[0, told.slot[0]].tolist() == [cup] * 3
+    assert rows.ids[0, placed.slot[0]].tolist() == [cup] * 3
 
 
 def test_a_word_that_the_question_lacks_is_named(packed):
@@ -59,10 +62,10 @@ def test_mentions_of_what_did_not_fit_are_left_out():
 
 
 def test_the_loss_by_hand():
-    told = Told(
+    placed = PlacedMentions(
         jnp.zeros((1, 3), int), jnp.array([[0, 1, -1]]), jnp.array([[[2.0], [np.nan], [np.nan]]])
     )
-    heads = init_mention_heads(told, 2)
+    heads = init_mention_heads(placed, 2)
     assert heads["number"].shape == (3, 2) and heads["value"].shape == (3, 1)
     # Biases alone: numbers at odds of 3 to 1, values 0.5.
     heads = {
@@ -70,11 +73,11 @@ def test_the_loss_by_hand():
         "value": heads["value"].at[2].set(0.5),
     }
     hidden = jax.random.normal(jax.random.key(0), (1, 3, 2))
-    loss, scalars = mention_loss(heads, hidden, told)
+    loss, scalars = mention_loss(heads, hidden, placed)
     # (-ln 3/4 - ln 1/4) / 2 = .83699, and (2 - .5)^2 = 2.25
     np.testing.assert_allclose(loss, 0.83699 + 2.25, rtol=1e-5)
     assert scalars["mention_number"] == 0.5 and scalars["mention_error"] == 1.5
-    grads = jax.grad(lambda h: mention_loss(heads, h, told)[0])(hidden)
+    grads = jax.grad(lambda h: mention_loss(heads, h, placed)[0])(hidden)
     assert np.isfinite(grads).all() and (grads[0, 2] == 0).all()
 
 

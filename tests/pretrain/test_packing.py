@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from visual import visual_of
 
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import Sample
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
 from stepprune_jax.pretrain.language import (
     Shown,
@@ -92,13 +93,6 @@ def test_what_does_not_fit_is_left_out(tokenizer):
     assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
 
 
-def test_samples_that_cannot_be_packed_are_named(tokenizer):
-    with pytest.raises(ValueError, match=r"sample 7 \(x\) has no image"):
-        pack(tokenizer, [Sample("x", None, ("a", "b"), 7)])
-    with pytest.raises(ValueError, match="no conversation to pack"):
-        pack(tokenizer, [])
-
-
 @pytest.mark.parametrize("kept", [None, 4])
 def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
     params, config = model
@@ -131,10 +125,8 @@ def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
 
 
 def prompt_logits(params, ids, length, visual, index, config):
-    sequence = vlm.assemble(
-        params, config, ids, jnp.array([length]), visual[None, None],
-        jnp.ones((1, 1, visual.shape[0]), bool), index[None, None],
-    )  # fmt: skip
+    visual = visual_of(config, visual[None, None], index)
+    sequence = vlm.assemble(params, config, ids, jnp.array([length]), visual)
     return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
@@ -147,9 +139,16 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tok
     token = np.array([-1, *tokenizer.convert_tokens_to_ids(["red", "blue"])])
     shown = np.arange(27).reshape(3, 9) % 3
     loss, scalars = jax.jit(language_loss, static_argnums=(2, 8))(
-        trained, {"vision": params["vision"]}, config, jax.random.key(0), pixels, packed, None,
-        [Words(jnp.asarray(shown), jnp.asarray(token))], Shown(),
-    )  # fmt: skip
+        trained,
+        {"vision": params["vision"]},
+        config,
+        jax.random.key(0),
+        pixels,
+        packed,
+        None,
+        [Words(jnp.asarray(shown), jnp.asarray(token))],
+        Shown(),
+    )
     visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
         params, pixels
     )

@@ -8,7 +8,7 @@ from small_world import one_shot, stepprune, tiny_model, write_split
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.studies import seeds
 from stepprune_jax.studies.processes import Job, run_jobs, shares
-from stepprune_jax.studies.variants import load_config, row_configs
+from stepprune_jax.studies.variants import load_config, variant_configs
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "shapes.py")
 
@@ -84,8 +84,8 @@ def test_an_interrupted_run_is_reported(world, monkeypatch, tmp_path):
         ({"seeds": [-1]}, r"--seeds is \[-1\]"),
         ({"processes": 0}, "--processes is 0"),
         ({"changes": ["steps"]}, "--set 'steps': expected FIELD=VALUE"),
-        ({"changes": ["colour=3"]}, "no field 'colour'"),
-        ({"changes": ["steps=many"]}, "--set 'steps=many': "),
+        ({"changes": ["colour=3"]}, "no field .*colour"),
+        ({"changes": ["steps=many"]}, "--set steps=many: "),
     ],
 )
 def test_bad_arguments_are_named(world, tmp_path, arguments, message):
@@ -96,7 +96,7 @@ def test_bad_arguments_are_named(world, tmp_path, arguments, message):
 
 
 def test_configurations_of_rows():
-    rows = row_configs(CONFIG, ["default", "literal", "autoselect", "causal", "last"], [])
+    rows = variant_configs(CONFIG, ["default", "literal", "autoselect", "causal", "last"], [])
     by_key = {row.key: row.config for row in rows}
     assert by_key["literal"].policy.stop == "softmax"
     assert by_key["autoselect"].method == "autoselect"

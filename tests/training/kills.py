@@ -84,7 +84,7 @@ def attempt(config, workdir, hit):
 
 def main(folder, steps, kills, seed):
     chance, workdir = random.Random(int(seed)), folder / "killed"
-    config = make_config(folder / "model", folder / "data", steps=int(steps))
+    config = make_run(folder / "model", folder / "data", steps=int(steps))
     whole, logged = folder / "whole", []
 
     def first_line(start):
@@ -122,7 +122,7 @@ if __name__ == "__main__":
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(sys.argv[1], "programs"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     from jax._src import xla_bridge
-    from tiny_run import make_config
+    from tiny_run import make_run
 
     from stepprune_jax import training
 

@@ -20,11 +20,11 @@ def main(devices, model, data, workdir, changes):
     from stepprune_jax.parallel import distributed
 
     distributed.start()
-    from tiny_run import make_config
+    from tiny_run import make_run
 
     from stepprune_jax.training import train
 
-    train(make_config(model, data, **json.loads(changes)), workdir)
+    train(make_run(model, data, **json.loads(changes)), workdir)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.training.checkpoints import Checkpoints, Saved, read_latest
+from stepprune_jax.training.run import Saved
+from stepprune_jax.workdir.checkpoints import Checkpoints, read_latest
 
 
 def tree(seed):
@@ -114,7 +115,7 @@ def test_whatever_file_is_damaged_no_wrong_number_comes_back(two, tmp_path, dama
         said = capsys.readouterr().err
         if found.step == 10:
             assert "warning: checkpoint 20 is damaged" in said
-            assert said.strip().endswith("going on from 10") and said.count("\n") == 1
+            assert said.strip().endswith("resuming from 10") and said.count("\n") == 1
         taken.append(found.step)
     assert set(taken) <= {10, 20} and 10 in taken
     if damage is not flip:

@@ -7,14 +7,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import make_config, write_data
+from tiny_run import make_run, write_data
 
 from stepprune_jax import export, load_policy, testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.evaluation.settings import DEFAULT, Settings, load_policies, own_policy
 from stepprune_jax.generate import main as generate
 from stepprune_jax.training import train
-from stepprune_jax.training.checkpoints import Checkpoints
+from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    train(make_config(*world), workdir)
+    train(make_run(*world), workdir)
     return workdir
 
 
@@ -58,10 +58,16 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
     described = json.loads((run / "run.json").read_text())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for said in (
-        f"| frozen model | `{world[0]}`", described["model"], described["data"], str(world[1]),
-        "| updates | 6 of 6, each of 8 conversations |", "32 and 48 wide",
-        "- training, after update 6: ", f" loss {last['loss']:.4g}, ", '"policy.width": 8',
-    ):  # fmt: skip
+        f"| frozen model | `{world[0]}`",
+        described["model"],
+        described["data"],
+        str(world[1]),
+        "| updates | 6 of 6, each of 8 conversations |",
+        "32 and 48 wide",
+        "- training, after update 6: ",
+        f" loss {last['loss']:.4g}, ",
+        '"policy.width": 8',
+    ):
         assert said in card
     assert card.startswith("---\n") and "base_model" not in card and "$" not in card
     policy = load_policy(tmp_path / "policy.safetensors")

@@ -17,11 +17,11 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import plan, selectors
-from stepprune_jax.training.data import open_batches
-from stepprune_jax.training.dry_run import dry_run
-from stepprune_jax.training.settings import check_config, flat, make_setup
-from stepprune_jax.training.step import learning_rate
+from stepprune_jax.training import plan, read_run, selectors
+from stepprune_jax.training.batches import open_batches
+from stepprune_jax.training.optimizer import learning_rate
+from stepprune_jax.training.plan import dry_run
+from stepprune_jax.training.settings import make_setup
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 SIZES = ("width", "num_heads", "decoder_layers", "max_steps", "dtype", "length_weight")
@@ -30,20 +30,21 @@ SIZES = ("width", "num_heads", "decoder_layers", "max_steps", "dtype", "length_w
 @pytest.mark.parametrize("reading", ["", "literal"])
 def test_the_papers_run_has_the_papers_values(monkeypatch, reading):
     monkeypatch.syspath_prepend(str(ROOT))
-    config = load_config("llava7b", reading)
-    check_config(config)
-    setup = make_setup(config, SEVEN_B, build_mesh(config.mesh, jax.devices()[:2]))
-    assert (config.batch_size, setup.frozen_rows, setup.remat) == (16, 2, True)
-    rates = [learning_rate(setup, step) for step in (config.optimizer.warmup, config.steps)]
+    run = read_run(load_config("llava7b", reading))
+    setup = make_setup(run, SEVEN_B, build_mesh(run.mesh, jax.devices()[:2]))
+    assert (run.batch_size, setup.forward.rows, setup.forward.remat) == (16, 2, True)
+    rates = [
+        learning_rate(run.optimizer, run.steps, step) for step in (run.optimizer.warmup, run.steps)
+    ]
     np.testing.assert_allclose(rates, [5e-6, 5e-7], rtol=1e-6)
     policy = setup.selector
     assert policy.max_steps == PolicyConfig().steps(SEVEN_B.num_image_tokens) == 288
     assert (policy.decay, policy.length_weight, policy.policy_width) == (0.9, 0.01, 1024)
-    wide = load_config("llava13b", reading)
-    assert wide.model.folder != config.model.folder
-    assert {**flat(wide), "model.folder": 0} == {**flat(config), "model.folder": 0}
+    wide = read_run(load_config("llava13b", reading))
+    assert wide.model.folder != run.model.folder
+    assert {**wide.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
     # All but the sizes and the printed price of a token is what the shapes world has.
-    same = selectors.build(load_config("shapes", reading), SEVEN_B)
+    same = selectors.build("stepprune", read_run(load_config("shapes", reading)).policy, SEVEN_B)
     sizes = {name: getattr(policy, name) for name in SIZES}
     assert policy == dataclasses.replace(same, **sizes)
     with pytest.raises(ValueError, match=r"expected configs/llava7b.py:literal"):
@@ -61,7 +62,7 @@ def world(tmp_path_factory):
     return folder / "model", write_data(folder / "data")
 
 
-def scale_config(model, data, **changes):
+def scale_run(model, data, **changes):
     config = load_config("llava7b")
     config.model.folder = str(model)
     config.data.train_file, config.data.image_folder = (
@@ -69,7 +70,7 @@ def scale_config(model, data, **changes):
         str(data / "images"),
     )
     config.update_from_flattened_dict(changes)
-    return config
+    return read_run(config)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys, mesh, count, d
     """On two devices of 48 GB with all weights each, and on eight of 16 GB that share them."""
     monkeypatch.syspath_prepend(str(ROOT))
     changes = {"mesh": mesh, "accelerator.count": count, "accelerator.name": device}
-    found = dry_run(scale_config(*world, **changes), tmp_path)
+    found = dry_run(scale_run(*world, **changes), tmp_path)
     weights = sum(2 * leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(SEVEN_B)))
     parts = count if mesh == "fsdp" else 1
     assert weights / parts <= found.weights < 1.01 * weights / parts
@@ -87,24 +88,25 @@ def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys, mesh, count, d
     assert found.memory.total < ACCELERATORS[device].memory
     printed = capsys.readouterr().out
     for words in (
-        f"{mesh} {count}, ", f"{count} virtual CPU device(s)",
+        f"{mesh} {count}, ",
+        f"{count} virtual CPU device(s)",
         f"16 rows an update, {rows} on each device; the frozen model takes 1 of them at a time",
         "as XLA's CPU compiler plans the widest update",
         f"{device}: {ACCELERATORS[device].memory / 2**30:.1f} GiB, fits",
         "the mean over 128 ids 100%",
         f"hours for 39000 updates on {count} {device}, if they reach 40% of",
-    ):  # fmt: skip
+    ):
         assert words in printed
     assert not any((tmp_path / name).exists() for name in ("run.json", "checkpoints"))
 
 
 def test_batches_are_what_was_planned(world, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    config, source = scale_config(*world), inspect_folder(world[0])
-    setup = make_setup(config, source.config)
-    batches = open_batches(config, training_source(config, tmp_path), "identity", source)
+    run, source = scale_run(*world), inspect_folder(world[0])
+    setup = make_setup(run, source.config)
+    batches = open_batches(run, training_source(run, tmp_path), "identity", source)
     (bucket,) = batches.buckets
-    abstract = plan.abstract_batch(setup, config.batch_size, bucket)
+    abstract = plan.abstract_batch(setup, run.batch_size, bucket)
     found, planned = (
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch)
         for batch in (batches[0], abstract)
@@ -116,7 +118,7 @@ def test_what_a_dry_run_lacks_is_named(world, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
 
     def tried(**changes):
-        return dry_run(scale_config(*world, **changes), tmp_path)
+        return dry_run(scale_run(*world, **changes), tmp_path)
 
     with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file .*nowhere"):
         tried(**{"data.train_file": str(tmp_path / "nowhere")})

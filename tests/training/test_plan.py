@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny_run import optimizer_settings
 
 from stepprune_jax import testing
 from stepprune_jax.bench import update
@@ -16,48 +17,62 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import plan, selectors
 from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.step import Setup
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
 
 
-def seven_b(**fields):
-    return Setup(SEVEN_B, PolicyConfig(), steps=100, frozen_rows=2, **fields)
+def seven_b(**options):
+    return Setup(
+        SEVEN_B,
+        PolicyConfig(),
+        steps=100,
+        optimizer=optimizer_settings(),
+        text_gate_anneal=0.1,
+        forward=ForwardOptions(rows=2, **options),
+    )
 
 
 def policy_flops(setup):
     """Those of the policy's own loss and gradient, in front of a model that costs nothing."""
     shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.num_image_tokens, SEVEN_B.vision.hidden_size
     inputs = selectors.Inputs(
-        shape((ROWS, n, width), jnp.bfloat16), shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
+        shape((ROWS, n, width), jnp.bfloat16),
+        shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
         shape((ROWS, BUCKET.text), bool),
-    )  # fmt: skip
+    )
     params = jax.eval_shape(lambda: selectors.init(jax.random.key(0), setup.selector))
 
     def loss(params, inputs):
         progress = selectors.Progress(*(jnp.float32(0.5) for _ in range(3)))
         return selectors.train_loss(
-            params, setup.selector, jax.random.key(0), inputs, jnp.sum, progress,
+            params,
+            setup.selector,
+            jax.random.key(0),
+            inputs,
+            jnp.sum,
+            progress,
             FeatureStats.start(width),
-        )  # fmt: skip
+        )
 
     return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
 
 
 def test_frozen_weights_have_no_gradient_in_the_program():
     setup = seven_b()
-    traced = plan.trace_update(setup, None, jnp.bfloat16, ROWS, BUCKET)
+    traced = plan.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
     length = BUCKET.ids - 1 + SEVEN_B.num_image_tokens
     cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
-    vision = vision_flops(SEVEN_B)
+    vision = vision_flops(SEVEN_B, [SEVEN_B.grid])
     # Forward once; backward a product for each product with a weight, and two for each of
     # attention's, both sides of which come from the tokens. A weight's gradient would be another.
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]
     row = vision["tower"] + 2 * weights + 3 * 2 * cost.attention
     assert found == pytest.approx(ROWS * row, rel=1e-3)
-    again = plan.trace_update(seven_b(remat=True), None, jnp.bfloat16, ROWS, BUCKET)
+    again = plan.trace_update(seven_b(remat=True), jnp.bfloat16, ROWS, BUCKET)
     more = traced_flops(again.jaxpr) - policy_flops(setup) - found
     # Blocks are computed again, but for their last product, which nothing needs.
     assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1

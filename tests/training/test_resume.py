@@ -10,11 +10,11 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_run import looks, make_config, metrics, write_data, write_questions
+from tiny_run import looks, make_run, metrics, write_data, write_questions
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.training import train
-from stepprune_jax.training.metrics import MetricsLog
+from stepprune_jax.workdir.metrics import MetricsLog
 
 # Questions in between; no number that is learned depends on them.
 WATCHED = {"validation.every": 3, "validation.overlays": 1}
@@ -30,7 +30,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole")
-    train(make_config(*world, **WATCHED), workdir)
+    train(make_run(*world, **WATCHED), workdir)
     return workdir
 
 
@@ -56,21 +56,20 @@ def test_a_run_logs_and_leaves_a_policy(whole):
     assert all(row["skipped"] == 0 and 0 < row["grad_norm_stop"] < row["grad_norm"] for row in rows)
     saved = load_policy(whole / "policy.safetensors")
     assert saved.config.feature_width == 32 and saved.config.text_width == 48
-    assert float(saved.stats.count) == 6 * 9  # six pictures, however many were asked for
+    assert float(saved.stats.count) == 6 * 9  # six images, however many were asked for
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
+def test_a_stopped_run_resumes_as_if_nothing_had_happened(
     world, whole, tmp_path, monkeypatch, capsys, number
 ):
-    config, before = make_config(*world), signal.getsignal(number)
+    before = signal.getsignal(number)
     at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
-    train(config, tmp_path)
+    train(make_run(*world), tmp_path)
     assert "Stopped after step 3 of 6" in capsys.readouterr().out
     assert signal.getsignal(number) == before
     assert not (tmp_path / "policy.safetensors").exists()
-    config.data.threads = 5  # makes no difference
-    train(config, tmp_path)
+    train(make_run(*world, **{"data.threads": 5}), tmp_path)  # makes no difference
     assert "Resuming after step 3" in capsys.readouterr().out
     assert metrics(tmp_path) == metrics(whole)
     assert (tmp_path / "policy.safetensors").read_bytes() == (
@@ -78,7 +77,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     ).read_bytes()
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_without_double_lines(
+def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
     world, whole, tmp_path, monkeypatch
 ):
     def die():
@@ -86,11 +85,11 @@ def test_a_killed_run_goes_on_from_its_checkpoint_without_double_lines(
 
     at_step(monkeypatch, 5, die)
     with pytest.raises(MemoryError):
-        train(make_config(*world), tmp_path)
+        train(make_run(*world), tmp_path)
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # and cut short in the middle of a line
-    train(make_config(*world), tmp_path)
+    train(make_run(*world), tmp_path)
     assert metrics(tmp_path) == metrics(whole)
 
 
@@ -98,20 +97,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     world, whole, tmp_path, monkeypatch, capsys
 ):
     at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    train(make_config(*world), tmp_path)
+    train(make_run(*world), tmp_path)
     for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
         path.write_bytes(path.read_bytes()[:-9])
-    train(make_config(*world), tmp_path)
+    train(make_run(*world), tmp_path)
     said = capsys.readouterr()
     assert "warning: checkpoint 5 is damaged" in said.err
     assert "Resuming after step 4" in said.out
     assert metrics(tmp_path) == metrics(whole)
 
 
-def test_a_run_goes_on_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
+def test_a_run_resumes_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
     at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    train(make_config(*world), tmp_path)
-    train(make_config(*world, mesh="data=4,fsdp=2"), tmp_path)
+    train(make_run(*world), tmp_path)
+    train(make_run(*world, mesh="data=4,fsdp=2"), tmp_path)
     assert "Resuming after step 4" in capsys.readouterr().out
     one, other = metrics(whole), metrics(tmp_path)
     assert other[:4] == one[:4] and len(other) == len(one) == 6
@@ -122,28 +121,28 @@ def test_a_run_goes_on_on_other_devices(world, whole, tmp_path, monkeypatch, cap
 
 def test_a_finished_run_says_so(world, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
-    train(make_config(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
+    train(make_run(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
     assert "has finished its 6 steps" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
 def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
     with pytest.raises(ValueError, match=r"(?s)config.optimizer.lr: 0.001 -> 0.1.*config.steps: 6"):
-        train(make_config(*world, **{"optimizer.lr": 0.1, "steps": 7}), whole)
+        train(make_run(*world, **{"optimizer.lr": 0.1, "steps": 7}), whole)
     with pytest.raises(ValueError, match=r"config.policy.decay: 0.9 -> 0.5"):
-        train(make_config(*world, **{"policy.decay": 0.5}), whole)
+        train(make_run(*world, **{"policy.decay": 0.5}), whole)
     other = testing.tiny_llava(tmp_path / "model", text={"num_hidden_layers": 1})
     with pytest.raises(ValueError, match="the frozen model"):
-        train(make_config(other, world[1]), whole)
+        train(make_run(other, world[1]), whole)
     more = write_data(tmp_path / "data", count=7)
     with pytest.raises(ValueError, match="the training file"):
-        train(make_config(world[0], more), whole)
+        train(make_run(world[0], more), whole)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=r"checkpoints but no run.json"):
-        train(make_config(*world), tmp_path)
+        train(make_run(*world), tmp_path)
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json is not the description of a run"):
-        train(make_config(*world), tmp_path)
+        train(make_run(*world), tmp_path)
 
 
 def free_port():
@@ -186,5 +185,6 @@ def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
     for found, expected in zip(looks(tmp_path), looks(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     assert [path.name for path in sorted((tmp_path / "overlays").iterdir())] == [
-        "step_00000003.png", "step_00000006.png",
-    ]  # fmt: skip
+        "step_00000003.png",
+        "step_00000006.png",
+    ]

@@ -1,33 +1,33 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
+import dataclasses
 import math
 
 import jax
 import pytest
-from stepprune_jax.studies.configs import row_configs
-from tiny_run import ROOT, load_config, make_config, write_data
+from tiny_run import ROOT, load_config, make_run, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import run, selectors, train
-from stepprune_jax.training.settings import (
-    accelerator,
-    changed_fields,
-    check_config,
-    flat,
-    make_mesh,
-    make_setup,
-)
+from stepprune_jax.studies.variants import variant_configs
+from stepprune_jax.training import read_run, run, selectors, train
+from stepprune_jax.training.settings import make_mesh, make_setup
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
+GROUPS = {"stepprune": "policy", "autoselect": "autoselect"}
 ABLATIONS = {
     "causal": ("encoder_attention", "causal"),
     "last": ("aggregation", "last"),
     "uniform": ("aggregation", "uniform"),
     "alive": ("aggregation", "alive"),
 }
+
+
+def build(config):
+    settings = read_run(config)
+    return selectors.build(settings.method, getattr(settings, GROUPS[settings.method]), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,19 @@ ABLATIONS = {
         ({"data.policy_text_limit": 0}, "config.data.policy_text_limit is 0"),
         ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
         ({"batch_size": -1}, "config.batch_size is -1"),
-        ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number from 0"),
-        ({"optimizer.lr": 0.0}, "config.optimizer.lr is 0.0, expected above 0"),
-        ({"optimizer.lr": math.inf}, "config.optimizer.lr is inf, expected a number from 0"),
+        ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number above 0"),
+        ({"optimizer.lr": 0.0}, "config.optimizer.lr is 0.0, expected a number above 0"),
+        ({"optimizer.lr": math.inf}, "config.optimizer.lr is inf, expected a number above 0"),
         ({"data.cache_gb": math.inf}, "config.data.cache_gb is inf, expected a number from 0"),
         ({"optimizer.b1": 1.5}, "config.optimizer.b1 is 1.5, expected a share from 0 to 1"),
-        ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected above 0"),
+        ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected a number above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
         ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
         ({"max_skipped": 0}, "config.max_skipped is 0, expected an integer from 1"),
-        ({"model.attention": "flash"}, "attention is 'flash'"),
+        ({"model.attention": "flash"}, "config.model.attention is 'flash', expected one of matmul"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
         ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
-        ({"model.rows_at_once": -1}, "rows_at_once is -1, expected 0 or a count"),
+        ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
         ({"policy.random_budget": ("half",)}, r"random_budget is \('half',\), expected two shares"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
@@ -68,32 +68,26 @@ ABLATIONS = {
             r"language/embed/embedding of shape .* not divisible by the 8",
         ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
+        ({"tensorboard": None}, "config.tensorboard is None, expected True or False"),
         ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
     ],
 )
 def test_bad_fields_are_named(tmp_path, change, message):
     testing.tiny_llava(tmp_path / "model")
     write_data(tmp_path / "data", count=1)
-    config = make_config(tmp_path / "model", tmp_path / "data", **change)
     with pytest.raises(ValueError, match=message):
-        train(config, tmp_path / "run")
+        train(make_run(tmp_path / "model", tmp_path / "data", **change), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_missing_folders_and_fields_are_named(tmp_path):
-    config = make_config(tmp_path / "none", tmp_path / "data")
     with pytest.raises(FileNotFoundError, match="no folder"):
-        train(config, tmp_path / "run")
-    testing.tiny_llava(tmp_path / "model")
-    config.model.folder = str(tmp_path / "model")
+        train(make_run(tmp_path / "none", tmp_path / "data"), tmp_path / "run")
+    model = testing.tiny_llava(tmp_path / "model")
     with pytest.raises(FileNotFoundError, match=r"config.data.folder: no file .*train.json"):
-        train(config, tmp_path / "run")
-    config.data.folder, config.data.name = "", "folder"
+        train(make_run(model, tmp_path / "data"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        train(config, tmp_path / "run")
-    del config.data["threads"]
-    with pytest.raises(ValueError, match=r"config.data.threads is missing"):
-        check_config(config)
+        train(make_run(model, "", **{"data.name": "folder"}), tmp_path / "run")
 
 
 def test_the_training_file_may_lie_elsewhere(tmp_path):
@@ -101,56 +95,54 @@ def test_the_training_file_may_lie_elsewhere(tmp_path):
     config = load_config("shapes")
     config.data.update({"name": "folder", "train_file": str(file)})
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        training_source(config, tmp_path)  # where would its pictures be?
+        training_source(read_run(config), tmp_path)  # where would its images be?
     config.data.update({"image_folder": str(tmp_path), "linked_folders": ["/"]})
-    found = training_source(config, tmp_path / "run")
+    found = training_source(read_run(config), tmp_path / "run")
     assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
     config.data.index_folder = str(tmp_path / "indices")
-    assert training_source(config, tmp_path).index_folder == tmp_path / "indices"
+    assert training_source(read_run(config), tmp_path).index_folder == tmp_path / "indices"
     config.data.update({"train_file": "", "folder": str(tmp_path / "data")})
-    assert training_source(config, tmp_path)[:2] == (file, tmp_path)
+    assert training_source(read_run(config), tmp_path)[:2] == (file, tmp_path)
     config.data.train_file = "none.json"
     with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
-        training_source(config, tmp_path)
+        training_source(read_run(config), tmp_path)
 
 
 def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
     testing.tiny_llava(tmp_path / "model")
     monkeypatch.setattr(run, "load_vlm", None)
     write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
-    config = make_config(tmp_path / "model", tmp_path / "data")
+    folders = tmp_path / "model", tmp_path / "data"
     message = r'train\.json: sample 2: "conversations" is missing'
     with pytest.raises(ValueError, match=message):
-        train(config, tmp_path / "run")
-    config.data.update({"context_limit": 9})
-    with pytest.raises(
-        ValueError, match=r"config.data.context_limit is 9, expected more than .* 9"
-    ):
-        train(config, tmp_path / "other")
+        train(make_run(*folders), tmp_path / "run")
+    message = r"config.data.context_limit is 9, expected more than .* 9"
+    with pytest.raises(ValueError, match=message):
+        train(make_run(*folders, **{"data.context_limit": 9}), tmp_path / "other")
 
 
 def test_the_world_is_written_once_and_not_mixed_up(tmp_path, capsys):
     config = load_config("shapes")
     config.data.update({"train_scenes": 2, "validation_scenes": 1, "test_scenes": 1})
-    folder = data_folder(config, tmp_path)
+    folder = data_folder(read_run(config), tmp_path)
     assert (folder / "train.json").is_file() and "Writing" in capsys.readouterr().out
-    assert data_folder(config, tmp_path) == folder and not capsys.readouterr().out
+    assert data_folder(read_run(config), tmp_path) == folder and not capsys.readouterr().out
     config.data.seed = 3
     with pytest.raises(ValueError, match="seed is 0, not 3"):
-        data_folder(config, tmp_path)
+        data_folder(read_run(config), tmp_path)
     config.data.train_scenes = 0
     with pytest.raises(ValueError, match="train_scenes is 0"):
-        data_folder(config, tmp_path)
+        data_folder(read_run(config), tmp_path)
 
 
 def test_only_fields_that_change_what_is_learned_count():
-    old, config = flat(load_config("shapes")), load_config("shapes")
+    old, config = read_run(load_config("shapes")).flat(), load_config("shapes")
     config.log_every, config.eval.batch_size, config.data.cache_gb = 1, 2, 0.5
     config.model.folder, config.autoselect.width = "elsewhere", 8
-    assert changed_fields(old, flat(config), "stepprune") == []
+    assert read_run(config).changes(old) == []
     config.policy.random_budget = (0.1, 0.2)
     config.batch_size = 8
-    assert changed_fields(old, flat(config), "stepprune") == [
+    assert read_run(config).changes(old) == [
         "config.batch_size: 32 -> 8",
         f"config.policy.random_budget: {old['policy.random_budget']} -> [0.1, 0.2]",
     ]
@@ -158,23 +150,23 @@ def test_only_fields_that_change_what_is_learned_count():
 
 def test_shipped_configurations_build_what_they_say(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    default = selectors.build(load_config("shapes"), MODEL)
+    default = build(load_config("shapes"))
     assert isinstance(default, PolicyConfig) and default.feature_width == 32
     for name, (field, value) in ABLATIONS.items():
-        config = load_config(f"ablations/{name}")
-        check_config(config)
-        found = selectors.build(config, MODEL)
+        found = build(load_config(f"ablations/{name}"))
         assert getattr(found, field) == value != getattr(default, field)
-    literal = selectors.build(load_config("shapes", "literal"), MODEL)
+    literal = build(load_config("shapes", "literal"))
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
-    for row in row_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
+    for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
     # What the command line changes is not taken back by a row.
-    row = row_configs(str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"])
+    row = variant_configs(
+        str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
+    )
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
-    rival = selectors.build(load_config("ablations/autoselect"), MODEL)
-    assert rival.policy_width == default.policy_width
+    baseline = build(load_config("ablations/autoselect"))
+    assert baseline.policy_width == default.policy_width
     with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
         load_config("shapes", "loose")
 
@@ -185,7 +177,7 @@ def test_unknown_fields_are_named_with_the_nearest_one():
     with pytest.raises(
         ValueError, match=r"config.policy has unknown field.*mean decoder_layers\?$"
     ):
-        selectors.build(config, MODEL)
+        build(config)
     for name, message in (
         ("optimizer.warmpu", r"config.optimizer.warmpu is no field. Did you mean warmup\?$"),
         ("batchsize", r"config.batchsize is no field. Did you mean batch_size\?$"),
@@ -195,7 +187,7 @@ def test_unknown_fields_are_named_with_the_nearest_one():
         group, _, field = name.rpartition(".")
         (config[group] if group else config)[field] = 1
         with pytest.raises(ValueError, match=message):
-            check_config(config)
+            read_run(config)
 
 
 @pytest.mark.parametrize("name", ["mesh", "policy", "model", "model.folder", "data.train_file"])
@@ -204,7 +196,7 @@ def test_what_a_configuration_lacks_is_named(name):
     group, _, field = name.rpartition(".")
     del (config[group] if group else config)[field]
     with pytest.raises(ValueError, match=rf"config.{name} is missing$"):
-        check_config(config)
+        read_run(config)
 
 
 def test_a_group_must_be_one():
@@ -212,13 +204,13 @@ def test_a_group_must_be_one():
     del config["optimizer"]
     config.optimizer = 3
     with pytest.raises(ValueError, match=r"config.optimizer is 3, expected a group with lr$"):
-        check_config(config)
+        read_run(config)
 
 
 def test_one_device_needs_no_mesh():
     config = load_config("shapes")
     config.mesh = "single"
-    assert make_mesh(config) is None
+    assert make_mesh(read_run(config)) is None
 
 
 @pytest.mark.parametrize(
@@ -226,21 +218,21 @@ def test_one_device_needs_no_mesh():
     [("single", 4, 4), ("single", 0, 0), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
 )
 def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
-    config = make_config("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
-    assert make_setup(config, MODEL, make_mesh(config)).frozen_rows == expected
+    tiny = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
+    assert make_setup(tiny, MODEL, make_mesh(tiny)).forward.rows == expected
 
 
 def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
-        make_mesh(make_config("", ""))
+        make_mesh(make_run("", ""))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"name": "abacus"}, "config.accelerator.name is 'abacus', expected one of rtx-a6000"),
-        ({"count": 0}, "config.accelerator.count is 0, expected 1 or more"),
+        ({"count": 0}, "config.accelerator.count is 0, expected an integer from 1"),
         ({"utilisation": 1.5}, "config.accelerator.utilisation is 1.5, expected a share above 0"),
     ],
 )
@@ -248,4 +240,19 @@ def test_what_a_dry_run_is_for_is_checked(change, message):
     config = load_config("shapes")
     config.accelerator.update(change)
     with pytest.raises(ValueError, match=message):
-        accelerator(config)
+        read_run(config)
+
+
+@pytest.mark.parametrize("group", ["accelerator", "eval"])
+def test_a_configuration_may_lack_what_training_does_not_read(group):
+    config = load_config("shapes")
+    del config[group]
+    assert getattr(read_run(config), group) is None
+
+
+def test_settings_cannot_be_changed():
+    tiny = make_run("", "")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny.optimizer.lr = 1.0
+    with pytest.raises(ValueError, match=r"config.optimizer.lr is 0.0, expected a number above 0"):
+        dataclasses.replace(tiny.optimizer, lr=0.0)

@@ -1,21 +1,22 @@
 """The step: what it differentiates, what it must not see, and the loss it computes."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_config, open_tiny, write_data
+from tiny_run import make_run, open_tiny, optimizer_settings, write_data
+from visual import visual_of
 
 from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.parallel.placement import beside, place_rows
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.parallel.placement import place_rows, replicate_like
+from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.pruning import AutoSelectConfig
-from stepprune_jax.training import selectors, settings, step
-from stepprune_jax.training.language_loss import Reading, lm_loss, map_rows
+from stepprune_jax.training import optimizer, selectors, settings, step
+from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
 
 SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
 
@@ -26,8 +27,8 @@ def run(tmp_path_factory):
     testing.tiny_llava(folder / "model")
     write_data(folder / "data")
     model = load_vlm(folder / "model", None, jnp.float32, progress=False)
-    setup = settings.make_setup(make_config(folder / "model", folder / "data"), model.config)
-    batches = open_tiny(make_config(folder / "model", folder / "data"), folder)
+    tiny = make_run(folder / "model", folder / "data")
+    setup, batches = settings.make_setup(tiny, model.config), open_tiny(tiny, folder)
     return model, setup, jax.tree.map(jnp.asarray, batches[0])
 
 
@@ -35,7 +36,7 @@ def fresh(run):
     """State, statistics and key where a run has them, so that its program is used."""
     model, setup, _ = run
     state = jax.jit(step.init_state, static_argnums=1)(jax.random.key(0), setup)
-    return beside(model.params, (state, policy.FeatureStats.start(32), jax.random.key(1)))
+    return replicate_like(model.params, (state, policy.FeatureStats.start(32), jax.random.key(1)))
 
 
 def full_logits_loss(params, model, tokens, batch):
@@ -45,17 +46,14 @@ def full_logits_loss(params, model, tokens, batch):
         targets = jax.tree.map(np.asarray, batch.targets)
     labels = np.full((8, targets.ids.shape[1] - 1 + n), -1)
     for row in range(8):
-        ids = targets.ids[row, : int(targets.length[row])].tolist()
+        row_ids = targets.ids[row, : int(targets.length[row])].tolist()
         answer = targets.target[row][targets.supervised[row]].tolist()
-        assert ids[-len(answer) :] == answer  # these conversations end with their only answer
-        end = len(ids) - 1 + n
+        assert row_ids[-len(answer) :] == answer  # these conversations end with their only answer
+        end = len(row_ids) - 1 + n
         labels[row, end - len(answer) - 1 : end - 1] = answer
-    visual = vlm.project(params, model.config, tokens)[:, None]
-    index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (8, 1, n))
-    sequence = vlm.assemble(
-        params, model.config, batch.targets.ids, batch.targets.length, visual, index >= 0, index,
-        capacity=labels.shape[1],
-    )  # fmt: skip
+    visual = visual_of(model.config, vlm.project(params, model.config, tokens)[:, None])
+    ids, length = batch.targets.ids, batch.targets.length
+    sequence = vlm.assemble(params, model.config, ids, length, visual, capacity=labels.shape[1])
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
     return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)
@@ -64,8 +62,12 @@ def full_logits_loss(params, model, tokens, batch):
 def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
     model, setup, batch = run
     tokens = jax.random.normal(jax.random.key(0), (8, 9, 32))
-    reading = setup.reading(None)  # four rows at a time
-    slope = jax.jit(jax.value_and_grad(lambda t, p: lm_loss(p, reading, t, batch.targets)))
+    assert setup.forward.rows == 4
+
+    def loss(tokens, params):
+        return lm_loss(params, model.config, setup.forward, tokens, batch.targets)
+
+    slope = jax.jit(jax.value_and_grad(loss))
     plain = jax.jit(jax.value_and_grad(lambda t, p: full_logits_loss(p, model, t, batch)))
     (value, grad), expected = slope(tokens, model.params), plain(tokens, model.params)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
@@ -75,9 +77,9 @@ def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
 
 def test_map_rows_keeps_their_order():
     x = np.arange(12.0).reshape(6, 2)
-    model = LlavaConfig.from_hf(testing.tiny_hf_config())
     for rows in (0, 1, 2, 3, 6):
-        found = map_rows(lambda x: (x * 2, x.sum(1)), Reading(model, rows=rows), jnp.asarray(x))
+        options = ForwardOptions(rows=rows)
+        found = map_rows(lambda x: (x * 2, x.sum(1)), options, jnp.asarray(x))
         np.testing.assert_array_equal(found[0], 2 * x)
         np.testing.assert_array_equal(found[1], x.sum(1))
 
@@ -88,7 +90,7 @@ def test_an_update_changes_the_policy_only(run):
     before, names = jax.tree.map(np.array, (model.params, state.params)), jax.tree.structure(state)
     for number in range(2):  # the first learning rate is 0
         state, scalars = step.update(
-            model.params, state, stats, batch, key, np.int32(number), setup=setup, mesh=None
+            model.params, state, stats, batch, key, np.int32(number), setup=setup
         )
     assert jax.tree.structure(state) == names
     jax.tree.map(np.testing.assert_array_equal, before[0], jax.tree.map(np.array, model.params))
@@ -100,21 +102,22 @@ def test_an_update_changes_the_policy_only(run):
         (3,),  # the polynomial of Muon's iteration
         *(x.shape for x in jax.tree.leaves(state.params)),
     }
-    assert float(scalars["lr"]) == pytest.approx(setup.lr / 2)
+    assert float(scalars["lr"]) == pytest.approx(setup.optimizer.lr / 2)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str)
 def test_several_devices_give_the_update_of_one(run, sizes):
     model, setup, batch = run
     mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    spread = jax.device_put(model.params, shardings(model.params, VLM_RULES, mesh))
+    spread = jax.device_put(
+        model.params, shardings(model.params, model.config.family.SHARDING_RULES, mesh)
+    )
     found = []
     for params, where in ((model.params, None), (spread, mesh)):
-        state, stats, key = beside(params, fresh(run))
+        state, stats, key = replicate_like(params, fresh(run))
         rows = place_rows(where, batch)
-        state, scalars = step.update(
-            params, state, stats, rows, key, np.int32(0), setup=setup, mesh=where
-        )
+        on_mesh = dataclasses.replace(setup, forward=setup.forward._replace(mesh=where))
+        state, scalars = step.update(params, state, stats, rows, key, np.int32(0), setup=on_mesh)
         found.append([float(scalars[name]) for name in ("loss", "lm_loss", "k_mean", "grad_norm")])
     np.testing.assert_allclose(*found, rtol=1e-5)
     # The next update takes the state as it lies: another layout would be another program.
@@ -129,7 +132,7 @@ def test_a_bad_batch_is_skipped_and_counted(run):
     counts = []
     for number, given in enumerate((broken, broken, batch, broken)):
         state, scalars = step.update(
-            model.params, state, stats, given, key, np.int32(number), setup=setup, mesh=None
+            model.params, state, stats, given, key, np.int32(number), setup=setup
         )
         assert np.isfinite(scalars["loss"]) == (given is batch)
         counts.append((int(scalars["skipped"]), int(scalars["skipped_in_row"])))
@@ -161,28 +164,27 @@ def test_what_the_policy_sees_does_not_depend_on_the_answer(run):
 
 
 def test_schedules_by_hand():
-    model = LlavaConfig.from_hf(testing.tiny_hf_config())
-    setup = step.Setup(model, policy.PolicyConfig(), steps=110, lr=1.0, final_lr=0.2, warmup=10)
-    found = [float(step.learning_rate(setup, i)) for i in (0, 5, 10, 60, 110)]
+    chosen = optimizer_settings(lr=1.0, final_lr=0.2, warmup=10)
+    found = [float(optimizer.learning_rate(chosen, 110, i)) for i in (0, 5, 10, 60, 110)]
     np.testing.assert_allclose(found, [0, 0.5, 1, 0.6, 0.2], rtol=1e-6)
 
 
 def test_statistics_are_those_of_all_pictures(run):
     model, setup, batch = run
-    features = jax.jit(lambda p: step.encode_rows(p, setup, batch.pixels, None))(model.params)
+    features = jax.jit(lambda p: step.encode_rows(p, setup, batch.pixels))(model.params)
     features, stats = features.reshape(-1, 32), fresh(run)[1]
     every = np.ones(8, bool)
     for pixels, counted in ((batch.pixels, every), (batch.pixels + 100, ~every)):
-        stats = step.gather_stats(model.params, stats, pixels, counted, setup=setup, mesh=None)
+        stats = step.gather_stats(model.params, stats, pixels, counted, setup=setup)
     assert float(stats.count) == 72
     np.testing.assert_allclose(stats.mean, features.mean(0), atol=1e-5)
     np.testing.assert_allclose(stats.var, features.var(0), rtol=1e-3)
 
 
-def test_the_one_shot_rival_has_the_same_interface(run):
+def test_the_one_shot_baseline_has_the_same_interface(run):
     _, setup, _ = run
-    rival = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
-    params = selectors.init(jax.random.key(0), rival)
+    baseline = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
+    params = selectors.init(jax.random.key(0), baseline)
     inputs = selectors.Inputs(
         jax.random.normal(jax.random.key(1), (2, 9, 32)), jnp.ones((2, 3, 48)), jnp.ones((2, 3)) > 0
     )
@@ -190,9 +192,14 @@ def test_the_one_shot_rival_has_the_same_interface(run):
 
     def loss(params):
         return selectors.train_loss(
-            params, rival, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress,
+            params,
+            baseline,
+            jax.random.key(2),
+            inputs,
+            lambda t: jnp.mean(t**2),
+            progress,
             policy.FeatureStats.start(32),
-        )  # fmt: skip
+        )
 
     value, found = jax.eval_shape(loss, params)
     assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
@@ -200,24 +207,22 @@ def test_the_one_shot_rival_has_the_same_interface(run):
 
 
 def test_muon_turns_matrices_and_leaves_the_rest_to_adam():
-    model = LlavaConfig.from_hf(testing.tiny_hf_config())
-    setup = step.Setup(
-        model, policy.PolicyConfig(), steps=10, lr=0.1, muon_lr=0.5, weight_decay=0.0, clip=1e9
+    chosen = optimizer_settings(
+        lr=0.1, final_lr=0.1, warmup=0, muon_lr=0.5, weight_decay=0.0, clip=1e9
     )
     random = np.random.default_rng(0)
     grads = {
         "kernel": jnp.asarray(random.normal(size=(8, 8)), jnp.float32),
         "bias": jnp.asarray([3.0, -0.2, 0.01]),
     }
-    optimizer = step._optimizer(setup)
-    found, _ = optimizer.update(grads, optimizer.init(grads), grads)
+    chain = optimizer.make_optimizer(chosen, 10, policy.PolicyConfig())
+    updates, _ = chain.update(grads, chain.init(grads), grads, step=0)
     # Adam with Nesterov's momentum begins with the sign times .9 x .1 / (1 - .9^2) + 1 = 1.473684.
-    np.testing.assert_allclose(found["bias"], [1.473684, -1.473684, 1.473684], rtol=1e-4)
-    # Muon's direction has singular values near one, five times as long as its learning rate is
-    # larger, along the gradient's own singular vectors.
-    values = np.linalg.svd(found["kernel"] / 5, compute_uv=False)
+    np.testing.assert_allclose(updates["bias"], [-0.1473684, 0.1473684, -0.1473684], rtol=1e-4)
+    # Muon's direction has singular values near one, along the gradient's own singular vectors.
+    values = np.linalg.svd(updates["kernel"] / 0.5, compute_uv=False)
     assert values.min() > 0.6 and values.max() < 1.3
     left, _, right = np.linalg.svd(grads["kernel"])
-    turned = left.T @ np.asarray(found["kernel"]) @ right.T
+    turned = -10 * left.T @ np.asarray(updates["kernel"]) @ right.T
     np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=0.05)
     assert (np.diag(turned) > 0).all()

@@ -9,7 +9,7 @@ import pytest
 from tiny_run import make_config, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
-from stepprune_jax.training import settings, step
+from stepprune_jax.training import read_run, settings, step
 
 SAID = ["What is in this picture?", "dog", "is this a red dog ?", "no", "two ?", "yes"]
 ASKED, ANSWERED = SAID[::2], SAID[1::2]
@@ -34,13 +34,14 @@ def open_mix(world, workdir, **changes):
     config = make_config(folder / "model", "", **changes)
     config.data.update({"name": "folder", "split_turns": False, "train_file": str(file)})
     config.data.image_folder = str(folder / "data" / "images")
-    return config, open_tiny(config, workdir)
+    run = read_run(config)
+    return run, open_tiny(run, workdir)
 
 
 def test_scores_do_not_depend_on_answers(world, tmp_path):
-    config, batches = open_mix(world, tmp_path)
+    run, batches = open_mix(world, tmp_path)
     model = load_vlm(world[0] / "model", None, jnp.float32, progress=False)
-    setup = settings.make_setup(config, model.config)
+    setup = settings.make_setup(run, model.config)
     batch = jax.tree.map(jnp.asarray, batches[0])
     params = policy.init_policy(jax.random.key(0), setup.selector)
     stats = policy.FeatureStats.start(setup.selector.feature_width)
@@ -49,9 +50,15 @@ def test_scores_do_not_depend_on_answers(world, tmp_path):
         language = model.params["language"] | {"embed": {"embedding": table}}
         seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
         gated = policy.gate(
-            params, setup.selector, jax.random.key(1), seen.image, seen.text,
-            text_mask=seen.text_mask, text_gate=1.0, stats=stats,
-        )  # fmt: skip
+            params,
+            setup.selector,
+            jax.random.key(1),
+            seen.image,
+            seen.text,
+            text_mask=seen.text_mask,
+            text_gate=1.0,
+            stats=stats,
+        )
         chosen = gated.alpha, gated.trajectory.prob, gated.trajectory.stop_prob
         # In random directions: sums of shares are constant.
         keys = jax.random.split(jax.random.key(2), 3)

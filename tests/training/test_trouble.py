@@ -1,4 +1,4 @@
-"""Runs that cannot go on: they say why, keep what they have, and name what to look at."""
+"""Runs that fail: they say why, keep what they have, and name what to look at."""
 
 import json
 import os
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_config, metrics, write_data
+from tiny_run import make_run, metrics, write_data
 
 from stepprune_jax import testing
 from stepprune_jax.training import run, train
-from stepprune_jax.training.memory import advice
+from stepprune_jax.training.failures import memory_advice
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_
     spoil.calls = 0
     monkeypatch.setattr(run, "place_rows", spoil)
     with pytest.raises(ValueError, match="not finite in 3 updates in a row, up to step 5"):
-        train(make_config(*world, max_skipped=3), tmp_path)
+        train(make_run(*world, max_skipped=3), tmp_path)
     assert [row["skipped_in_row"] for row in metrics(tmp_path)][:5] == [0, 0, 1, 2, 3]
     found = json.loads((tmp_path / "nonfinite.json").read_text())
     assert [batch["step"] for batch in found] == [3, 4, 5]
@@ -58,7 +58,7 @@ def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, mo
         return load(*arguments, **options)
 
     monkeypatch.setattr(run, "load_vlm", loading)
-    train(make_config(*world), tmp_path)
+    train(make_run(*world), tmp_path)
     assert "Stopped before the first update" in capsys.readouterr().out
     assert not metrics_file(tmp_path).exists()
 
@@ -71,10 +71,10 @@ def exhaust(*_, **__):
     return jax.jit(lambda: jnp.zeros((1 << 46,)))()
 
 
-def test_too_little_memory_is_told_in_one_line(world, tmp_path, monkeypatch):
+def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch):
     monkeypatch.setattr(run.step, "update", exhaust)
     with pytest.raises(ValueError) as error:
-        train(make_config(*world), tmp_path)
+        train(make_run(*world), tmp_path)
     said = str(error.value)
     assert said.startswith("the devices' memory is not enough: lower config.model.rows_at_once (")
     assert "runs 4 rows at a time" in said and "RESOURCE_EXHAUSTED" in said and "\n" not in said
@@ -95,12 +95,12 @@ def test_too_little_memory_is_told_in_one_line(world, tmp_path, monkeypatch):
     ],
 )
 def test_what_would_help_depends_on_what_is_left_to_do(world, changes, there, absent):
-    with pytest.raises(ValueError) as error, advice(make_config(*world, **changes)):
+    with pytest.raises(ValueError) as error, memory_advice(make_run(*world, **changes)):
         exhaust()
     found = str(error.value).partition(". jax says")[0]
     assert there in found and absent not in found
 
 
 def test_other_errors_of_the_devices_are_left_alone(world):
-    with pytest.raises(jax.errors.JaxRuntimeError), advice(make_config(*world)):
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_advice(make_run(*world)):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

@@ -1,4 +1,4 @@
-"""A run on a tiny LLaVA and a few pictures, the same shapes in every test."""
+"""A run on a tiny LLaVA and a few images, the same shapes in every test."""
 
 import importlib.util
 import json
@@ -10,7 +10,9 @@ from PIL import Image
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
-from stepprune_jax.training.data import open_batches
+from stepprune_jax.training import read_run
+from stepprune_jax.training.batches import open_batches
+from stepprune_jax.training.optimizer import OptimizerSettings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
@@ -45,7 +47,7 @@ def write_data(folder, count=6, side=24, entries=()):
 
 
 def write_questions(folder):
-    """Five questions about three of the pictures."""
+    """Five questions about three of the images."""
     asked = [
         {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
         for i, text in enumerate(ASKED)
@@ -70,10 +72,19 @@ def make_config(model, data, **changes):
     return config
 
 
-def open_tiny(config, workdir, say=lambda text: None):
-    data = training_source(config, workdir)
-    model = inspect_folder(config.model.folder)
-    return open_batches(config, data, file_identity(data.file), model, say=say)
+def make_run(model, data, **changes):
+    return read_run(make_config(model, data, **changes))
+
+
+def optimizer_settings(**changes):
+    fields = {"lr": 1e-3, "final_lr": 1e-4, "warmup": 40, "weight_decay": 1e-4, "clip": 1.0}
+    return OptimizerSettings(**fields | {"b1": 0.9, "b2": 0.999, "muon_lr": 0.0} | changes)
+
+
+def open_tiny(run, workdir, say=lambda text: None):
+    data = training_source(run, workdir)
+    model = inspect_folder(run.model.folder)
+    return open_batches(run, data, file_identity(data.file), model, say=say)
 
 
 def metrics(workdir):

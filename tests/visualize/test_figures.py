@@ -2,7 +2,7 @@
 
 import re
 
-import fake_study
+import fake_report
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,36 +11,34 @@ from stepprune_jax.visualize import (
     accuracy,
     animation,
     counts,
+    excerpts,
     overlays,
     page,
-    palette,
     patches,
     style,
-    table,
     training,
 )
-from stepprune_jax.visualize import study as studies
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return fake_study.make(tmp_path_factory.mktemp("study") / "images", 40)
+def report(tmp_path_factory):
+    return fake_report.make(tmp_path_factory.mktemp("report") / "images", 40)
 
 
 def test_groups_hold_every_value_once():
     for values in (np.array([3, 3, 1]), np.arange(100), np.repeat([0, 1, 50], [90, 5, 5])):
-        labels, members = studies.group(values, most=6)
+        labels, members = excerpts.group(values, most=6)
         assert len(labels) == len(members) <= 6
         assert (np.sum(members, axis=0) == 1).all() and all(m.any() for m in members)
-    assert studies.group(np.array([3, 3, 1]))[0] == ["1", "3"]
+    assert excerpts.group(np.array([3, 3, 1]))[0] == ["1", "3"]
 
 
-def test_default_and_best_other(study):
-    assert studies.default_record(study).pruning_rate == 77.8
-    adaptive, exact, other = studies.tightest(study)
+def test_default_and_best_other(report):
+    assert excerpts.default_record(report).pruning_rate == 77.8
+    adaptive, exact, other = excerpts.tightest(report)
     assert (adaptive.mode, exact.mode) == ("adaptive", "exact")
     assert {r.pruning_rate for r in (adaptive, exact, other)} == {88.9}
-    rivals = [r for r in study.records if r.pruning_rate == 88.9 and r.method[:4] != "Step"]
+    rivals = [r for r in report.records if r.pruning_rate == 88.9 and r.method[:4] != "Step"]
     assert other.correct.mean() == max(r.correct.mean() for r in rivals)
 
 
@@ -70,8 +68,8 @@ def test_few_colours_keep_the_common_ones_exactly():
     pixels[:8] = (245, 247, 250)
     pixels[8:16] = np.random.default_rng(0).integers(0, 256, (8, 64, 3))
     image = Image.fromarray(pixels)
-    chosen = palette.choose_palette(image, 32)
-    few = np.asarray(palette.reduce_colours(image, chosen).convert("RGB"))
+    chosen = style.choose_palette(image, 32)
+    few = np.asarray(style.reduce_colours(image, chosen).convert("RGB"))
     assert len(chosen) <= 32
     np.testing.assert_array_equal(few[:8], pixels[:8])
     np.testing.assert_array_equal(few[16:], pixels[16:])
@@ -104,8 +102,8 @@ def test_numbers_give_way_to_dots():
 
 
 @pytest.mark.parametrize("grid", [(12, 12), (24, 24)])
-def test_panel_has_the_size_asked_for(study, grid):
-    panel = patches.draw_panel(study.questions[0].image, np.arange(30), grid, 240)
+def test_panel_has_the_size_asked_for(report, grid):
+    panel = patches.draw_panel(report.questions[0].image, np.arange(30), grid, 240)
     assert panel.size == (240, 240)
 
 
@@ -115,12 +113,12 @@ def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path):
     assert (square[30:50] > 250).all() and (square[:15] < 5).all() and (square[65:] < 5).all()
 
 
-def test_examples_are_distinct_and_near_their_quantile(study):
+def test_examples_are_distinct_and_near_their_quantile(report):
     count = np.arange(40)
-    few, many = overlays.choose_spread(study, count, (0.05, 0.95), 3)
+    few, many = overlays.choose_spread(report, count, (0.05, 0.95), 3)
     assert len({*few, *many}) == 6 and max(few) < 12 and min(many) > 27
-    assert len({study.questions[i].category for i in few}) == 3
-    assert len(overlays.choose(study, count, 0.5, 100)) == 40
+    assert len({report.questions[i].category for i in few}) == 3
+    assert len(overlays.choose(report, count, 0.5, 100)) == 40
 
 
 def test_text_is_broken_to_fit():
@@ -131,41 +129,41 @@ def test_text_is_broken_to_fit():
     assert len(overlays.wrap_pixels("w" * 300, 200, 14, most=2)) == 2
 
 
-def test_animation_has_a_frame_for_each_patch(study, tmp_path):
-    path = animation.draw_selection(tmp_path / "x.gif", study, shares=(0.1, 0.3))
-    count = studies.default_record(study).count
-    chosen = overlays.choose_spread(study, count, (0.1, 0.3))
+def test_animation_has_a_frame_for_each_patch(report, tmp_path):
+    path = animation.draw_selection(tmp_path / "x.gif", report, shares=(0.1, 0.3))
+    count = excerpts.default_record(report).count
+    chosen = overlays.choose_spread(report, count, (0.1, 0.3))
     with Image.open(path) as image:
         assert image.n_frames == max(count[i] for (i,) in chosen) + 2
         assert image.info["loop"] == 0
 
 
-def test_table_marks_the_best_of_each_budget(study):
-    text = table.html_table(study)
-    assert table.budgets(study) == [66.7, 77.8, 88.9]
-    for rate in table.budgets(study):
-        best = max(r["retention"] for r in study.table if r["pruning_rate"] == rate)
+def test_table_marks_the_best_of_each_budget(report):
+    text = page.html_table(report)
+    assert page.budgets(report) == {66.7: 48, 77.8: 32, 88.9: 16}
+    for rate in page.budgets(report):
+        best = max(r["retention"] for r in report.table if r["pruning_rate"] == rate)
         assert f"<b>{best:.1f}</b>" in text
     assert len(re.findall("<b>", text)) >= 3 and "own stop" in text
 
 
-def test_a_model_that_gets_nothing_right_has_no_retention(study, tmp_path):
-    nothing = [row | {"retention": None} for row in study.table]
-    changed = studies.check_study(study._replace(table=nothing))
-    assert "<b>" not in table.html_table(changed) and "&ndash;" in table.html_table(changed)
+def test_a_model_that_gets_nothing_right_has_no_retention(report, tmp_path):
+    nothing = [row | {"retention": None} for row in report.table]
+    changed = excerpts.check_report(report._replace(table=nothing))
+    assert "<b>" not in page.html_table(changed) and "&ndash;" in page.html_table(changed)
     assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
 
 
-def test_a_policy_may_keep_nothing_or_never_stop(study, tmp_path):
-    exact = [r for r in study.records if r.mode == "exact"]
+def test_a_policy_may_keep_nothing_or_never_stop(report, tmp_path):
+    exact = [r for r in report.records if r.mode == "exact"]
     nothing = [
         r._replace(count=np.zeros(40, int), order=np.full_like(r.order, -1))
         if r.method == "StepPrune"
         else r
         for r in exact
     ]
-    changed = study._replace(records=nothing, table=fake_study.rows(nothing))
-    assert studies.default_record(studies.check_study(changed)).mode == "exact"
+    changed = report._replace(records=nothing, table=fake_report.rows(nothing))
+    assert excerpts.default_record(excerpts.check_report(changed)).mode == "exact"
     assert accuracy.draw_accuracy(tmp_path / "a.png", changed).exists()
     assert counts.draw_histogram(tmp_path / "h.png", changed).exists()
     assert counts.draw_complexity(tmp_path / "c.png", changed).exists()
@@ -176,17 +174,17 @@ def test_a_policy_may_keep_nothing_or_never_stop(study, tmp_path):
     assert told["Spearman's rank correlation of K"] == "K does not vary"
 
 
-def test_the_class_token_has_no_patch(study):
+def test_the_class_token_has_no_patch(report):
     shifted = []
-    for r in study.records:
+    for r in report.records:
         later = np.where(r.order < 0, -1, r.order + 1)
         order = np.concatenate([np.zeros((40, 1), int), later], axis=1)
-        shifted.append(r._replace(count=r.count + 1, order=order))
-    changed = studies.check_study(study._replace(records=shifted))
-    before, after = studies.default_record(study), studies.default_record(changed)
-    assert (study.first, changed.first) == (0, 1)
+        shifted.append(r._replace(num_tokens=145, count=r.count + 1, order=order))
+    changed = excerpts.check_report(report._replace(records=shifted))
+    before, after = excerpts.default_record(report), excerpts.default_record(changed)
+    assert (report.first, changed.first) == (0, 1)
     for i in range(5):
-        np.testing.assert_array_equal(changed.patches(after, i), study.patches(before, i))
+        np.testing.assert_array_equal(changed.patches(after, i), report.patches(before, i))
 
 
 def test_curves_tolerate_missing_keys(tmp_path):
@@ -226,11 +224,11 @@ def test_metrics_without_a_known_key_are_refused(tmp_path):
         training.draw_training(tmp_path / "t.png", file)
 
 
-def broken(study, **changes):
-    """The study with its second record changed."""
-    records = list(study.records)
+def broken(report, **changes):
+    """The report with its second record changed."""
+    records = list(report.records)
     records[1] = records[1]._replace(**changes)
-    return study._replace(records=records)
+    return report._replace(records=records)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +247,21 @@ def broken(study, **changes):
         (lambda s: s._replace(grid=(2, 2)), "2 x 2 patches do not make 144 tokens"),
     ],
 )
-def test_parts_that_do_not_fit_are_named(study, change, message):
+def test_parts_that_do_not_fit_are_named(report, change, message):
     with pytest.raises(ValueError, match=message):
-        studies.check_study(change(study))
+        excerpts.check_report(change(report))
 
 
-def test_a_token_after_the_count_is_named(study):
-    order = study.records[1].order.copy()
+def test_a_token_after_the_count_is_named(report):
+    order = report.records[1].order.copy()
     order[3, -1] = 7
     with pytest.raises(ValueError, match=r"order\[3, 71\] is 7, expected -1"):
-        studies.check_study(broken(study, order=order))
+        excerpts.check_report(broken(report, order=order))
+
+
+def test_the_table_names_the_budget_itself(report):
+    # 640 of 2,880 tokens are 77.8 % pruned, of which 639.4 would be computed back.
+    rows = [row | {"mean_k": 640.0} for row in report.table if row["pruning_rate"] == 77.8]
+    records = [report.records[0]._replace(num_tokens=2880), *report.records[1:]]
+    text = page.html_table(report._replace(table=[report.table[0], *rows], records=records))
+    assert "77.8 % pruned<br><small>K ≈ 640</small>" in text

@@ -2,7 +2,7 @@
 
 import json
 
-import fake_study
+import fake_report
 import pytest
 
 from stepprune_jax.data.json_files import write_json
@@ -19,16 +19,16 @@ def lines(path, rows):
 def report(tmp_path):
     """What an evaluation leaves, with its data beside."""
     data, report = tmp_path / "data", tmp_path / "report"
-    study = fake_study.make(data / "images", 12)
-    ids = [q.question_id for q in study.questions]
-    lines(data / "test.jsonl", [q._asdict() | {"image": q.image.name} for q in study.questions])
-    pairs = zip(ids, study.answers, strict=True)
+    made = fake_report.make(data / "images", 12)
+    ids = [q.question_id for q in made.questions]
+    lines(data / "test.jsonl", [q._asdict() | {"image": q.image.name} for q in made.questions])
+    pairs = zip(ids, made.answers, strict=True)
     lines(data / "test_answers.jsonl", [{"question_id": i, "answer": a} for i, a in pairs])
-    pairs = zip(ids, study.scenes, strict=True)
+    pairs = zip(ids, made.scenes, strict=True)
     lines(data / "test_scenes.jsonl", [{"question_id": i} | s._asdict() for i, s in pairs])
     report_folder.open_folder(report)
-    write_json(report / "table.json", study.table)
-    save_records(report / RECORDS, study.records)
+    write_json(report / "table.json", made.table)
+    save_records(report / RECORDS, made.records)
     facts = {"data": "data", "grid": [12, 12], "seed": 3, "seconds": 1.5, "model": "/secret/model"}
     report_folder.write_manifest(report, facts)
     return report
@@ -40,7 +40,7 @@ def test_a_saved_report_is_drawn_again(report, capsys):
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
     assert "&quot;seed&quot;: 3" in text and "seconds" not in text and "/secret" not in text
-    assert "12 on 4 pictures" in text and "Spearman" in text
+    assert "12 on 4 images" in text and "Spearman" in text
     assert (report / "selection.gif").exists()
 
 

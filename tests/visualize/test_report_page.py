@@ -3,7 +3,7 @@
 import html.parser
 import json
 
-import fake_study
+import fake_report
 import pytest
 from PIL import Image
 
@@ -42,15 +42,18 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    study = fake_study.make(folder / "images", 30)
-    study.questions[0] = study.questions[0]._replace(category="<b>&\"'$x$")
+    report = fake_report.make(folder / "images", 30)
+    report.questions[0] = report.questions[0]._replace(category="<b>&\"'$x$")
     metrics = folder / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in fake_study.metrics(50)))
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in fake_report.metrics(50)))
     page = write_report(
-        folder / "report", *study, metrics, title="A <i>title</i>", command="eval.py --x='<s>'",
+        folder / "report",
+        report._replace(metrics_file=metrics),
+        title="A <i>title</i>",
+        command="eval.py --x='<s>'",
         config="steps: 5 # <script>",
-    )  # fmt: skip
-    return study, metrics, page
+    )
+    return report, metrics, page
 
 
 def test_every_file_is_there_small_and_readable(made):
@@ -88,8 +91,8 @@ def test_page_needs_no_network_and_escapes_what_it_is_given(made):
 
 
 def test_again_without_scenes_and_metrics(made, tmp_path):
-    study, _, page = made
-    again = write_report(tmp_path, study.table, study.records, study.questions, study.answers)
+    report, _, page = made
+    again = write_report(tmp_path, report._replace(scenes=None))
     assert not (tmp_path / "training.png").exists()
     assert "training.png" not in again.read_text() and "Spearman" not in again.read_text()
     for name in FILES - {"training.png", "k_complexity.png", "index.html"}:
@@ -97,10 +100,10 @@ def test_again_without_scenes_and_metrics(made, tmp_path):
 
 
 def test_missing_or_broken_picture_is_named(made, tmp_path):
-    study, *_ = made
+    report, *_ = made
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     for path, error in ((tmp_path / "gone.png", FileNotFoundError), (broken, ValueError)):
-        questions = [q._replace(image=path) for q in study.questions]
+        questions = [q._replace(image=path) for q in report.questions]
         with pytest.raises(error, match=path.name):
-            write_report(tmp_path / "r", study.table, study.records, questions, study.answers)
+            write_report(tmp_path / "r", report._replace(questions=questions, scenes=None))

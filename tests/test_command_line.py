@@ -8,15 +8,15 @@ from pathlib import Path
 import jax
 import pytest
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
-from stepprune_jax.program import default_workdir, one_line_errors, parse_flags, use_cores
+from stepprune_jax.command_line import default_workdir, one_line_errors, parse_flags, use_cores
 from stepprune_jax.user_input import is_user_error, user_input
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_errors_in_what_the_user_gave_are_told_in_one_line(capsys):
+def test_errors_in_what_the_user_gave_are_reported_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended, one_line_errors("prog"), user_input():
         raise ValueError("config.steps is 0,\nexpected more")
     assert ended.value.code == 2
@@ -62,15 +62,13 @@ def test_bad_command_lines_are_refused(monkeypatch, given, message):
 
 def test_as_many_devices_as_cores_are_asked_for():
     with pytest.raises(ValueError, match=r"config\.cpu_devices is -1, expected an integer"):
-        use_cores(ConfigDict({"cpu_devices": -1}))
+        use_cores(-1)
     before = jax.config.jax_num_cpu_devices
-    use_cores(ConfigDict({"cpu_devices": 0}))
-    use_cores(ConfigDict())
+    use_cores(0)
     assert jax.config.jax_num_cpu_devices == before
     found = subprocess.run(
-        [sys.executable, "-c", "import jax; from ml_collections import ConfigDict\n"
-         "from stepprune_jax.program import use_cores\n"
-         "use_cores(ConfigDict({'cpu_devices': 3})); print(jax.device_count())"],
+        [sys.executable, "-c", "import jax\nfrom stepprune_jax.command_line import use_cores\n"
+         "use_cores(3); print(jax.device_count())"],
         capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert found.stdout == "3\n", found.stderr
@@ -88,7 +86,7 @@ def test_as_many_devices_as_cores_are_asked_for():
     ],
 )
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
-def test_mistakes_in_a_configuration_file_are_told_with_their_line(
+def test_mistakes_in_a_configuration_file_are_reported_with_their_line(
     tmp_path, monkeypatch, text, message
 ):
     path = tmp_path / f"mistaken{len(text) % 10}.py"

@@ -1,9 +1,11 @@
-"""A run's folder: what it is a run of, and states to go on from."""
+"""A run's folder: what it is a run of, states to resume from, and interruptions that save one."""
 
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,36 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jaxtyping import Array, UInt32
 
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.parallel import distributed
-from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training.settings import changed_fields, flat
-from stepprune_jax.training.step import State
+from stepprune_jax.settings import Settings
 from stepprune_jax.user_input import user_input
 
 RUN_FILE = "run.json"
 POLICY_FILE = "policy.safetensors"
 FOLDER = "checkpoints"
-# Where checkpoints go that cannot be read.
+# Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
-# Hashes of a checkpoint's files, among them.
+# Hashes of a checkpoint's files, stored among them.
 _HASHES = "files.json"
-
-
-class Saved(NamedTuple):
-    """The arrays of a training checkpoint; the frozen weights are not among them.
-
-    Attributes:
-        state: weights, moments and counters.
-        stats: statistics of the tower's features.
-        key: data of the random key that those of all updates come from.
-    """
-
-    state: State
-    stats: FeatureStats
-    key: UInt32[Array, "words"]
 
 
 class Restored(NamedTuple):
@@ -49,7 +34,7 @@ class Restored(NamedTuple):
     Attributes:
         step: updates done.
         saved: the arrays.
-        about: what was saved beside them.
+        about: the JSON object that was saved with them.
     """
 
     step: int
@@ -58,9 +43,9 @@ class Restored(NamedTuple):
 
 
 def read_latest(workdir: Path) -> Restored:
-    """The latest checkpoint that is not damaged, read without knowing what it is of.
+    """Reads the latest checkpoint that is not damaged, without knowing what it is of.
 
-    Changes nothing, so that it may be called while the run goes on.
+    Changes nothing, so that it may be called while the run trains.
 
     Args:
         workdir: folder of the run.
@@ -89,10 +74,10 @@ def read_latest(workdir: Path) -> Restored:
                 arrays=ocp.args.StandardRestore(_here(manager.item_metadata(step)["arrays"])),
                 beside=ocp.args.JsonRestore(),
             )
-            found = manager.restore(step, args=parts)
+            restored = manager.restore(step, args=parts)
             for text in problems:
                 print(f"warning: {text}; taking {step}", file=sys.stderr, flush=True)
-            return Restored(step, found.arrays, found.beside["about"])
+            return Restored(step, restored.arrays, restored.beside["about"])
     if problems:
         raise ValueError("; ".join(problems))
     raise FileNotFoundError(f"{folder} holds no checkpoint yet")
@@ -109,12 +94,12 @@ def _handlers() -> dict[str, Any]:
     return {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
 
 
-def claim(workdir: Path, config: Any, model: str, data: str) -> dict[str, Any]:
-    """Makes a folder that of this run, or makes sure that it is.
+def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, Any]:
+    """Claims `workdir` for a run, or verifies that the run already owns it.
 
     Args:
         workdir: the folder; created if needed.
-        config: the run's `ConfigDict`.
+        config: settings of the run.
         model: `model_identity` of the frozen model.
         data: `file_identity` of the training file.
 
@@ -126,27 +111,26 @@ def claim(workdir: Path, config: Any, model: str, data: str) -> dict[str, Any]:
             all fields that differ are named. Or it has checkpoints and no run.json.
     """
     path = workdir / RUN_FILE
-    run = {"config": flat(config), "model": model, "data": data}
+    run = {"config": config.flat(), "model": model, "data": data}
     if not path.is_file():
         if (workdir / FOLDER).exists():
             raise ValueError(
-                f"{workdir} has checkpoints but no {RUN_FILE}, so they cannot be told to be of "
-                "this run: give another --workdir, or remove the folder"
+                f"{workdir} has checkpoints but no {RUN_FILE}, so it is unknown which run they "
+                "are of: give another --workdir, or remove the folder"
             )
         workdir.mkdir(parents=True, exist_ok=True)
         _write(path, run)
         return run
     try:
         old = json.loads(path.read_text())
-        changes = changed_fields(old["config"], run["config"], config.method)
-        for part in ("model", "data"):
-            if old[part] != run[part]:
-                changes.append(f"the {'frozen model' if part == 'model' else 'training file'}")
+        changes = config.changes(old["config"])
+        changes += ["the frozen model"] if old["model"] != model else []
+        changes += ["the training file"] if old["data"] != data else []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
         raise ValueError(
-            f"{workdir} is the folder of another run; give another --workdir, or go on with what "
+            f"{workdir} is the folder of another run; give another --workdir, or resume with what "
             "it began with. These differ:\n  " + "\n  ".join(changes)
         )
     return run
@@ -161,8 +145,8 @@ def _write(path: Path, value: dict[str, Any]):
 class Checkpoints:
     """The states of a run, by the number of updates done.
 
-    They are written while training goes on, under another name until they are complete. Each holds
-    the hashes of its files, so that a damaged one is noticed before it is used.
+    They are written while training continues, under another name until they are complete. Each
+    holds the hashes of its files, so that a damaged one is noticed before it is used.
     """
 
     def __init__(self, workdir: Path, keep: int):
@@ -215,7 +199,7 @@ class Checkpoints:
 
     @user_input()
     def restore(self, like: Any) -> Restored:
-        """The latest state that can be read; later ones are moved to workdir/damaged.
+        """Restores the latest state that can be read; moves later ones to workdir/damaged.
 
         Args:
             like: arrays of the shapes, dtypes and shardings to restore to.
@@ -231,13 +215,13 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             problem = _damage(self._folder / str(step)) if distributed.is_main() else ""
             if not distributed.any_process(bool(problem)):
-                found = self._read(step, like)
+                restored = self._read(step, like)
                 self._set_aside(problems, step)
-                return found
+                return restored
             problems[step] = problem
         listed = "; ".join(f"{step}: {problem}" for step, problem in problems.items())
         raise ValueError(
-            f"no checkpoint in {self._folder} can be read ({listed}). Remove it to begin anew"
+            f"no checkpoint in {self._folder} can be read ({listed}). Remove it to start over"
         )
 
     def _read(self, step: int, like: Any) -> Restored:
@@ -265,10 +249,8 @@ class Checkpoints:
             self._damaged.mkdir(exist_ok=True)
             for number, problem in problems.items():
                 to = self._damaged / f"{number}-{time.time_ns()}"
-                print(
-                    f"warning: checkpoint {number} is damaged ({problem}); moved to {to}, going "
-                    f"on from {step}", file=sys.stderr, flush=True,
-                )  # fmt: skip
+                warning = f"checkpoint {number} is damaged ({problem}); moved to {to}, resuming"
+                print(f"warning: {warning} from {step}", file=sys.stderr, flush=True)
                 os.replace(self._folder / str(number), to)
         distributed.main_first(self._manager.reload)
 
@@ -299,3 +281,31 @@ def _damage(folder: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return ""
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into a flag while active; a second one acts as usual."""
+
+    def __init__(self):
+        self.requested = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_):
+        self._restore()
+
+    def _restore(self):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number, frame):
+        self.requested = True
+        self._restore()
+        # Not print: a handler may run in the middle of one.
+        os.write(2, b"Stopping after this step; once more stops at once.\n")

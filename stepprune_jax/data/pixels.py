@@ -1,4 +1,4 @@
-"""Pictures of a data set as pixels, each decoded once as long as memory lasts."""
+"""Images of a data set as pixels, each decoded once as long as memory lasts."""
 
 import collections
 import threading
@@ -8,12 +8,13 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.user_input import user_input
 
 
 class PixelCache:
-    """Preprocessed pictures by path, the latest ones kept as bytes.
+    """Preprocessed images by path, the latest ones kept as bytes.
 
     The image processor resamples to bytes and then scales and normalises each of them by itself.
     So bytes are kept, a quarter of the memory, and a table of 256 numbers per channel gives the
@@ -26,9 +27,9 @@ class PixelCache:
         Args:
             settings: of the model's image processor.
             side: height and width that the model takes.
-            limit_bytes: pictures beyond this are forgotten, the least recently used first.
+            limit_bytes: images beyond this are dropped, the least recently used first.
         """
-        # The mean stays: it is the colour that pictures are padded with.
+        # The mean stays: it is the colour that images are padded with.
         self._bytes_only = settings._replace(rescale=None, std=None)
         self._table = _table(settings)
         self._side, self._limit = side, limit_bytes
@@ -48,7 +49,7 @@ class PixelCache:
         self._lock = threading.Lock()
 
     def __call__(self, path: Path) -> Float[np.ndarray, "3 H W"]:
-        """Pixels of a picture.
+        """Returns the pixels of an image.
 
         Args:
             path: the file.
@@ -58,18 +59,18 @@ class PixelCache:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no picture, a damaged one, or one that the settings bring to another size.
+            ValueError: no image, a damaged one, or one that the settings bring to another size.
         """
         with self._lock:
-            found = self._kept.get(path)
-            if found is not None:
+            pixels = self._kept.get(path)
+            if pixels is not None:
                 self._kept.move_to_end(path)
-        if found is None:
-            found = self._decode(path)
-            self._keep(path, found)
-        return np.stack([row[channel] for row, channel in zip(self._table, found, strict=True)])
+        if pixels is None:
+            pixels = self._decode(path)
+            self._keep(path, pixels)
+        return np.stack([row[channel] for row, channel in zip(self._table, pixels, strict=True)])
 
-    @user_input()  # pictures are read while training goes on
+    @user_input()  # images are read while training continues
     def _decode(self, path: Path) -> UInt8[np.ndarray, "3 H W"]:
         pixels = preprocess_clip(open_image(path), self._bytes_only)
         if pixels.shape[1:] != (self._side, self._side):
@@ -90,7 +91,7 @@ class PixelCache:
 
 
 def _table(settings: ImageSettings) -> Float[np.ndarray, "3 256"]:
-    """What the processor makes of each byte in each channel."""
+    """Value of each byte in each channel after the processor."""
     ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
     same_size = settings._replace(pad_to_square=False, resize_to=None, crop_to=None)
     return preprocess_clip(Image.fromarray(ramp), same_size).reshape(3, 256)

@@ -5,7 +5,7 @@ from PIL import Image, ImageDraw
 
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.visualize.excerpts import Study
+from stepprune_jax.evaluation.report import Report
 
 COLOURS = {"red": "#d62728", "green": "#2ca02c", "blue": "#1f77b4", "yellow": "#ffd21f"}
 FAMILIES = ("colour", "count", "exists", "left of", "shape")
@@ -48,8 +48,7 @@ def record(rng, method, mode, budget, order, count, relevant, skill, right):
     )
     correct = rng.random(len(count)) < skill * (0.35 + 0.65 * found)
     answer = [a if c else "grey" for a, c in zip(right, correct, strict=True)]
-    rate = round(100 * (1 - budget / N), 1)
-    return Records(method, mode, rate, count, np.where(kept, order, -1), answer, correct)
+    return Records(method, mode, budget, N, count, np.where(kept, order, -1), answer, correct)
 
 
 def rows(records):
@@ -73,7 +72,7 @@ def adaptive(rng, relevant, mean):
 
 
 def make(folder, questions=60, seed=0):
-    """A study of `questions` questions, with its pictures in `folder`."""
+    """A report of `questions` questions, with its pictures in `folder`."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     asked, scenes = [], []
@@ -101,9 +100,11 @@ def make(folder, questions=60, seed=0):
                 count = adaptive(rng, relevant, budget)
                 records.append(record(rng, method, "adaptive", budget, order, count, *args))
     count = adaptive(rng, relevant, 26)
-    own = record(rng, "StepPrune, own stop", "adaptive", 26, order, count, relevant, 0.97, answers)
+    own = record(
+        rng, "StepPrune, own stop", "adaptive", None, order, count, relevant, 0.97, answers
+    )
     records.append(own)
-    return Study(rows(records), records, asked, answers, scenes, (SIDE, SIDE))
+    return Report(rows(records), records, asked, answers, scenes, (SIDE, SIDE))
 
 
 def metrics(steps=400, every=5):

@@ -1,23 +1,34 @@
-"""Scalars of a run: files of JSON lines, standard output and, if asked for, boards."""
+"""Scalars of a run: JSON lines, standard output, TensorBoard and Weights & Biases."""
 
 import contextlib
 import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from stepprune_jax.training.boards import Board
-
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+_WANDB_ID = "wandb.id"
+
+
+@runtime_checkable
+class Board(Protocol):
+    """A destination of scalars besides the files."""
+
+    def add(self, scalars: dict[str, float | int], step: int) -> None:
+        """Shows scalars by name."""
+
+    def close(self) -> None:
+        """Writes what is left."""
 
 
 class MetricsLog:
-    """Writes a line per logged step; a resumed run continues where its checkpoint was."""
+    """Writes a line for each logged step; a resumed run continues where its checkpoint was."""
 
     def __init__(
         self, workdir: Path, step: int, steps: int, batch_size: int, boards: Sequence[Board] = ()
@@ -29,7 +40,7 @@ class MetricsLog:
             step: updates done.
             steps: of the whole run.
             batch_size: rows of a batch.
-            boards: where scalars go besides; closed with the log.
+            boards: other destinations; closed with the log.
         """
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
         for path in self._paths.values():
@@ -57,14 +68,14 @@ class MetricsLog:
         print(_line(self._append(METRICS, row), self._steps, left), flush=True)
 
     def write_validation(self, row: dict[str, float | int]):
-        """Writes what a look at other questions found; its time does not count as training.
+        """Writes the results of a validation, whose time does not count as training.
 
         Args:
             row: "step", "seconds" and scalars by name.
         """
         self._begin += row["seconds"]
-        told = _line(self._append(VALIDATION, row, "validation/"), self._steps, None)
-        print(f"{told}  ({row['questions']} questions)", flush=True)
+        line = _line(self._append(VALIDATION, row, "validation/"), self._steps, None)
+        print(f"{line}  ({row['questions']} questions)", flush=True)
 
     def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> dict[str, Any]:
         """Adds a line to a file and shows it on the boards; the row as it was written."""
@@ -83,7 +94,7 @@ class MetricsLog:
             board.close()
 
 
-# What people read of a row, as far as it is there: a name, and the scalars with their digits.
+# What a line shows of a row: a text, and the scalars in it with their digits.
 _SHOWN = (
     ("loss {}", {"loss": 3}),
     ("lm {}", {"lm_loss": 3}),
@@ -118,7 +129,7 @@ def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Lines of a log that are whole and have a step; none if there is no file."""
+    """Reads the lines of a log that are whole and have a step; none if there is no file."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         # A run that was killed may have cut its last line short.
@@ -137,3 +148,101 @@ def keep_until(path: Path, step: int):
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept))
     os.replace(partial, path)
+
+
+class _TensorBoard:
+    """Events under workdir/tensorboard; drops those after the step to resume from."""
+
+    def __init__(self, workdir: Path, step: int):
+        self._writer = _summary_writer()(str(workdir / "tensorboard"), purge_step=step + 1)
+
+    def add(self, scalars: dict[str, float | int], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of a Weights & Biases project; the continuation of a run is the same one there."""
+
+    def __init__(self, project: str, workdir: Path, fields: dict[str, Any]):
+        path = workdir / _WANDB_ID
+        if not path.is_file():
+            path.write_text(uuid.uuid4().hex)
+        self._run = _wandb().init(
+            project=project,
+            name=workdir.name,
+            id=path.read_text(),
+            resume="allow",
+            dir=str(workdir),
+            config=fields,
+        )
+
+    def add(self, scalars: dict[str, float | int], step: int) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_boards(tensorboard: bool, wandb: str) -> None:
+    """Refuses boards whose package is missing.
+
+    Args:
+        tensorboard: `config.tensorboard`, whether to write TensorBoard's events.
+        wandb: `config.wandb`, a project of Weights & Biases, or empty for none.
+
+    Raises:
+        ValueError: which package, and what to do.
+    """
+    if tensorboard:
+        _summary_writer()
+    if wandb:
+        _wandb()
+
+
+def open_boards(
+    tensorboard: bool, wandb: str, workdir: Path, step: int, fields: dict[str, Any]
+) -> list[Board]:
+    """Opens the boards that a configuration asks for.
+
+    Args:
+        tensorboard: as in `check_boards`.
+        wandb: as in `check_boards`.
+        workdir: folder of the run.
+        step: updates done.
+        fields: the configuration by dotted name, to be shown.
+
+    Raises:
+        ValueError: a package is missing.
+    """
+    boards: list[Board] = []
+    if tensorboard:
+        boards.append(_TensorBoard(workdir, step))
+    if wandb:
+        boards.append(_Wandb(wandb, workdir, fields))
+    return boards
+
+
+def _summary_writer() -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "config.tensorboard is set, but tensorboardX is not installed: pip install "
+            "tensorboardX, or set it to False; metrics.jsonl has the same numbers"
+        ) from error
+    return SummaryWriter
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            "config.wandb names a project, but wandb is not installed: pip install wandb, or leave "
+            "it empty; metrics.jsonl has the same numbers"
+        ) from error
+    return wandb

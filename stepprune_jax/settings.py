@@ -1,0 +1,218 @@
+"""Frozen settings that check themselves, and how they are read from a configuration.
+
+A group of a configuration is a frozen dataclass whose fields state what they accept:
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OptimizerSettings(Settings, group="optimizer"):
+        lr: float = positive()
+        warmup: int = count(0)
+
+`read(kind, fields)` builds one from plain mappings such as `ConfigDict.to_dict()`. Errors name the
+field as users know it: "config.optimizer.lr is 0.0, expected a number above 0".
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from stepprune_jax.user_input import nearest
+
+T = TypeVar("T", bound="Settings")
+
+
+def setting(
+    expected: str,
+    holds: Callable[[Any], bool],
+    *,
+    free: bool = False,
+    optional: bool = False,
+    settings: "type[Settings] | None" = None,
+) -> Any:
+    """A field of `Settings`.
+
+    Args:
+        expected: what values it accepts, for messages.
+        holds: whether a value is accepted.
+        free: whether a run may be resumed with another value, because no result depends on it.
+        optional: whether the field may be absent; it is None then.
+        settings: the class of a group of fields.
+    """
+    default = None if optional else dataclasses.MISSING
+    accepts = (lambda value: value is None or holds(value)) if optional else holds
+    metadata = {"expected": expected, "holds": accepts, "free": free, "settings": settings}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def count(least: int = 1, **options: Any) -> Any:
+    """A field that holds an integer from `least` on; options are those of `setting`."""
+    return setting(f"an integer from {least}", lambda value: is_count(value, least), **options)
+
+
+def integer(**options: Any) -> Any:
+    """A field that holds any integer."""
+    return setting("an integer", _is_integer, **options)
+
+
+def number(**options: Any) -> Any:
+    """A field that holds a finite number from 0 on."""
+    return setting("a number from 0", lambda value: _is_number(value) and value >= 0, **options)
+
+
+def positive(**options: Any) -> Any:
+    """A field that holds a finite number above 0."""
+    return setting("a number above 0", lambda value: _is_number(value) and value > 0, **options)
+
+
+def share(**options: Any) -> Any:
+    """A field that holds a share from 0 to 1."""
+
+    def holds(value: Any) -> bool:
+        return _is_number(value) and 0 <= value <= 1
+
+    return setting("a share from 0 to 1", holds, **options)
+
+
+def choice(names: Sequence[str], **options: Any) -> Any:
+    """A field that holds one of some names."""
+    return setting(f"one of {', '.join(names)}", lambda value: value in names, **options)
+
+
+def text(**options: Any) -> Any:
+    """A field that holds a string."""
+    return setting("a string", lambda value: isinstance(value, str), **options)
+
+
+def switch(**options: Any) -> Any:
+    """A field that holds a truth value."""
+    return setting("True or False", lambda value: isinstance(value, bool), **options)
+
+
+def group(settings: "type[Settings]", **options: Any) -> Any:
+    """A field that holds a group of fields, itself `Settings`."""
+    first = dataclasses.fields(settings)[0].name
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, settings)
+
+    return setting(f"a group with {first}", holds, settings=settings, **options)
+
+
+def mapping(**options: Any) -> Any:
+    """A field that holds a group of fields that are read and checked elsewhere."""
+    return setting("a group of fields", lambda value: isinstance(value, Mapping), **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of settings; a subclass that is a group of a configuration says which.
+
+    Raises:
+        ValueError: a field has a value that it does not accept.
+    """
+
+    _path: ClassVar[str] = "config"
+
+    def __init_subclass__(cls, group: str = "", **options: Any):
+        super().__init_subclass__(**options)
+        cls._path = f"config.{group}" if group else "config"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            accepted = field.metadata["holds"](getattr(self, field.name))
+            self.require(field.name, accepted, field.metadata["expected"])
+
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raises a ValueError about the field `name` unless `holds`; says what is `expected`."""
+        if not holds:
+            raise _refused(type(self), name, getattr(self, name), expected)
+
+    def flat(self) -> dict[str, Any]:
+        """Returns the fields by dotted name, their values as JSON has them."""
+        return dict(_walk("", json.loads(json.dumps(dataclasses.asdict(self)))))
+
+    def free_fields(self) -> tuple[str, ...]:
+        """Returns the dotted names of fields and groups that no result depends on."""
+        return tuple(_free(type(self), ""))
+
+    def changes(self, old: Mapping[str, Any]) -> list[str]:
+        """Compares these settings with those of an earlier run, as "config.name: old -> new".
+
+        Args:
+            old: what `flat` returned.
+
+        Returns:
+            The fields that differ, without those that no result depends on.
+        """
+        new, free = self.flat(), self.free_fields()
+        return [
+            f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
+            for name in sorted({*old, *new})
+            if old.get(name) != new.get(name)
+            and not any(name == part or name.startswith(part + ".") for part in free)
+        ]
+
+
+def read(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Builds settings from plain values, groups from mappings.
+
+    Args:
+        kind: the class of the settings.
+        fields: values by name.
+
+    Raises:
+        ValueError: a field is unknown, missing, or has a value that it does not accept.
+    """
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{kind._path}.{name} is no field.{nearest(name, known)}")
+    values = {}
+    for name, field in known.items():
+        if name in fields:
+            inner, value = field.metadata["settings"], fields[name]
+            value = read(inner, value) if inner and isinstance(value, Mapping) else value
+            values[name] = tuple(value) if isinstance(value, list) else value
+            # Before the class gets it: a checker of annotations would not name the field.
+            if not field.metadata["holds"](values[name]):
+                raise _refused(kind, name, value, field.metadata["expected"])
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{kind._path}.{name} is missing")
+    return kind(**values)
+
+
+def _refused(kind: type[Settings], name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{kind._path}.{name} is {value!r}, expected {expected}")
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer from `least` on."""
+    return _is_integer(value) and value >= least
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, float | int) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dictionaries by dotted name."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _walk(f"{prefix}.{name}" if prefix else name, inner)
+    else:
+        yield prefix, value
+
+
+def _free(kind: type[Settings], prefix: str) -> Iterator[str]:
+    """Dotted names of the fields that are marked free; those of a free group are not listed."""
+    for field in dataclasses.fields(kind):
+        if field.metadata["free"]:
+            yield prefix + field.name
+        elif field.metadata["settings"]:
+            yield from _free(field.metadata["settings"], f"{prefix}{field.name}.")

@@ -1,0 +1,113 @@
+"""Failures of a run that name their remedy: non-finite updates and exhausted memory."""
+
+import collections
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.placement import row_count
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.training.batches import Batches
+from stepprune_jax.training.settings import Run
+from stepprune_jax.user_input import user_input
+
+NONFINITE_FILE = "nonfinite.json"
+# Updates that may wait on the device while the host continues; each holds its batch.
+_IN_FLIGHT = 2
+
+
+class Guard:
+    """Stops a run when too many updates in a row were skipped; looks a few updates behind."""
+
+    def __init__(self, path: Path, batches: Batches, limit: int):
+        """Starts before the first update.
+
+        Args:
+            path: file for the samples of the skipped updates.
+            batches: what is trained on.
+            limit: skipped updates in a row at which the run stops.
+        """
+        self._path, self._batches, self._limit = path, batches, limit
+        self._waiting: collections.deque = collections.deque()
+        self.problem = ""
+
+    def add(self, step: int, skipped_in_row: Int[Array, ""], last: bool = False) -> bool:
+        """Waits for an earlier update and checks it; at the last one, for all of them.
+
+        Args:
+            step: updates begun.
+            skipped_in_row: of the latest of them, not yet computed.
+            last: whether there is none after it.
+
+        Returns:
+            Whether the run has to stop; `problem` says why.
+        """
+        self._waiting.append((step, skipped_in_row))
+        while self._waiting and not self.problem and (last or len(self._waiting) > _IN_FLIGHT):
+            done, count = self._waiting.popleft()
+            if int(count) >= self._limit:
+                self._report(done)
+        return bool(self.problem)
+
+    def _report(self, step: int):
+        """Writes the samples of the batches up to that of update `step`, counted from 1."""
+        steps = range(step - self._limit + 1, step + 1)
+        batches: list[dict[str, Any]] = [
+            {"step": n, "samples": self._batches.samples(n - 1)} for n in steps
+        ]
+        if distributed.is_main():
+            self._path.write_text(json.dumps(batches, indent=1) + "\n")
+        self.problem = (
+            f"loss or gradient was not finite in {self._limit} updates in a row, up to step "
+            f"{step}; {self._path} names their samples. The weights are those before them. Lower "
+            "config.optimizer.lr, or leave the samples out"
+        )
+
+
+@contextlib.contextmanager
+def memory_advice(run: Run) -> Iterator[None]:
+    """Turns the compiler's and the allocator's report of too little memory into one line.
+
+    Args:
+        run: settings of the run.
+
+    Raises:
+        ValueError: memory was not enough; the message says what to change.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line, remedies = str(error).strip().splitlines()[0], "; ".join(_remedies(run))
+        with user_input():
+            raise ValueError(
+                f"the devices' memory is not enough: {remedies}. jax says: {first_line}"
+            ) from error
+
+
+def _remedies(run: Run) -> list[str]:
+    """What needs less memory and is not done yet, the least costly first."""
+    spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh))
+    each, rows = run.batch_size // spread, run.model.rows_at_once
+    remedies = []
+    if rows != 1 and each > 1:
+        now = f"{rows} rows" if rows else f"all {each} rows of a device"
+        remedies.append(f"lower config.model.rows_at_once (the frozen model runs {now} at a time)")
+    if not run.model.remat:
+        remedies.append("set config.model.remat=True (recomputes blocks instead of keeping them)")
+    if run.model.dtype == "float32":
+        remedies.append("set config.model.dtype=bfloat16")
+    if jax.device_count() > 1 and run.mesh in ("single", "data"):
+        remedies.append(
+            f"set config.mesh=fsdp (cuts the weights over {jax.device_count()} devices)"
+        )
+    if each > 1:
+        remedies.append(f"lower config.batch_size ({run.batch_size}; this changes what is learned)")
+    return remedies or ["use more devices, or larger ones"]

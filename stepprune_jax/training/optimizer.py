@@ -1,0 +1,111 @@
+"""The optimiser of a selector: clipping, AdamW or Muon, and the learning rate, as one chain."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+from optax.contrib import MuonDimensionNumbers
+
+from stepprune_jax.settings import Settings, count, number, positive, share
+from stepprune_jax.training import selectors
+from stepprune_jax.training.selectors import Selector
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(Settings, group="optimizer"):
+    """The group `optimizer` of a configuration.
+
+    Attributes:
+        lr: peak learning rate.
+        final_lr: learning rate at the end of the cosine.
+        warmup: updates over which it rises from 0.
+        weight_decay: weight decay of AdamW and Muon.
+        clip: largest global norm of a group of gradients.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        muon_lr: peak learning rate of Muon for matrices, in place of AdamW; 0 leaves all to AdamW.
+    """
+
+    lr: float = positive()
+    final_lr: float = number()
+    warmup: int = count(0)
+    weight_decay: float = number()
+    clip: float = positive()
+    b1: float = share()
+    b2: float = share()
+    muon_lr: float = number()
+
+
+def learning_rate(
+    settings: OptimizerSettings, steps: int, step: Int[Array, ""] | int
+) -> Float[Array, ""]:
+    """Returns the learning rate of update `step`: linear from 0 over the warm-up, then a cosine.
+
+    Args:
+        settings: of the optimiser.
+        steps: updates of the whole run.
+        step: number of the update, from 0.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, settings.lr, settings.warmup, steps, settings.final_lr
+    )
+    return jnp.asarray(schedule(step), jnp.float32)
+
+
+def make_optimizer(
+    settings: OptimizerSettings, steps: int, selector: Selector
+) -> optax.GradientTransformationExtraArgs:
+    """Builds the optimiser: AdamW, or Muon for matrices and AdamW for the rest.
+
+    Its `update` takes the number of the update as `step`, because updates that are skipped count
+    for the schedule, but leave the optimiser's state as it is.
+
+    Args:
+        settings: of the optimiser.
+        steps: updates of the whole run.
+        selector: what is trained; each of its gradient groups is clipped by itself.
+    """
+    decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
+    groups = selectors.gradient_groups(selector)
+    if len(groups) > 1:
+        label = functools.partial(selectors.label_gradients, selector)
+        clip = optax.partition(dict.fromkeys(groups, clip), label)
+    if not settings.muon_lr:
+        adam = optax.scale_by_adam(settings.b1, settings.b2)
+        return optax.chain(clip, adam, _descend(optax.add_decayed_weights(decay), settings, steps))
+    muon = optax.contrib.muon(
+        settings.muon_lr / settings.lr,
+        weight_decay=decay,
+        adam_b1=settings.b1,
+        adam_b2=settings.b2,
+        adam_learning_rate=1.0,
+        adam_weight_decay=decay,
+        muon_weight_dimension_numbers=_matrices,
+    )
+    return optax.chain(clip, muon, _descend(optax.scale(-1.0), settings, steps))
+
+
+def _descend(
+    inner: optax.GradientTransformation, settings: OptimizerSettings, steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """Scales what `inner` returns by minus the learning rate of update `step`.
+
+    The state is that of `inner`: there is no count of updates, which would stand still at those
+    that are skipped.
+    """
+
+    def update(updates, state, params=None, *, step, **_):
+        updates, state = inner.update(updates, state, params)
+        rate = learning_rate(settings, steps, step)
+        return jax.tree.map(lambda u: -(rate * u).astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _matrices(params: Any) -> Any:
+    """Dimensions of the weights that map hidden states to hidden states: those that Muon turns."""
+    return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)
