@@ -18,8 +18,7 @@ from stepprune_jax.inference import decoding, generate, pipeline, read_request, 
 from stepprune_jax.inference.answer import make_prompts
 from stepprune_jax.inference.pipeline import RunOptions
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, IMAGE_TOKEN
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, Ranker, View, make_method
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Ranker, View, make_method
 
 N, K, LAYERS, STEPS = 16, 5, 3, 4
 # A small random policy for each kind of trained method.
@@ -135,7 +134,7 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     view_kept = seen_kept(model, method(name), batch) if merges else None
     hidden, position, where, place, shown = [], [], [], 0, 0
     for token in (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1]):
-        if token != IMAGE_TOKEN:
+        if token != vlm.IMAGE_TOKEN:
             hidden.append(table[token])
             position.append(place)
             where.append(None)
@@ -336,10 +335,6 @@ def alone(view, row):
 GRIDS = [(4, 4), (2, 3), (3, 4), (1, 5)]
 
 
-def without_taps(model):
-    return [name for name in NAMES if not method(name).pruner.taps(model.config)]
-
-
 @pytest.mark.parametrize("budget", [K, 12, "1/3", "own"])
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_different_size_share_a_batch(model, name, budget):
@@ -482,6 +477,3 @@ def test_prompts_of_any_length_share_few_programs(model, name):
     # Twelve prompts; a handful of programs for each of two or three buckets.
     assert compiled() - before <= 16
 
-
-def test_the_context_limit_of_these_tests_is_not_the_default():
-    assert CONTEXT_LIMIT > 200 and Budget().kind == "all"
