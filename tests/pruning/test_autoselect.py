@@ -136,7 +136,8 @@ def test_a_scorer_keeps_what_it_scores_best(tmp_path):
         trace=begun.append,
     )  # fmt: skip
     request = read_request(model.tokenizer, model.image_settings, model.config, ["dog"], [image])
-    features, _ = vlm.encode_image(model.params, model.config, request.pixels)
+    pixels = jnp.asarray(request.pixels)
+    features, _ = vlm.encode_image(model.params, model.config, pixels)
     ids = jnp.asarray([request.question_ids[0]])
     words = vlm.embed_text(model.params, model.config, ids)
     scored = scores(policy.params, policy.config, features, words, stats=policy.stats)
