@@ -18,8 +18,8 @@ def view(tokens, attention):
 
 
 def test_an_order_worked_by_hand():
-    attention = jnp.array([[[0.9, 0.02, 0.05, 0.03], [0.1, 0.2, 0.5, 0.2]]])
-    # Means 0.11, 0.275, 0.115 over the heads: the class token itself does not count.
+    attention = jnp.array([[[0.4, 0.3, 0.2, 0.1], [0.45, 0.0, 0.25, 0.3]]])
+    # Means 0.15, 0.225, 0.2 over the heads: the class token itself does not count.
     assert Cls().rank((), view(jnp.zeros((1, 3, 2)), attention), 3).order.tolist() == [[1, 2, 0]]
     # Where the class token is one of the features it is kept first.
     assert Cls().rank((), view(jnp.zeros((1, 4, 2)), attention), 3).order.tolist() == [[0, 2, 3]]
