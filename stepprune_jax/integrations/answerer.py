@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
@@ -114,7 +115,7 @@ def load_answerer(
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected an integer from 1")
-    source = report_folder.inspect_folder(pretrained, vision_folder)
+    source = folders.inspect_folder(pretrained, vision_folder)
     n = source.config.num_image_tokens
     chosen = None if policy is None else load_policy(policy)
     if chosen is not None:
