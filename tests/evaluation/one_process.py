@@ -12,7 +12,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def main(model, root, workdir, settings):
-    sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1])]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
     import conftest
 
     os.environ["XLA_FLAGS"] = " ".join(conftest.FLAGS[1:])
