@@ -300,9 +300,10 @@ def open_batches(
             f"{shape.num_image_tokens} visual tokens of an image"
         )
     cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
+    corpus = open_corpus(source, load_tokenizer(model.folder), limits, identity, say)
     settings = model.config.family.image_settings(model.vision_folder or model.folder)
     return Batches(
-        corpus=open_corpus(source, load_tokenizer(model.folder), limits, identity, say),
+        corpus=corpus,
         pixels=PixelCache(settings, shape.vision.image_size, cache_bytes),
         batch_size=run.batch_size,
         seed=run.seed,
