@@ -8,7 +8,7 @@ learned comes as an argument. Nothing outside this package asks which method it 
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -178,6 +178,7 @@ class Trained(NamedTuple):
     stop_bias: Any = 0.0
 
 
+@runtime_checkable
 class TrainedPolicy(Protocol):
     """What a policy file holds; see `checkpoints.Policy`."""
 
