@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from stepprune_jax.models.llava.config import LlamaConfig, LlavaConfig
+from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import PolicyConfig
 
 
@@ -139,26 +140,18 @@ def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[i
     return counts
 
 
-def vision_flops(config: LlavaConfig, num_images: int = 1) -> dict[str, int]:
+def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Operations (FLOPs) of encoding and projecting images.
 
     Args:
-        config: the model's shape; blocks after `feature_layer` are not run and not counted.
-        num_images: images.
+        config: the model's.
+        grids: rows and columns of the patches of each image.
 
     Returns:
         `tower`, `projector` and their `total`.
     """
-    vision, width = config.vision, config.text.hidden_size
-    d, n, t = vision.hidden_size, vision.num_patches, vision.num_patches + 1
-    layers = config.feature_layer + (vision.num_layers + 1 if config.feature_layer < 0 else 0)
-    block = _matmuls(t, *[(d, d)] * 4, (d, t), (t, d))
-    block += _matmuls(t, (d, vision.intermediate_size), (vision.intermediate_size, d))
-    parts = {
-        "tower": _matmuls(n, (3 * vision.patch_size**2, d)) + layers * block,
-        "projector": _matmuls(config.num_image_tokens, (d, width), (width, width)),
-    }
-    parts = {name: num_images * count for name, count in parts.items()}
+    counts = [config.family.vision_flops(config, grid) for grid in grids]
+    parts = {name: sum(count[name] for count in counts) for name in ("tower", "projector")}
     return parts | {"total": sum(parts.values())}
 
 

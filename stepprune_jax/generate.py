@@ -21,7 +21,7 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser
-from stepprune_jax.data.images import image_settings, open_image
+from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import (
     Answer,
     Options,
@@ -78,7 +78,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     images = [open_image(path) for path in arguments.image]
     source = folders.inspect_folder(arguments.model, arguments.vision_folder)
     tokenizer = folders.load_tokenizer(source.folder)
-    settings = image_settings(source.vision_folder or source.folder)
+    settings = source.config.family.image_settings(source.vision_folder or source.folder)
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
         pruner_options=dict(map(_option, arguments.pruner_options)),

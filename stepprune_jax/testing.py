@@ -8,8 +8,8 @@ import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import weights as names
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.weights import is_vision_name, weight_targets
 
 Layout = Literal["hf", "hf_new", "original"]
 
@@ -159,7 +159,7 @@ def tiny_llava(
             clip / "config.json", {"model_type": "clip", "vision_config": raw["vision_config"]}
         )
         _write_json(clip / "preprocessor_config.json", processor)
-        tower = {k: v for k, v in tensors.items() if names.is_vision_name(k)}
+        tower = {k: v for k, v in tensors.items() if is_vision_name(k)}
         write_tensors(clip, {k.removeprefix("vision_tower."): v for k, v in tower.items()}, 1 << 30)
         tensors = {_original_name(k): v for k, v in tensors.items() if k not in tower}
         raw = {**raw["text_config"], **_ORIGINAL_FIELDS}
@@ -198,7 +198,7 @@ def random_tensors(
     """
     random = np.random.default_rng(seed)
     tensors = {}
-    for target in names.targets(vlm.abstract_params(config), config):
+    for target in weight_targets(vlm.abstract_params(config), config):
         mean = 1.0 if target.path.endswith("scale") else 0.0
         for name in target.names:
             draw = random.standard_normal(target.tensor_shape, np.float32)

@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 import transformers
 
-from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig, RopeScaling
+from stepprune_jax.models.config import LlamaConfig, RopeScaling
+from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
 
 # The fields of the published conversion of LLaVA-v1.5-7B; all others are defaults.
 LLAVA_7B = {

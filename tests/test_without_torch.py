@@ -31,12 +31,14 @@ else:
     raise AssertionError("imported lmms-eval without torch")
 from PIL import Image
 from stepprune_jax.checkpoints import convert, load_vlm, save_vlm
-from stepprune_jax.data.images import open_image, preprocess_clip
-from stepprune_jax.models.llava.prompts import place_images, tokenize_with_images, vicuna_v1
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.images import preprocess_clip
+from stepprune_jax.data.prompts import tokenize_with_images
+from stepprune_jax.models.llava.prompts import conversation, place_images
 
 model = load_vlm(sys.argv[1], progress=False)
 save_vlm(model, sys.argv[2])
-prompt = vicuna_v1([place_images("What is this?", 1)])
+prompt = conversation([place_images("What is this?", 1)])
 assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
 pixels = preprocess_clip(open_image(Image.new("L", (30, 20))), model.image_settings)
 assert pixels.shape == (3, 24, 24)

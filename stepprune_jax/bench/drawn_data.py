@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.data.encoding import encode_conversation
-from stepprune_jax.models.llava.prompts import IMAGE_MARK
+from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.testing import tiny_tokenizer
 
 # As most pictures of COCO, which most of LLaVA's are from.

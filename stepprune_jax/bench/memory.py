@@ -24,7 +24,6 @@ from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
     CACHE_RULES,
     PRESETS,
-    VLM_RULES,
     build_mesh,
     shardings,
 )
@@ -96,7 +95,7 @@ def compiled_programs(
         return vlm.decode_step(params, config, token, cache)
 
     params = vlm.abstract_params(config, dtype)
-    placed = shardings(params, VLM_RULES, mesh)
+    placed = shardings(params, config.family.SHARDING_RULES, mesh)
     cache_at = shardings(cache, CACHE_RULES, mesh)
     inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
     inputs_at = {

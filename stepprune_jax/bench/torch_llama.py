@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from stepprune_jax.checkpoints.save import hf_config
-from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import weights as names
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.llava.config import LlavaConfig, hf_config
+from stepprune_jax.models.llava.weights import weight_targets
 
 CACHES = ("dynamic", "static")
 
@@ -53,9 +52,9 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     hf = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf)
-    flat = names.flatten({"language": language})
+    flat = weights.flatten({"language": language})
     state = {}
-    for target in names.targets(vlm.abstract_params(config), config):
+    for target in weight_targets(vlm.abstract_params(config), config):
         if target.path not in flat:
             continue
         leaf = flat[target.path]

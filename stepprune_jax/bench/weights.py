@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models import weights
 
 
 def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
     Returns:
         The tree: kernels and embeddings scaled to keep activations near one, scales 1, biases 0.
     """
-    flat = names.flatten(abstract)
+    flat = weights.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(flat))
     drawn = {
         path: _program(path.rpartition("/")[2], leaf.shape, leaf.dtype, leaf.sharding)(key)
         for key, (path, leaf) in zip(keys, flat.items(), strict=True)
     }
-    return names.unflatten(drawn)
+    return weights.unflatten(drawn)
 
 
 @functools.cache

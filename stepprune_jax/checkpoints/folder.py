@@ -7,17 +7,12 @@ from typing import Any, NamedTuple
 
 import huggingface_hub
 
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 
 # What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
 # left out, as they are never read.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
-
-_SUPPORTED = (
-    "supported: LLaVA-1.5 in the Hugging Face layout (model_type 'llava' with text_config and "
-    "vision_config) or in the original one (a Llama config.json with mm_vision_tower)"
-)
 
 
 class Source(NamedTuple):
@@ -26,12 +21,12 @@ class Source(NamedTuple):
     Attributes:
         folder: where the weights lie.
         config: the model.
-        vision_folder: the CLIP folder of an original LLaVA-v1.5; None in the Hugging Face layout.
+        vision_folder: where the image tower lies, if not in the same folder; None otherwise.
         origins: the folders or hub ids that these were found by.
     """
 
     folder: Path
-    config: LlavaConfig
+    config: ModelConfig
     vision_folder: Path | None
     origins: tuple[str, ...]
 
@@ -72,33 +67,36 @@ def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | Non
 
     Args:
         folder_or_hub_id: as in `find_folder`.
-        vision_folder: the CLIP folder or hub id of an original LLaVA-v1.5, in place of the one its
-            ``config.json`` names.
+        vision_folder: the folder or hub id of the image tower, where that lies elsewhere, in place
+            of the one that ``config.json`` names.
 
     Returns:
-        The folder, its configuration, and the CLIP folder if one is needed.
+        The folder, its configuration, and the folder of the tower if that is another one.
 
     Raises:
         FileNotFoundError: a folder or its ``config.json`` is missing.
         ValueError: the folder is of another kind, or the architecture is not supported.
     """
     folder = find_folder(folder_or_hub_id)
-    config = _read_config(folder)
-    if "mm_vision_tower" in config or "mm_projector_type" in config:
-        vision, origin = _vision_folder(folder, config, vision_folder)
-        combined = LlavaConfig.from_original(config, _read_config(vision))
-        return Source(folder, combined, vision, (str(folder_or_hub_id), origin))
+    raw = _read_config(folder)
+    family = find_family(raw)
+    if family is None:
+        supported = "; ".join(known.SUPPORTED for known in FAMILIES.values())
+        raise ValueError(
+            f"{folder}: unsupported architecture: model_type {raw.get('model_type')!r}, "
+            f"architectures {raw.get('architectures')!r}; supported: {supported}"
+        )
+    configured = family.vision_folder(raw)
+    if configured is not None:
+        vision, origin = _vision_folder(folder, configured, vision_folder)
+        config = family.read_config(raw, _read_config(vision))
+        return Source(folder, config, vision, (str(folder_or_hub_id), origin))
     if vision_folder is not None:
         raise ValueError(
-            f"{folder} is in the Hugging Face layout and has its own image tower; vision_folder "
-            "is for the original LLaVA-v1.5 layout only"
+            f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
+            "whose tower lies elsewhere, such as the original LLaVA-v1.5"
         )
-    if config.get("model_type") != "llava" or "text_config" not in config:
-        raise ValueError(
-            f"{folder}: unsupported architecture: model_type {config.get('model_type')!r}, "
-            f"architectures {config.get('architectures')!r}; {_SUPPORTED}"
-        )
-    return Source(folder, LlavaConfig.from_hf(config), None, (str(folder_or_hub_id),))
+    return Source(folder, family.read_config(raw, None), None, (str(folder_or_hub_id),))
 
 
 def fetch_weights(source: Source) -> None:
@@ -114,21 +112,22 @@ def fetch_weights(source: Source) -> None:
         find_folder(origin, WEIGHT_FILES)
 
 
-def _vision_folder(
-    folder: Path, config: dict[str, Any], given: str | Path | None
-) -> tuple[Path, str]:
-    """The CLIP folder of an original LLaVA-v1.5 (given, inside the checkpoint's, or on the hub)."""
-    name = given or config.get("mm_vision_tower")
+def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
+    """The tower's folder: the given one, one inside the checkpoint's, or one on the hub."""
+    name = given or configured
     if not name:
-        raise ValueError(f"{folder / 'config.json'}: mm_vision_tower is empty; pass vision_folder=")
+        raise ValueError(
+            f"{folder / 'config.json'} does not say where the image tower is (mm_vision_tower is "
+            "empty); pass vision_folder="
+        )
     beside = folder / name
     try:
         name = beside if given is None and beside.is_dir() else name
         return find_folder(name), str(name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        source = "vision_folder" if given else f"mm_vision_tower of {folder / 'config.json'}"
+        source = "vision_folder" if given else f"the image tower of {folder / 'config.json'}"
         raise FileNotFoundError(
-            f"{source}: {error}. Pass vision_folder= with the folder of the CLIP tower"
+            f"{source}: {error}. Pass vision_folder= with its folder"
         ) from error
 
 

@@ -21,10 +21,9 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import progress_bar, safetensors
-from stepprune_jax.data import images
-from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import weights as names
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
 
 # One read, and the largest part that is put together on the host. It holds a layer's largest matrix
@@ -44,14 +43,14 @@ class VLM(NamedTuple):
         params: the parameter tree of `stepprune_jax.models.vlm`.
         config: its configuration.
         tokenizer: a `transformers` tokenizer, or None.
-        image_settings: how pictures become pixels, or None.
+        image_settings: the family's settings of how images become pixels, or None.
         folder: where it was loaded from, or None.
     """
 
     params: dict[str, Any]
-    config: LlavaConfig
+    config: ModelConfig
     tokenizer: Any = None
-    image_settings: images.ImageSettings | None = None
+    image_settings: Any = None
     folder: Path | None = None
 
 
@@ -67,7 +66,7 @@ class _Block(NamedTuple):
 class _Part(NamedTuple):
     """The part of one weight that a group of devices holds; replicas share one reading."""
 
-    target: names.Target
+    target: Target
     shape: tuple[int, ...]
     devices: tuple[Any, ...]
     blocks: tuple[_Block, ...]
@@ -82,18 +81,18 @@ def load_vlm(
     vision_folder: str | Path | None = None,
     progress: bool = True,
 ) -> VLM:
-    """Loads a LLaVA-1.5 checkpoint with everything needed to answer.
+    """Loads a checkpoint with everything needed to answer.
 
-    Both the Hugging Face layout and the original LLaVA-v1.5 layout (with its separate CLIP folder)
-    are read, from safetensors files. Configuration, tokenizer and every tensor's name and shape are
-    checked before the first weight is read.
+    LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
+    CLIP folder), from safetensors files. Configuration, tokenizer and every tensor's name and shape
+    are checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, or a Hugging Face hub id.
-        mesh: devices to shard over by `parallel.sharding.VLM_RULES`; None for the default
-            device.
+        mesh: devices to shard over by the family's `SHARDING_RULES`; None for the default device.
         dtype: floating dtype of the parameters.
-        vision_folder: original layout only: the CLIP folder, in place of the configured one.
+        vision_folder: for checkpoints whose tower lies elsewhere: its folder, in place of the
+            configured one.
         progress: whether to show a progress bar (a line, if not a terminal) on stderr.
 
     Returns:
@@ -106,7 +105,7 @@ def load_vlm(
     """
     source = folders.inspect_folder(folder_or_hub_id, vision_folder)
     tokenizer = folders.load_tokenizer(source.folder)
-    settings = images.image_settings(source.vision_folder or source.folder)
+    settings = source.config.family.image_settings(source.vision_folder or source.folder)
     params = load_params(source, mesh, dtype, progress=progress)
     return VLM(params, source.config, tokenizer, settings, source.folder)
 
@@ -136,10 +135,10 @@ def load_params(
             listed. Also a truncated or corrupt file.
     """
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype))
-    targets = names.targets(abstract, source.config)
+    targets = source.config.family.weight_targets(abstract, source.config)
     folders.fetch_weights(source)
     entries = _collect(source, targets)
-    layouts = _layouts(abstract, mesh)
+    layouts = _layouts(abstract, source.config, mesh)
     parts = [
         part
         for target in targets
@@ -156,23 +155,22 @@ def load_params(
         )
         for target in targets
     }
-    return names.unflatten({path: flat[path] for path in names.flatten(abstract)})
+    return weights.unflatten({path: flat[path] for path in weights.flatten(abstract)})
 
 
-def _layouts(abstract: dict, mesh: Mesh | None) -> dict[str, Sharding]:
+def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str, Sharding]:
     """A sharding for every weight."""
     if mesh is not None:
-        return names.flatten(sharding.shardings(abstract, sharding.VLM_RULES, mesh))
+        return weights.flatten(sharding.shardings(abstract, config.family.SHARDING_RULES, mesh))
     device = jnp.zeros(()).devices().pop()  # honours jax.default_device
-    return {path: SingleDeviceSharding(device) for path in names.flatten(abstract)}
+    return {path: SingleDeviceSharding(device) for path in weights.flatten(abstract)}
 
 
-def _collect(
-    source: folders.Source, targets: list[names.Target]
-) -> dict[str, safetensors.TensorEntry]:
+def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
     """Finds the tensor of every name, and reports everything that does not fit in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
     found: dict[str, safetensors.TensorEntry] = {}
+    family = source.config.family
 
     def add(name: str, entry: safetensors.TensorEntry) -> None:
         if name in found:
@@ -180,10 +178,10 @@ def _collect(
         found[name] = entry
 
     for name, entry in safetensors.read_folder(source.folder).items():
-        add(names.canonical_name(name), entry)
-    if source.vision_folder and not any(map(names.is_vision_name, found)):
+        add(family.canonical_name(name), entry)
+    if source.vision_folder and not any(map(family.is_vision_name, found)):
         for name, entry in safetensors.read_folder(source.vision_folder).items():
-            canonical = names.canonical_clip_name(name)
+            canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
     wanted = {name: target for target in targets for name in target.names}
@@ -201,7 +199,7 @@ def _collect(
                 f"{entry.name} is {entry.dtype}, expected floating point"
             )
     for name, entry in found.items():
-        if name not in wanted and not names.is_harmless(name, source.config):
+        if name not in wanted and not family.is_harmless(name, source.config):
             problems["unused"].append(f"{entry.name} in {entry.path.name}")
     if problems:
         lines = [f"the weights in {source.folder} do not fit its configuration:"]
@@ -212,7 +210,7 @@ def _collect(
 
 
 def _parts(
-    target: names.Target,
+    target: Target,
     layout: Sharding,
     entries: dict[str, safetensors.TensorEntry],
     block_bytes: int,
@@ -239,7 +237,7 @@ def _parts(
 
 
 def _cut(
-    target: names.Target,
+    target: Target,
     entry: safetensors.TensorEntry,
     inner: tuple[slice, ...],
     number: int,
@@ -336,7 +334,7 @@ def _read(block: _Block) -> np.ndarray:
     """Reads one block and brings it from the file's axes to ours."""
     data = safetensors.read_tensor(block.entry, block.index)
     if block.transform == "patches":
-        return data.transpose(2, 3, 1, 0).reshape(-1, data.shape[0])
+        return np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])
     if block.transform == "copy":
         return data
     # Strip by strip, ten times as fast as numpy's own copy of a transposed matrix, and done by the

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.models.llava import weights as names
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models import weights
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
@@ -74,7 +74,7 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
     if not math.isfinite(policy.stop_bias):
         raise ValueError(f"stop_bias is {policy.stop_bias}, expected a finite number")
     wanted = _wanted(policy.config, policy.stats is not None)
-    tensors = names.flatten(policy.params)
+    tensors = weights.flatten(policy.params)
     if policy.stats is not None:
         tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
     problems = _problems(wanted, {name: (leaf.shape, leaf.dtype) for name, leaf in tensors.items()})
@@ -149,10 +149,10 @@ def load_policy(path: str | Path) -> Policy:
         stats = FeatureStats(
             **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
         )
-    return Policy(names.unflatten(tensors), config, stats, stop_bias)
+    return Policy(weights.unflatten(tensors), config, stats, stop_bias)
 
 
-def check_fits(policy: Policy, config: LlavaConfig) -> None:
+def check_fits(policy: Policy, config: ModelConfig) -> None:
     """Refuses a policy made for another model, before anything is compiled.
 
     Args:
@@ -162,7 +162,7 @@ def check_fits(policy: Policy, config: LlavaConfig) -> None:
     Raises:
         ValueError: a width differs; all that do are named.
     """
-    widths = [("feature_width", policy.config.feature_width, "vision", config.vision.hidden_size)]
+    widths = [("feature_width", policy.config.feature_width, "vision", config.feature_width)]
     if policy.config.text_width:
         widths.append(("text_width", policy.config.text_width, "text", config.text.hidden_size))
     wrong = [
@@ -182,7 +182,7 @@ def _wanted(
         abstract = jax.eval_shape(lambda: autoselect.init(jax.random.key(0), config))
     else:
         abstract = abstract_policy(config)
-    wanted = names.flatten(abstract)
+    wanted = weights.flatten(abstract)
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
         wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}

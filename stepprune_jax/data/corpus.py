@@ -12,7 +12,7 @@ from jaxtyping import Int
 from stepprune_jax.data.encoding import IGNORE, Encoded, encode_conversations
 from stepprune_jax.data.index import Index, row_turns
 from stepprune_jax.data.json_array import JsonEntries
-from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 # A fast tokenizer must not be asked by two threads at once.
 _TOKENIZER = threading.Lock()

@@ -5,15 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepprune_jax.models.llava.prompts import (
+from stepprune_jax.data.prompts import (
     IMAGE_MARK,
     join_at_images,
-    place_images,
     split_at_images,
     start_tokens,
     user_words,
-    vicuna_v1,
 )
+from stepprune_jax.models.llava.prompts import conversation, place_images
 
 # Label of a token that is not supervised.
 IGNORE = -100
@@ -111,11 +110,11 @@ def _write(turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
         if not turn.replace(IMAGE_MARK, "").strip():
             raise ValueError(f"turn {number} of the conversation is empty")
     turns[0] = place_images(turns[0], num_images)
-    prompt = vicuna_v1(turns)
+    prompt = conversation(turns)
     supervised = bytearray(len(prompt))
     for number in range(1, len(turns), 2):
         # A conversation that is open ends where the answer begins.
-        start, end = len(vicuna_v1(turns[:number])), len(vicuna_v1(turns[: number + 1]))
+        start, end = len(conversation(turns[:number])), len(conversation(turns[: number + 1]))
         supervised[start:end] = b"\1" * (end - start)
     return prompt, supervised
 

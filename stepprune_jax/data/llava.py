@@ -17,7 +17,7 @@ from stepprune_jax.data.json_files import (
     read_json_list,
     words,
 )
-from stepprune_jax.models.llava.prompts import IMAGE_MARK
+from stepprune_jax.data.prompts import IMAGE_MARK
 
 
 class Conversation(NamedTuple):

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.user_input import user_input
 
 

@@ -14,11 +14,12 @@ from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
+from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, pad_batch
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input

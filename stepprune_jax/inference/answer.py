@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits
+from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference import decoding, pipeline
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.pipeline import Begun, Prompts, RunOptions
@@ -17,7 +18,7 @@ from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_req
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.layers import check_attention
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, pad_batch
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.models.vlm import check_positions
 from stepprune_jax.parallel.placement import fetch, mesh_of
 from stepprune_jax.pruning import Budget, Method, Pruner, make_method

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import truncate
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.decoding import Decoding, Sampling, Trace
@@ -28,7 +29,7 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, truncate
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,

@@ -7,15 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_batch
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.prompts import (
-    IMAGE_MARK,
-    place_images,
-    question_ids,
-    tokenize_with_images,
-    vicuna_v1,
-)
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.prompts import IMAGE_MARK, question_ids, tokenize_with_images
+from stepprune_jax.models.family import ModelConfig
 
 ImageLike = str | Path | Image.Image
 # A question, or a conversation: user first, then alternating.
@@ -40,8 +34,8 @@ class Request(NamedTuple):
 
 def read_request(
     tokenizer: Any,
-    image_settings: ImageSettings | None,
-    config: LlavaConfig,
+    image_settings: Any,
+    config: ModelConfig,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
 ) -> Request:
@@ -78,8 +72,9 @@ def read_request(
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         row = _as_images(row)
         try:
-            turns = _turns(prompt, len(row))
-            ids.append(tuple(tokenize_with_images(tokenizer, vicuna_v1(turns), len(row))))
+            turns = _turns(prompt, len(row), config)
+            text = config.family.conversation(turns)
+            ids.append(tuple(tokenize_with_images(tokenizer, text, len(row))))
         except (TypeError, ValueError) as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error
@@ -96,13 +91,7 @@ def read_request(
     if pictures:
         if image_settings is None:
             raise ValueError("images are given, but the model has no image settings")
-        pixels = preprocess_batch(pictures, image_settings)
-        side = config.vision.image_size
-        if pixels.shape[2:] != (side, side):
-            raise ValueError(
-                f"the image processor makes {pixels.shape[2]} x {pixels.shape[3]} pixels, the "
-                f"model takes {side} x {side}: crop_size of preprocessor_config.json is wrong"
-            )
+        pixels = config.family.preprocess(config, image_settings, pictures)
     return Request(tuple(ids), tuple(questions), pixels, tuple(image_of))
 
 
@@ -113,7 +102,7 @@ def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     return [row] if isinstance(row, (str, Path, Image.Image)) else list(row)
 
 
-def _turns(prompt: Prompt, num_images: int) -> list[str]:
+def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     """The turns of a conversation with image marks where the model expects them."""
     turns = [prompt] if isinstance(prompt, str) else list(prompt)
     if not turns or not all(isinstance(turn, str) for turn in turns):
@@ -132,5 +121,5 @@ def _turns(prompt: Prompt, num_images: int) -> list[str]:
     if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
         raise ValueError("the question is empty")
     if marks == turns[0].count(IMAGE_MARK):  # else the marks in later turns stay where they are
-        turns[0] = place_images(turns[0], num_images)
+        turns[0] = config.family.place_images(turns[0], num_images)
     return turns

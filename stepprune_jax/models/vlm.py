@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models.decoder import Cache, Stage
 from stepprune_jax.models.layers import Tap
 
-IMAGE_TOKEN = -200
 POSITIONS = ("original", "compact")
 
 

@@ -16,29 +16,11 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
 
+# Ordered (pattern, spec) pairs, first match wins; paths are keys joined by "/". Those of a model's
+# weights are its family's `SHARDING_RULES`.
 Rules = Sequence[tuple[str, P]]
 
 BATCH = ("data", "fsdp")
-
-# Ordered, first match wins; paths are keys joined by "/". Projections that open heads or MLP
-# channels are cut by column, those that close them by row, so that a block needs two sums only.
-VLM_RULES: Rules = (
-    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
-    (r"layers/(attention/(query|key|value)|mlp/up)/bias", P(None, "tensor")),
-    (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
-    (r"layers/(attention/out|mlp/down)/bias", P()),
-    (r"layers/norm[12]/(scale|bias)", P()),
-    (r"projector/up/kernel", P("fsdp", "tensor")),
-    (r"projector/up/bias", P("tensor")),
-    (r"projector/down/kernel", P("tensor", "fsdp")),
-    (r"projector/down/bias", P()),
-    (r"language/embed/embedding", P("tensor", "fsdp")),
-    (r"language/head/kernel", P("fsdp", "tensor")),
-    (r"language/norm/scale", P()),
-    # Small, and with sides (577 positions, 588 values of a patch) that few meshes divide.
-    (r"vision/(class_embedding|position_embedding|patch_embedding/kernel)", P()),
-    (r"vision/(pre|post)_norm/(scale|bias)", P()),
-)
 
 CACHE_RULES: Rules = (
     (r"(.*/)?(key|value)", P(None, BATCH, "tensor")),

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from stepprune_jax.data.encoding import Encoded, encode_conversation
 from stepprune_jax.data.llava import Sample
-from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 
 class Packed(NamedTuple):

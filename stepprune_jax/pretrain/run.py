@@ -16,9 +16,9 @@ from jaxtyping import Array, Int
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
-from stepprune_jax.data.images import ImageSettings
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.pretrain.data import Data, batch_indices, read_data, word_tokens
 from stepprune_jax.pretrain.language import Shown
 from stepprune_jax.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions

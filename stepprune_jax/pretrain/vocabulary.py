@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from stepprune_jax.models.llava.prompts import IMAGE_MARK, vicuna_v1
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models.llava.prompts import conversation
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -41,7 +42,7 @@ def build_tokenizer(texts: Iterable[str], most_words: int = 8000) -> Any:
     )
     lower = tokenizers.normalizers.Lowercase()
     counts: Counter[str] = Counter()
-    system = vicuna_v1([None]).partition(" USER:")[0]
+    system = conversation([None]).partition(" USER:")[0]
     for text in (*texts, "USER: ASSISTANT:"):
         counts.update(word for word, _ in split.pre_tokenize_str(lower.normalize_str(text)))
     # By count, then by the alphabet: the same texts in any order give the same ids.

@@ -292,8 +292,8 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     """A saved table, if it is about the same questions, settings and policy."""
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["table"] if found["mark"] == mark else None
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved["table"] if saved["mark"] == mark else None
 
 
 def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:

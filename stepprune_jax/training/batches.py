@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from stepprune_jax.checkpoints.folder import Source as ModelSource
 from stepprune_jax.checkpoints.folder import load_tokenizer
 from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
-from stepprune_jax.data.images import image_settings
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.pixels import PixelCache
 from stepprune_jax.data.survey import Source, open_corpus
@@ -301,7 +300,7 @@ def open_batches(
             f"{shape.num_image_tokens} visual tokens of an image"
         )
     cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
-    settings = image_settings(model.vision_folder or model.folder)
+    settings = model.config.family.image_settings(model.vision_folder or model.folder)
     return Batches(
         corpus=open_corpus(source, load_tokenizer(model.folder), limits, identity, say),
         pixels=PixelCache(settings, shape.vision.image_size, cache_bytes),

@@ -20,7 +20,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import BATCH_RULES, VLM_RULES, shardings
+from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches
@@ -125,7 +125,8 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
 
 def abstract_weights(setup: step.Setup, dtype: Any) -> Any:
     """Returns the shapes of the frozen weights, placed as a run has them."""
-    return _placed(vlm.abstract_params(setup.model, dtype), setup.forward.mesh, VLM_RULES)
+    weights, rules = vlm.abstract_params(setup.model, dtype), setup.model.family.SHARDING_RULES
+    return _placed(weights, setup.forward.mesh, rules)
 
 
 def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:

@@ -14,7 +14,7 @@ from stepprune_jax.models.layers import ATTENTIONS
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -205,7 +205,9 @@ def make_setup(run: Run, model: LlavaConfig, mesh: Mesh | None = None) -> Setup:
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     selector = selectors.build(run.method, getattr(run, selectors.METHODS[run.method][1]), model)
     if mesh is not None:
-        shardings(vlm.abstract_params(model), VLM_RULES, mesh)  # before data are read
+        shardings(
+            vlm.abstract_params(model), model.family.SHARDING_RULES, mesh
+        )  # before data are read
     parts = row_count(mesh)
     rows, each = run.model.rows_at_once, run.batch_size // parts
     run.model.require(

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int, UInt8
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.visualize.style import INK
 
 _BRIGHTNESS = 0.4  # of what is not kept

@@ -17,8 +17,9 @@ from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import Usage
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.training import plan, read_run, settings
 from stepprune_jax.training.batches import Bucket
 
@@ -54,7 +55,7 @@ def test_weights_are_drawn_in_their_places():
     mesh = build_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vocab_size=128))
     abstract = vlm.abstract_params(config, jnp.bfloat16)
-    places = shardings(abstract, VLM_RULES, mesh)
+    places = shardings(abstract, SHARDING_RULES, mesh)
     placed = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
         abstract, places,

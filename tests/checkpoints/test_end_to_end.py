@@ -13,16 +13,11 @@ from visual import visual_of
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm, save_vlm
-from stepprune_jax.data.images import open_image, preprocess_batch
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.prompts import IMAGE_TOKEN, expanded_length, pad_batch, tokenize_with_images
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.prompts import (
-    IMAGE_TOKEN,
-    expanded_length,
-    pad_batch,
-    place_images,
-    tokenize_with_images,
-    vicuna_v1,
-)
+from stepprune_jax.models.llava.images import preprocess
+from stepprune_jax.models.llava.prompts import conversation, place_images
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -42,8 +37,8 @@ def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
     paths = [tmp_path / "wide.png", tmp_path / "tall.jpg"]
     for path, shape in zip(paths, [(20, 50, 3), (64, 30, 3)], strict=True):
         Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(path)
-    pixels = preprocess_batch([open_image(path) for path in paths], model.image_settings)
-    prompt = vicuna_v1([place_images("What is in this picture?", 2)])
+    pixels = preprocess(model.config, model.image_settings, [open_image(path) for path in paths])
+    prompt = conversation([place_images("What is in this picture?", 2)])
     row = tokenize_with_images(model.tokenizer, prompt, 2)
     batch = pad_batch([row], multiple=8)
     length, logits = _ours(model.params, model.config, batch.ids, batch.length, pixels)

@@ -97,10 +97,10 @@ def test_parts_of_another_kind_are_refused(tmp_path):
 
 def test_the_clip_folder_of_an_original_model_must_be_given(tmp_path):
     fields = {"model_type": "llava_llama", "mm_projector_type": "mlp2x_gelu"}
-    with pytest.raises(ValueError, match="mm_vision_tower is empty; pass vision_folder="):
+    with pytest.raises(ValueError, match=r"mm_vision_tower is empty\); pass vision_folder="):
         folders.inspect_folder(_config(tmp_path, **fields))
     plain = testing.tiny_llava(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"original LLaVA-v1\.5 layout only"):
+    with pytest.raises(ValueError, match=r"vision_folder is for checkpoints"):
         folders.inspect_folder(plain, plain)
 
 

@@ -10,8 +10,8 @@ import pytest
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load, safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.llava import SHARDING_RULES, weight_targets
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel import sharding
 
@@ -61,7 +61,7 @@ def test_weights_arrive_where_the_tree_says(tmp_path):
         ),
         "language/head/kernel": files["language_model.lm_head.weight"].T,
     }
-    flat = names.flatten(params)
+    flat = weights.flatten(params)
     for path, value in expected.items():
         np.testing.assert_array_equal(np.asarray(flat[path]), value, err_msg=path)
     # Row, column, channel: the first three rows of the kernel are the corner pixel's channels.
@@ -70,7 +70,7 @@ def test_weights_arrive_where_the_tree_says(tmp_path):
         np.asarray(flat["vision/patch_embedding/kernel"][:6]),
         np.concatenate([patches[:, :, 0, 0].T, patches[:, :, 0, 1].T]),
     )
-    abstract = names.flatten(vlm.abstract_params(config, jnp.float32))
+    abstract = weights.flatten(vlm.abstract_params(config, jnp.float32))
     assert {p: (x.shape, x.dtype) for p, x in flat.items()} == {
         p: (x.shape, x.dtype) for p, x in abstract.items()
     }
@@ -115,7 +115,7 @@ def test_the_clip_folder_may_hold_a_whole_clip_and_lie_elsewhere(tmp_path):
 
     _rewrite(folder / "clip", add_text_half)
     (folder / "clip").rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=r"mm_vision_tower of .* vision_folder="):
+    with pytest.raises(FileNotFoundError, match=r"the image tower of .* vision_folder="):
         inspect_folder(folder)
     source = inspect_folder(folder, tmp_path / "elsewhere")
     _assert_same(load.load_params(source, dtype=jnp.float32, progress=False), before)
@@ -149,7 +149,7 @@ def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes, block_bytes)
     mesh = sharding.build_mesh(sizes, devices)
     params = _load(folder, mesh, block_bytes=block_bytes)
     _assert_same(params, _load(folder))
-    wanted = sharding.shardings(params, sharding.VLM_RULES, mesh)
+    wanted = sharding.shardings(params, SHARDING_RULES, mesh)
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(), params, wanted
     )
@@ -250,12 +250,15 @@ def test_load_vlm_brings_tokenizer_and_image_settings(tmp_path, capsys):
 def test_the_name_table_covers_every_weight_of_a_model():
     config = LlavaConfig.from_hf(testing.tiny_hf_config())
     abstract = vlm.abstract_params(config)
-    assert {t.path for t in names.targets(abstract, config)} == set(names.flatten(abstract))
-    assert names.unflatten(names.flatten(abstract)) == abstract
-    with pytest.raises(ValueError, match="no rule in the name table for language/extra"):
-        names.targets({**abstract, "language/extra": abstract["vision"]["class_embedding"]}, config)
+    assert {t.path for t in weight_targets(abstract, config)} == set(weights.flatten(abstract))
+    assert weights.unflatten(weights.flatten(abstract)) == abstract
+    with pytest.raises(ValueError, match="no name rule for language/extra"):
+        weight_targets(
+            {**abstract, "language/extra": abstract["vision"]["class_embedding"]}, config
+        )
     tied = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_embeddings=True))
-    assert len(names.targets(vlm.abstract_params(tied), tied)) == len(names.RULES) - 1
+    whole = weight_targets(abstract, config)
+    assert len(weight_targets(vlm.abstract_params(tied), tied)) == len(whole) - 1
 
 
 def test_a_terminal_sees_a_bar_and_a_failed_load_no_final_line(tmp_path, capsys, monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import weights as names
+from stepprune_jax.models.llava import weight_targets
 from stepprune_jax.models.llava.config import LlavaConfig
 
 # On this backend the weights themselves lie in host memory too: what the loader itself needs is
@@ -35,7 +35,7 @@ print(size, high_water() - before - size)
 
 def _write_sparse(folder, config):
     """A multi-shard folder of zeros that takes no disk: headers, then holes."""
-    targets = names.targets(vlm.abstract_params(config), config)
+    targets = weight_targets(vlm.abstract_params(config), config)
     shapes = {name: target.tensor_shape for target in targets for name in target.names}
     sizes = {name: int(np.prod(shape)) * 2 for name, shape in shapes.items()}
     shards = safetensors.plan_shards(sizes, 200 << 20)

@@ -11,9 +11,8 @@ from PIL import Image
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
-from stepprune_jax.checkpoints.save import hf_config
-from stepprune_jax.data.images import preprocess_clip
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.config import LlavaConfig, hf_config
+from stepprune_jax.models.llava.images import preprocess_clip
 from stepprune_jax.parallel import sharding
 
 

@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from stepprune_jax import testing
 from stepprune_jax.data.encoding import IGNORE, encode_conversation, encode_conversations
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference.request import read_request
-from stepprune_jax.models.llava.prompts import (
-    IMAGE_TOKEN,
-    place_images,
-    tokenize_with_images,
-    vicuna_v1,
-)
+from stepprune_jax.models.llava.prompts import conversation, place_images
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def test_assistant_words_and_their_ends_are_supervised(tokenizer):
 
 def counted(tokenizer, turns, images, legacy):
     """Labels by LLaVA's counting: each round and each instruction is tokenised on its own."""
-    prompt = vicuna_v1([place_images(turns[0], images), *turns[1:]])
+    prompt = conversation([place_images(turns[0], images), *turns[1:]])
     labels = tokenize_with_images(tokenizer, prompt)
     total, at = len(labels), 1
     labels[0] = IGNORE
@@ -130,7 +126,7 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
     turns = turns[: len(turns) // 2 * 2]
     encoded = encode_conversation(tokenizer, turns, images)
     whole = [place_images(turns[0], images), *turns[1:]]
-    assert encoded.ids == tokenize_with_images(tokenizer, vicuna_v1(whole), images)
+    assert encoded.ids == tokenize_with_images(tokenizer, conversation(whole), images)
     # Before each answer stand the ids that `generate` would be asked to go on from.
     starts = [
         n
@@ -138,7 +134,7 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
         if label != IGNORE and encoded.labels[n - 1] == IGNORE
     ]
     for number, start in enumerate(starts):
-        asked = tokenize_with_images(tokenizer, vicuna_v1(whole[: 2 * number + 1]), images)
+        asked = tokenize_with_images(tokenizer, conversation(whole[: 2 * number + 1]), images)
         assert encoded.ids[:start] == asked
     assert len(starts) == len(turns) // 2
     assert len(encoded.labels) == len(encoded.ids) and encoded.labels[-1] != IGNORE
@@ -147,8 +143,8 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
 def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
     from PIL import Image
 
-    from stepprune_jax.data.images import ImageSettings
     from stepprune_jax.models.llava.config import LlavaConfig
+    from stepprune_jax.models.llava.images import ImageSettings
 
     path = tmp_path / "a.png"
     Image.new("RGB", (24, 24)).save(path)

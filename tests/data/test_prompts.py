@@ -4,15 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
-from stepprune_jax.models.llava.prompts import (
+from stepprune_jax.data.prompts import (
     IMAGE_TOKEN,
     expanded_length,
     pad_batch,
-    place_images,
     tokenize_with_images,
     truncate,
-    vicuna_v1,
 )
+from stepprune_jax.models.llava.prompts import conversation, place_images
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -26,19 +25,19 @@ def tokenizer():
 
 
 def test_one_open_exchange_reads_as_the_reference():
-    prompt = vicuna_v1([place_images("Is it windy?", 1)])
+    prompt = conversation([place_images("Is it windy?", 1)])
     assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
-    assert vicuna_v1(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
+    assert conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
 
 
 def test_finished_turns_end_as_the_reference_ends_them():
     turns = ["<image>\nA?", "Yes.", "B?"]
     expected = f"{SYSTEM} USER: <image>\nA? ASSISTANT: Yes.</s>USER: B? ASSISTANT:"
-    assert vicuna_v1(turns) == expected == vicuna_v1([*turns, None])
-    assert vicuna_v1(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
-    assert vicuna_v1(["A?", "No."]).endswith("ASSISTANT: No.</s>")
+    assert conversation(turns) == expected == conversation([*turns, None])
+    assert conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
+    assert conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
     with pytest.raises(ValueError, match="at least one turn"):
-        vicuna_v1([])
+        conversation([])
 
 
 def test_image_marks_go_in_front():
@@ -57,16 +56,16 @@ def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
     with pytest.raises(ValueError, match=expected):
         place_images(message, images)
     with pytest.raises(ValueError, match=expected):
-        tokenize_with_images(tokenizer, vicuna_v1([message]), images)
+        tokenize_with_images(tokenizer, conversation([message]), images)
 
 
 def test_images_without_a_mark_are_refused(tokenizer):
     with pytest.raises(ValueError, match="the prompt has no <image>: add one for each"):
-        tokenize_with_images(tokenizer, vicuna_v1(["What?"]), 1)
+        tokenize_with_images(tokenizer, conversation(["What?"]), 1)
 
 
 def test_pieces_around_the_image_are_those_of_the_reference(tokenizer):
-    ids = tokenize_with_images(tokenizer, vicuna_v1([place_images("What is this?", 1)]), 1)
+    ids = tokenize_with_images(tokenizer, conversation([place_images("What is this?", 1)]), 1)
     at = ids.index(IMAGE_TOKEN)
     assert ids.count(IMAGE_TOKEN) == 1
     before = tokenizer.convert_ids_to_tokens(ids[:at])
@@ -113,8 +112,8 @@ def test_truncation_by_hand():
     assert truncate(ids, [4, 3], 2) == ([1, 5], ())
     # 576 visual tokens leave room for 1,472 of text; after pruning to 64, for 1,984.
     long = [1, IMAGE_TOKEN, *range(3, 3000)]
-    assert len(truncate(long, [576]).ids) == 2048 - 575
-    assert len(truncate(long, [64]).ids) == 2048 - 63
+    assert len(truncate(long, [576], 2048).ids) == 2048 - 575
+    assert len(truncate(long, [64], 2048).ids) == 2048 - 63
 
 
 @settings(max_examples=60, deadline=None)

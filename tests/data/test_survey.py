@@ -10,8 +10,8 @@ from stepprune_jax import testing
 from stepprune_jax.data import index, survey
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import IGNORE, encode_conversation
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.data.survey import Source, open_corpus
-from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
 
 LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
 TURNS = ("is this a dog ?", "no", "two ?", "yes")

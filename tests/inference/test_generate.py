@@ -10,10 +10,10 @@ from stepprune_jax.inference.prefix import encode_images, place
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import generate, prepare, read_request, stream
 from stepprune_jax.inference.decoding import run_decode, run_start
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
 from stepprune_jax.parallel.sharding import build_mesh
 
 SHAPES = {

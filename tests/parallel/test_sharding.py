@@ -12,12 +12,12 @@ from visual import visual_of
 from stepprune_jax.bench import memory
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
     CACHE_RULES,
-    VLM_RULES,
     build_mesh,
     matches,
     path_name,
@@ -87,11 +87,11 @@ def test_meshes_that_do_not_fit_are_refused(preset, message):
 def test_every_weight_is_matched_by_exactly_one_rule(name):
     used = set()
     for path, leaf in leaves(vlm.abstract_params(CONFIGS[name])):
-        matching = [pattern for pattern, _ in VLM_RULES if matches(path, pattern)]
+        matching = [pattern for pattern, _ in SHARDING_RULES if matches(path, pattern)]
         assert len(matching) == 1, (path, matching)
-        assert len(spec_of(path, VLM_RULES)) <= leaf.ndim
+        assert len(spec_of(path, SHARDING_RULES)) <= leaf.ndim
         used.add(matching[0])
-    assert used == {pattern for pattern, _ in VLM_RULES}
+    assert used == {pattern for pattern, _ in SHARDING_RULES}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -99,7 +99,7 @@ def test_every_weight_is_matched_by_exactly_one_rule(name):
 def test_no_sharded_dimension_is_indivisible(name, preset):
     mesh = mesh_of(preset)
     params = vlm.abstract_params(CONFIGS[name])
-    placed = shardings(params, VLM_RULES, mesh)
+    placed = shardings(params, SHARDING_RULES, mesh)
     total = sum(leaf.size for _, leaf in leaves(params))
     held = sum(
         math.prod(sharding.shard_shape(leaf.shape))
@@ -113,13 +113,13 @@ def test_no_sharded_dimension_is_indivisible(name, preset):
 def test_a_dimension_that_cannot_be_divided_is_named():
     tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
     with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
-        shardings(tree, VLM_RULES, mesh_of("tensor"))
+        shardings(tree, SHARDING_RULES, mesh_of("tensor"))
 
 
 def test_a_path_without_a_rule_is_named():
     tree = {"language": {"tail": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}
     with pytest.raises(ValueError, match="no sharding rule matches 'language/tail'"):
-        shardings(tree, VLM_RULES, mesh_of("single"))
+        shardings(tree, SHARDING_RULES, mesh_of("single"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_sharded_model_computes_what_one_device_does():
     inputs = (pixels, ids, length, valid, index)
     expected = answer(params, *inputs)
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    params = jax.device_put(params, shardings(params, VLM_RULES, mesh))
+    params = jax.device_put(params, shardings(params, SHARDING_RULES, mesh))
     inputs = jax.device_put(inputs, shardings(inputs, BATCH_RULES, mesh))
     found = answer(params, *inputs)
     for ours, single in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -9,9 +9,9 @@ from visual import visual_of
 
 from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import Sample
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.models.vlm import IMAGE_TOKEN
 from stepprune_jax.pretrain import packing
 from stepprune_jax.pretrain.language import (
     Shown,

@@ -14,15 +14,12 @@ import torch
 import transformers
 
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.data.images import open_image, preprocess_batch
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.data.shapes import write_world
 from stepprune_jax.inference import generate
-from stepprune_jax.models.llava.prompts import (
-    IMAGE_TOKEN,
-    place_images,
-    tokenize_with_images,
-    vicuna_v1,
-)
+from stepprune_jax.models.llava.images import preprocess
+from stepprune_jax.models.llava.prompts import conversation, place_images
 from stepprune_jax.pretrain.data import batch_indices, word_tokens
 from stepprune_jax.pretrain.run import NOISY, kept_at, pretrain
 from stepprune_jax.pretrain.settings import read_pretraining
@@ -176,11 +173,11 @@ def test_the_model_answers_as_in_transformers(data, whole):
     pictures = [data / "images" / f"train_{number:06d}.png" for number in range(3)]
     answers = generate(ours, questions, [[p] for p in pictures], max_tokens=4, warm_up=False)
     for question, picture, answer in zip(questions, pictures, answers, strict=True):
-        prompt = vicuna_v1([place_images(question, 1)])
+        prompt = conversation([place_images(question, 1)])
         ids = tokenize_with_images(ours.tokenizer, prompt, 1)
         image = theirs.config.image_token_index
         ids = [t for x in ids for t in ([image] * 9 if x == IMAGE_TOKEN else [x])]
-        pixels = preprocess_batch([open_image(picture)], ours.image_settings)
+        pixels = preprocess(ours.config, ours.image_settings, [open_image(picture)])
         with torch.no_grad():
             told = theirs.generate(
                 input_ids=torch.tensor([ids]),

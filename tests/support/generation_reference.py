@@ -10,8 +10,8 @@ from PIL import Image
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import read_request
-from stepprune_jax.models.llava.prompts import IMAGE_TOKEN
 from stepprune_jax.policy import Pruned
 
 torch.set_num_threads(1)

@@ -66,7 +66,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
     length = BUCKET.ids - 1 + SEVEN_B.num_image_tokens
     cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
-    vision = vision_flops(SEVEN_B)
+    vision = vision_flops(SEVEN_B, [SEVEN_B.grid])
     # Forward once; backward a product for each product with a weight, and two for each of
     # attention's, both sides of which come from the tokens. A weight's gradient would be another.
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]

@@ -13,7 +13,7 @@ from visual import visual_of
 from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import place_rows, replicate_like
-from stepprune_jax.parallel.sharding import VLM_RULES, build_mesh, shardings
+from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import optimizer, selectors, settings, step
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
@@ -109,7 +109,9 @@ def test_an_update_changes_the_policy_only(run):
 def test_several_devices_give_the_update_of_one(run, sizes):
     model, setup, batch = run
     mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    spread = jax.device_put(model.params, shardings(model.params, VLM_RULES, mesh))
+    spread = jax.device_put(
+        model.params, shardings(model.params, model.config.family.SHARDING_RULES, mesh)
+    )
     found = []
     for params, where in ((model.params, None), (spread, mesh)):
         state, stats, key = replicate_like(params, fresh(run))

@@ -1,6 +1,14 @@
-"""LLaVA-v1.5: a CLIP tower, a two-layer projector and a Llama."""
+"""LLaVA-1.5: a CLIP tower, a two-layer projector and a Llama; see `models.family`."""
 
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.config import LlavaConfig, hf_config
+from stepprune_jax.models.llava.folder import (
+    SUPPORTED,
+    complete_vocabulary,
+    matches,
+    read_config,
+    vision_folder,
+)
+from stepprune_jax.models.llava.images import grids, hf_processor, image_settings, preprocess
 from stepprune_jax.models.llava.model import (
     POSITION_AXES,
     embed_text,
@@ -8,18 +16,48 @@ from stepprune_jax.models.llava.model import (
     image_positions,
     init_params,
     logits,
+    num_tokens,
     project,
     run_layers,
+    vision_flops,
+)
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, conversation, place_images
+from stepprune_jax.models.llava.weights import (
+    SHARDING_RULES,
+    canonical_name,
+    is_harmless,
+    is_vision_name,
+    weight_targets,
 )
 
 __all__ = [
+    "CONTEXT_LIMIT",
     "POSITION_AXES",
+    "SHARDING_RULES",
+    "SUPPORTED",
     "LlavaConfig",
+    "canonical_name",
+    "complete_vocabulary",
+    "conversation",
     "embed_text",
     "encode_image",
+    "grids",
+    "hf_config",
+    "hf_processor",
     "image_positions",
+    "image_settings",
     "init_params",
+    "is_harmless",
+    "is_vision_name",
     "logits",
+    "matches",
+    "num_tokens",
+    "place_images",
+    "preprocess",
     "project",
+    "read_config",
     "run_layers",
+    "vision_flops",
+    "vision_folder",
+    "weight_targets",
 ]

@@ -116,7 +116,7 @@ class LlavaConfig:
     @property
     def family(self) -> Any:
         """The package of functions that are this family's; see `models.family`."""
-        return import_module("stepprune_jax.models.llava")
+        return import_module(__package__)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -125,19 +125,24 @@ class LlavaConfig:
         return side, side
 
     @property
-    def max_image_tokens(self) -> int:
-        """Largest number n of visual tokens of one unpruned image."""
-        return self.num_image_tokens
+    def feature_width(self) -> int:
+        """Width d of the visual tokens that a pruner sees."""
+        return self.vision.hidden_size
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the tower has a class token whose attention ranks patches."""
+        """Whether the tower has a class token, whose attention ranks patches."""
         return True
 
     @property
-    def num_image_tokens(self) -> int:
-        """Number n of visual tokens of one unpruned image."""
+    def max_image_tokens(self) -> int:
+        """Visual tokens of the largest image; here of every image."""
         return self.vision.num_patches + (self.feature_select == "full")
+
+    @property
+    def num_image_tokens(self) -> int:
+        """The former name of `max_image_tokens`."""
+        return self.max_image_tokens
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlavaConfig":
@@ -213,3 +218,83 @@ class LlavaConfig:
             eos_token_ids=token_ids(config.get("eos_token_id", 2)),
             pad_token_id=config.get("pad_token_id"),
         )
+
+
+def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:
+    """Describes a model as a Hugging Face LLaVA ``config.json``.
+
+    Args:
+        config: the model; must have an image token id.
+        dtype: name of the weights' dtype, such as "bfloat16".
+
+    Returns:
+        A dict that `LlavaConfig.from_hf` turns back into ``config``.
+    """
+    vision = config.vision
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "dtype": dtype,
+        "image_token_index": config.image_token_id,
+        "image_seq_length": config.num_image_tokens,
+        "projector_hidden_act": config.projector_activation,
+        "multimodal_projector_bias": True,
+        "vision_feature_layer": config.feature_layer,
+        "vision_feature_select_strategy": config.feature_select,
+        "tie_word_embeddings": config.text.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "num_hidden_layers": vision.num_layers,
+            "num_attention_heads": vision.num_heads,
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "layer_norm_eps": vision.layer_norm_eps,
+            "hidden_act": vision.activation,
+            "projection_dim": vision.hidden_size,
+        },
+        "text_config": _hf_text_config(config.text, config),
+    }
+
+
+def _hf_text_config(text: LlamaConfig, config: LlavaConfig) -> dict[str, Any]:
+    """The language part, in field names that old and new versions of `transformers` read."""
+    scaling = None
+    if text.rope_scaling is not None:
+        rope = text.rope_scaling
+        scaling = {"rope_type": rope.kind, "factor": rope.factor}
+        if rope.kind == "llama3":
+            scaling |= {
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "original_max_position_embeddings": rope.original_max_positions,
+            }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": text.num_heads,
+        "num_key_value_heads": text.num_kv_heads,
+        "head_dim": text.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": text.rope_theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": text.rms_norm_eps,
+        "max_position_embeddings": text.max_positions,
+        "tie_word_embeddings": text.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Token ids as `transformers` writes them: none, one, or a list."""
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
@@ -78,6 +79,14 @@ def embed_text(
     return decoder.embed(params["language"], ids)
 
 
+def num_tokens(
+    config: LlavaConfig, grid: Int[Array | np.ndarray, "*b 2"]
+) -> Int[Array | np.ndarray, "*b"]:
+    """Returns the number of visual tokens of unpruned images with so many rows and columns."""
+    patches = grid[..., 0] * grid[..., 1]
+    return (patches + int(config.feature_select == "full")).astype(np.int32)
+
+
 def image_positions(
     config: LlavaConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
 ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
@@ -92,8 +101,7 @@ def image_positions(
         Offsets [..., 1, k], which are the places themselves, and the number of positions that an
         unpruned image takes up.
     """
-    extent = grid[..., 0] * grid[..., 1] + int(config.feature_select == "full")
-    return place[..., None, :], extent.astype(jnp.int32)
+    return place[..., None, :], num_tokens(config, grid)
 
 
 def run_layers(
@@ -119,3 +127,23 @@ def logits(
 ) -> Float[Array, "*b v"]:
     """Applies the final norm and the output head; float32."""
     return decoder.logits(params["language"], config.text, hidden)
+
+
+def vision_flops(config: LlavaConfig, grid: tuple[int, int]) -> dict[str, int]:
+    """Counts the operations of encoding and projecting an image.
+
+    Args:
+        config: the model's shape; blocks after `feature_layer` are not run and not counted.
+        grid: rows and columns of the image's patches.
+
+    Returns:
+        FLOPs of the matrix products of the `tower` and the `projector`.
+    """
+    vision, width = config.vision, config.text.hidden_size
+    d, n = vision.hidden_size, grid[0] * grid[1]
+    t = n + 1
+    layers = config.feature_layer % (vision.num_layers + 1)
+    block = t * (4 * d * d + 2 * d * t + 2 * d * vision.intermediate_size)
+    tower = n * 3 * vision.patch_size**2 * d + layers * block
+    projected = n + int(config.feature_select == "full")
+    return {"tower": 2 * tower, "projector": 2 * projected * width * (d + width)}

@@ -1,14 +1,10 @@
-"""Prompts and token ids, exactly as the LLaVA-1.5 reference programs make them."""
+"""The ``vicuna_v1`` prompt form, exactly as the LLaVA-1.5 reference programs write it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
-from jaxtyping import Int
+from stepprune_jax.data.prompts import IMAGE_MARK, check_marks
 
-from stepprune_jax.models.vlm import IMAGE_TOKEN
-
-IMAGE_MARK = "<image>"
+# The longest row that LLaVA-1.5 was trained with, visual tokens counted.
 CONTEXT_LIMIT = 2048
 
 _SYSTEM = (
@@ -18,30 +14,6 @@ _SYSTEM = (
 _ROLES = ("USER", "ASSISTANT")
 # A finished user turn ends with a blank, a finished assistant turn with </s> and no blank.
 _ENDS = (" ", "</s>")
-
-
-class Prompts(NamedTuple):
-    """A right-padded batch of token ids.
-
-    Attributes:
-        ids: int32 `[b, l]`; images are `IMAGE_TOKEN`.
-        length: int32 `[b]`, valid ids per row.
-    """
-
-    ids: Int[np.ndarray, "b l"]
-    length: Int[np.ndarray, " b"]
-
-
-class Truncated(NamedTuple):
-    """One prompt cut to a context length.
-
-    Attributes:
-        ids: the ids that remain.
-        kept: visual tokens that remain for each image that remains.
-    """
-
-    ids: list[int]
-    kept: tuple[int, ...]
 
 
 def place_images(message: str, num_images: int) -> str:
@@ -55,14 +27,14 @@ def place_images(message: str, num_images: int) -> str:
         num_images: how many images go with them.
 
     Returns:
-        The message for `vicuna_v1`.
+        The message for `conversation`.
 
     Raises:
         ValueError: the message has marks, but not one per image.
     """
     marks = message.count(IMAGE_MARK)
-    if marks not in (0, num_images):
-        raise ValueError(_mismatch(marks, num_images))
+    if marks:
+        check_marks(message, num_images)
     if marks > 1:
         return message
     if marks == 1:
@@ -70,7 +42,7 @@ def place_images(message: str, num_images: int) -> str:
     return f"{IMAGE_MARK}\n" * num_images + message
 
 
-def vicuna_v1(turns: Sequence[str | None], system: str = _SYSTEM) -> str:
+def conversation(turns: Sequence[str | None], system: str = _SYSTEM) -> str:
     """Writes out a conversation in the ``vicuna_v1`` form.
 
     Args:
@@ -92,176 +64,3 @@ def vicuna_v1(turns: Sequence[str | None], system: str = _SYSTEM) -> str:
         role, end = _ROLES[number % 2], _ENDS[number % 2]
         text += f"{role}: {message}{end}" if message else f"{role}:"
     return text
-
-
-def tokenize_with_images(
-    tokenizer: Callable[[str], Any], prompt: str, num_images: int | None = None
-) -> list[int]:
-    """Turns a prompt into ids with `IMAGE_TOKEN` at each image mark.
-
-    The text is cut at the marks, each piece is tokenised on its own with its start token, and the
-    start token of the first piece alone is kept. With a Llama tokenizer the piece before an image
-    therefore ends in the lone blank piece, and the piece after it starts with one.
-
-    Args:
-        tokenizer: a `transformers` tokenizer; any end token it adds is not removed.
-        prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: when given, the number of images that go with the prompt.
-
-    Returns:
-        The ids, one `IMAGE_TOKEN` per image.
-
-    Raises:
-        ValueError: ``num_images`` is given and differs from the number of marks.
-    """
-    encoded = [list(tokenizer(piece).input_ids) for piece in split_at_images(prompt, num_images)]
-    return join_at_images(encoded, start_tokens(tokenizer, encoded[0]))
-
-
-def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
-    """Cuts a prompt at its image marks.
-
-    Args:
-        prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: when given, the number of images that go with the prompt.
-
-    Returns:
-        The pieces of text, one more than there are images.
-
-    Raises:
-        ValueError: ``num_images`` is given and differs from the number of marks.
-    """
-    pieces = prompt.split(IMAGE_MARK)
-    if num_images is not None and len(pieces) - 1 != num_images:
-        raise ValueError(_mismatch(len(pieces) - 1, num_images))
-    return pieces
-
-
-def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
-    """How many tokens a tokenizer put in front of a text: 1 with a start token, else 0."""
-    start = getattr(tokenizer, "bos_token_id", None)
-    return int(start is not None and list(ids[:1]) == [start])
-
-
-def join_at_images(
-    pieces: Sequence[Sequence[int]], skip: int, image: int = IMAGE_TOKEN
-) -> list[int]:
-    """Joins what was cut at the images, where all pieces but the first lose their start token.
-
-    Args:
-        pieces: numbers of the tokens of each piece.
-        skip: `start_tokens` of a piece.
-        image: number to put where an image stands.
-
-    Returns:
-        The numbers of the whole.
-    """
-    joined = list(pieces[0])
-    for piece in pieces[1:]:
-        joined += [image, *piece[skip:]]
-    return joined
-
-
-def _mismatch(marks: int, num_images: int) -> str:
-    """Says that marks and images do not agree, and what to do."""
-    if marks == 0:
-        return f"{num_images} image(s) given, but the prompt has no {IMAGE_MARK}: add one for each"
-    return f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
-
-
-def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
-    """Ids of what the user said, for the policy.
-
-    Neither the system sentence nor role names, answers, image marks or a start token. Of a
-    conversation all the user's turns count, since a later question may refer to an earlier one.
-
-    Args:
-        tokenizer: a `transformers` tokenizer.
-        turns: user first, then alternating.
-
-    Returns:
-        The ids, possibly none.
-    """
-    text = user_words(turns)
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
-
-
-def user_words(turns: Sequence[str]) -> str:
-    """What the user said in a conversation, a turn a line, without image marks."""
-    said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
-    return "\n".join(filter(None, said))
-
-
-def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:
-    """Length of a prompt once every image mark is replaced by its visual tokens.
-
-    Args:
-        ids: the ids with `IMAGE_TOKEN` at the images.
-        kept: visual tokens kept of each image, in order.
-
-    Returns:
-        The number of embeddings the LLM sees.
-
-    Raises:
-        ValueError: there is not one count per image.
-    """
-    marks = sum(token == IMAGE_TOKEN for token in ids)
-    if marks != len(kept):
-        raise ValueError(f"the ids hold {marks} image(s), {len(kept)} count(s) given")
-    return len(ids) - marks + sum(int(count) for count in kept)
-
-
-def truncate(ids: Sequence[int], kept: Sequence[int], limit: int = CONTEXT_LIMIT) -> Truncated:
-    """Cuts a prompt at the right end so that its expanded length is within a limit.
-
-    An image across the limit loses its last visual tokens, and goes altogether when none would be
-    left.
-
-    Args:
-        ids: the ids with `IMAGE_TOKEN` at the images.
-        kept: visual tokens kept of each image, in order.
-        limit: the longest allowed expanded length; LLaVA-1.5's is 2,048.
-
-    Returns:
-        The ids and counts that fit.
-
-    Raises:
-        ValueError: there is not one count per image.
-    """
-    if expanded_length(ids, kept) <= limit:
-        return Truncated(list(ids), tuple(int(count) for count in kept))
-    counts = iter(kept)
-    left, out, out_kept = limit, [], []
-    for token in ids:
-        size = int(next(counts)) if token == IMAGE_TOKEN else 1
-        if left == 0:
-            break
-        out.append(int(token))
-        if token == IMAGE_TOKEN:
-            out_kept.append(min(size, left))
-        left -= min(size, left)
-    return Truncated(out, tuple(out_kept))
-
-
-def pad_batch(rows: Sequence[Sequence[int]], pad_id: int = 0, multiple: int = 1) -> Prompts:
-    """Right-pads prompts to one length.
-
-    Args:
-        rows: ids of each prompt.
-        pad_id: what to fill with; never seen by the model, since lengths go along.
-        multiple: the padded length is a multiple of this, which bounds the number of shapes.
-
-    Returns:
-        ids `[b, l]` and lengths `[b]`, int32.
-
-    Raises:
-        ValueError: there are no rows.
-    """
-    if not rows:
-        raise ValueError("expected at least one prompt, got none")
-    length = np.asarray([len(row) for row in rows], np.int32)
-    width = -(-max(1, int(length.max())) // multiple) * multiple
-    ids = np.full((len(rows), width), pad_id, np.int32)
-    for row, target in zip(rows, ids, strict=True):
-        target[: len(row)] = row
-    return Prompts(ids, length)

@@ -1,15 +1,16 @@
-"""The name table: one rule per weight, between our tree and the files.
+"""LLaVA's weights: the name of each in the files, and where it lies on a mesh.
 
 Files come in several dialects (two generations of Hugging Face LLaVA, the original LLaVA-v1.5, a
 CLIP folder). Each name is first brought to one canonical form, the names of the published Hugging
 Face LLaVA-1.5 files, by its prefix alone; the rules are written in that form once.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+
+from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.weights import Rule, Target, targets
 
 _VISION = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
@@ -40,39 +41,25 @@ _HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".embeddings.position_ids")
 _CLIP_EXTRAS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale")
 
 
-class Rule(NamedTuple):
-    """One weight of ours and where it comes from.
-
-    Attributes:
-        path: our path, joined by slashes.
-        name: canonical file name; ``{}`` stands for the layer.
-        transform: "copy"; "transpose" of a `[out, in]` matrix; "patches": a `[d, 3, p, p]`
-            convolution to `[p * p * 3, d]` in (row, column, channel) order.
-    """
-
-    path: str
-    name: str
-    transform: Literal["copy", "transpose", "patches"] = "copy"
-
-
-class Target(NamedTuple):
-    """A weight of ours with the tensors that make it up.
-
-    Attributes:
-        path: our path, joined by slashes.
-        shape: our shape; with a leading layer axis when stacked.
-        names: canonical names, one per layer or a single one.
-        tensor_shape: the shape each of those tensors must have in the file.
-        transform: as in `Rule`.
-        stacked: whether the leading axis counts layers.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    tensor_shape: tuple[int, ...]
-    transform: Literal["copy", "transpose", "patches"]
-    stacked: bool
+# Where weights lie on a mesh, see `parallel.sharding`. Projections that open heads or MLP
+# channels are cut by column, those that close them by row, so that a block needs two sums only.
+SHARDING_RULES = (
+    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
+    (r"layers/(attention/(query|key|value)|mlp/up)/bias", P(None, "tensor")),
+    (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
+    (r"layers/(attention/out|mlp/down)/bias", P()),
+    (r"layers/norm[12]/(scale|bias)", P()),
+    (r"projector/up/kernel", P("fsdp", "tensor")),
+    (r"projector/up/bias", P("tensor")),
+    (r"projector/down/kernel", P("tensor", "fsdp")),
+    (r"projector/down/bias", P()),
+    (r"language/embed/embedding", P("tensor", "fsdp")),
+    (r"language/head/kernel", P("fsdp", "tensor")),
+    (r"language/norm/scale", P()),
+    # Small, and with sides (577 positions, 588 values of a patch) that few meshes divide.
+    (r"vision/(class_embedding|position_embedding|patch_embedding/kernel)", P()),
+    (r"vision/(pre|post)_norm/(scale|bias)", P()),
+)
 
 
 def _linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
@@ -86,14 +73,17 @@ def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
     return Rule(f"{path}/scale", f"{name}.weight"), Rule(f"{path}/bias", f"{name}.bias")
 
 
-def _rules() -> tuple[Rule, ...]:
+def _rules(patch_size: int) -> tuple[Rule, ...]:
     """All rules of a LLaVA with an output head of its own."""
     tower, block = _VISION, _VISION + "encoder.layers.{}."
     llama = _LANGUAGE + "layers.{}."
     return (
         Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
         Rule(
-            "vision/patch_embedding/kernel", tower + "embeddings.patch_embedding.weight", "patches"
+            "vision/patch_embedding/kernel",
+            tower + "embeddings.patch_embedding.weight",
+            "patches",
+            (patch_size, patch_size),
         ),
         Rule("vision/position_embedding", tower + "embeddings.position_embedding.weight"),
         *_layer_norm("vision/pre_norm", tower + "pre_layrnorm"),
@@ -123,36 +113,41 @@ def _rules() -> tuple[Rule, ...]:
     )
 
 
-RULES = _rules()
+def weight_targets(abstract: Mapping[str, object], config: LlavaConfig) -> list[Target]:
+    """Lists every weight of a model with the tensors that make it up.
+
+    Args:
+        abstract: the model's tree, of anything with a shape.
+        config: the model.
+
+    Returns:
+        One target per leaf.
+
+    Raises:
+        ValueError: the tree has a leaf without a rule.
+    """
+    return targets(abstract, _rules(config.vision.patch_size))
 
 
-def canonical_name(name: str) -> str:
+def canonical_name(name: str, of_vision_folder: bool = False) -> str | None:
     """Brings a weight name of any supported dialect to its canonical form.
 
     Args:
         name: the name in the file.
+        of_vision_folder: whether the file lies in the CLIP folder of an original LLaVA-v1.5.
 
     Returns:
-        The canonical name; a name of no dialect is returned as it is.
+        The canonical name; a name of no dialect is returned as it is. None for the text half of a
+        full CLIP.
     """
+    if of_vision_folder:
+        return (
+            None if name.startswith(_CLIP_EXTRAS) else _VISION + name.removeprefix("vision_model.")
+        )
     for prefix, canonical in _PREFIXES:
         if name.startswith(prefix):
             return canonical + name[len(prefix) :]
     return name
-
-
-def canonical_clip_name(name: str) -> str | None:
-    """Brings a weight name of a CLIP folder to its canonical form.
-
-    Args:
-        name: the name in the file.
-
-    Returns:
-        The canonical name; None for the text half of a full CLIP.
-    """
-    if name.startswith(_CLIP_EXTRAS):
-        return None
-    return _VISION + name.removeprefix("vision_model.")
 
 
 def is_vision_name(name: str) -> bool:
@@ -173,74 +168,3 @@ def is_harmless(name: str, config: LlavaConfig) -> bool:
     return name.endswith(_HARMLESS_ENDINGS) or (
         config.text.tie_embeddings and name.startswith(_HEAD)
     )
-
-
-def flatten(tree: Mapping) -> dict[str, object]:
-    """Flattens a nested dict of leaves to paths joined by slashes.
-
-    Args:
-        tree: nested dicts.
-
-    Returns:
-        Path to leaf, in the tree's own order.
-    """
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{key}/{path}": leaf for path, leaf in flatten(value).items()})
-        else:
-            flat[key] = value
-    return flat
-
-
-def unflatten(flat: Mapping[str, object]) -> dict:
-    """The inverse of `flatten`.
-
-    Args:
-        flat: path to leaf.
-
-    Returns:
-        Nested dicts.
-    """
-    tree: dict = {}
-    for path, leaf in flat.items():
-        *parents, key = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[key] = leaf
-    return tree
-
-
-def targets(abstract: Mapping[str, object], config: LlavaConfig) -> list[Target]:
-    """Lists every weight of a model with the tensors that make it up.
-
-    Args:
-        abstract: the model's tree, of anything with a shape.
-        config: the model, for the patch size.
-
-    Returns:
-        One target per leaf, in the order of the name table.
-
-    Raises:
-        ValueError: the tree has a leaf without a rule.
-    """
-    flat = flatten(abstract)
-    found = [_target(rule, flat[rule.path].shape, config) for rule in RULES if rule.path in flat]
-    extra = set(flat) - {target.path for target in found}
-    if extra:
-        raise ValueError(f"no rule in the name table for {', '.join(sorted(extra))}")
-    return found
-
-
-def _target(rule: Rule, shape: tuple[int, ...], config: LlavaConfig) -> Target:
-    """Works out the tensors of one weight."""
-    stacked = "{}" in rule.name
-    names = tuple(rule.name.format(i) for i in range(shape[0])) if stacked else (rule.name,)
-    one = shape[1:] if stacked else shape
-    if rule.transform == "transpose":
-        one = one[::-1]
-    elif rule.transform == "patches":
-        side = config.vision.patch_size
-        one = (one[1], math.prod(one) // (side * side * one[1]), side, side)
-    return Target(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)

@@ -7,8 +7,11 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-from stepprune_jax.data import images
-from stepprune_jax.data.images import ImageSettings, open_image, preprocess_clip
+from stepprune_jax import testing
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava import images
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -193,9 +196,16 @@ def test_other_processors_are_refused(config, message):
         images.settings_from_hf(config)
 
 
-def test_batches_stack_pictures_of_any_size():
-    batch = images.preprocess_batch([_picture(5, 9), _picture(40, 30)])
+def test_a_batch_stacks_images_of_any_size():
+    vision = {"image_size": 336, "patch_size": 14}
+    config = LlavaConfig.from_hf(testing.tiny_hf_config(vision=vision))
+    settings, pair = ImageSettings(), [_picture(5, 9), _picture(40, 30)]
+    batch = images.preprocess(config, settings, pair)
     assert batch.shape == (2, 3, 336, 336)
     np.testing.assert_array_equal(batch[1], preprocess_clip(_picture(40, 30)))
+    np.testing.assert_array_equal(images.grids(config, batch), [[24, 24], [24, 24]])
     with pytest.raises(ValueError, match="at least one image"):
-        images.preprocess_batch([])
+        images.preprocess(config, settings, [])
+    for wrong in (ImageSettings(crop_to=(24, 336)), ImageSettings(crop_to=None, resize_to=None)):
+        with pytest.raises(ValueError, match="the model takes 336 x 336: crop_size"):
+            images.preprocess(config, wrong, pair)

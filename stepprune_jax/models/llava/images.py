@@ -1,0 +1,326 @@
+"""Images to CLIP pixels: pad to a square, Pillow bicubic, crop, normalise.
+
+Every number equals that of the Pillow image processor of ``transformers``, bit for bit.
+Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from PIL import Image
+
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models.llava.config import LlavaConfig
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+# Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
+STRIP_PIXELS = 1 << 24
+_STRIP_ROWS = 256
+# An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
+RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
+
+
+class ImageSettings(NamedTuple):
+    """What the image processor does, in the order of the fields.
+
+    Attributes:
+        pad_to_square: paste on a square of side max(width, height) before anything else. LLaVA-1.5
+            was trained so, although the published processor files leave it off.
+        resize_to: length of the shorter edge after resizing, or (height, width), or None.
+        crop_to: (height, width) of the centre crop, or None.
+        rescale: factor on the 0 to 255 values, or None.
+        mean: per-channel mean in rescaled units, subtracted; None for no normalisation.
+        std: per-channel standard deviation in rescaled units.
+        resample: number of the Pillow filter (3 is bicubic).
+    """
+
+    pad_to_square: bool = True
+    resize_to: int | tuple[int, int] | None = 336
+    crop_to: tuple[int, int] | None = (336, 336)
+    rescale: float | None = 1 / 255
+    mean: tuple[float, ...] | None = CLIP_MEAN
+    std: tuple[float, ...] | None = CLIP_STD
+    resample: int = 3
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """Colour of the padding: the mean cut to integers, (122, 116, 104) for CLIP."""
+        return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
+
+
+LLAVA_SETTINGS = ImageSettings()
+
+
+def image_settings(folder: str | Path) -> ImageSettings:
+    """Reads a checkpoint folder's image processor settings.
+
+    Args:
+        folder: holds ``preprocessor_config.json``, or a ``processor_config.json`` with an
+            ``image_processor`` entry (where newer `transformers` put it).
+
+    Returns:
+        The settings, with ``pad_to_square`` on (see `ImageSettings`).
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        ValueError: a file is not JSON or describes another kind of processor.
+    """
+    folder = Path(folder)
+    path = folder / "preprocessor_config.json"
+    if path.is_file():
+        return settings_from_hf(_read_json(path), str(path))
+    path = folder / "processor_config.json"
+    if path.is_file():
+        processor = _read_json(path).get("image_processor")
+        if isinstance(processor, dict):
+            return settings_from_hf(processor, str(path))
+    raise FileNotFoundError(
+        f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
+        "image_processor entry), which says how images are resized and normalised"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object, naming the file when it is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def settings_from_hf(
+    config: dict[str, Any], source: str = "image processor config"
+) -> ImageSettings:
+    """Translates a Hugging Face image processor dict.
+
+    Args:
+        config: the parsed JSON.
+        source: where it came from, for the error message.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: the processor is not CLIP's or LLaVA's, or a field has an unknown form.
+    """
+    kind = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    if not str(kind).startswith(("CLIP", "Llava")) or str(kind).startswith(
+        ("LlavaNext", "LlavaOne")
+    ):
+        raise ValueError(
+            f"{source}: unsupported image processor {kind!r}; supported: CLIPImageProcessor, "
+            "LlavaImageProcessor"
+        )
+    try:
+        normalise = config.get("do_normalize", True)
+        return ImageSettings(
+            resize_to=_edge(config.get("size", 224)) if config.get("do_resize", True) else None,
+            crop_to=_pair(config.get("crop_size", 224))
+            if config.get("do_center_crop", True)
+            else None,
+            rescale=config.get("rescale_factor", 1 / 255)
+            if config.get("do_rescale", True)
+            else None,
+            mean=tuple(config.get("image_mean", CLIP_MEAN)) if normalise else None,
+            std=tuple(config.get("image_std", CLIP_STD)) if normalise else None,
+            resample=int(config.get("resample", 3)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source}: size must be a number, {{shortest_edge}} or {{height, width}}, crop_size a "
+            f"number or {{height, width}}, resample a number; got size={config.get('size')!r}, "
+            f"crop_size={config.get('crop_size')!r}, resample={config.get('resample')!r}"
+        ) from error
+
+
+def _edge(size: Any) -> int | tuple[int, int]:
+    """The resize target: a shorter edge, or (height, width)."""
+    if isinstance(size, dict):
+        edge = size.get("shortest_edge")
+        return int(edge) if edge else (int(size["height"]), int(size["width"]))
+    return int(size)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """A (height, width) from a dict or one number."""
+    if isinstance(size, dict):
+        return int(size["height"]), int(size["width"])
+    return int(size), int(size)
+
+
+def preprocess_clip(
+    image: Image.Image, settings: ImageSettings = LLAVA_SETTINGS
+) -> Float[np.ndarray, "3 height width"]:
+    """Turns an RGB image into the pixels that CLIP sees.
+
+    Args:
+        image: an RGB image of any size from 1 x 1.
+        settings: the processor's settings.
+
+    Returns:
+        float32 `[3, height, width]`, normalised; 336 x 336 for LLaVA-1.5.
+
+    Raises:
+        ValueError: the image is not in mode RGB, or so narrow that its longer edge would become
+            huge.
+    """
+    if image.mode != "RGB":
+        raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
+    if settings.pad_to_square and image.width != image.height:
+        image = _pad_and_resize(image, settings)
+    elif settings.resize_to is not None:
+        height, width = _target(image.height, image.width, settings.resize_to)
+        if height * width > RESIZED_PIXELS:
+            raise ValueError(
+                f"an image of {image.width} x {image.height} pixels is too narrow: it would be "
+                f"resized to {width} x {height}"
+            )
+        image = image.resize((width, height), settings.resample)
+    pixels = np.asarray(image).transpose(2, 0, 1)
+    if settings.crop_to is not None:
+        pixels = _center_crop(pixels, *settings.crop_to)
+    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
+    if settings.rescale is not None:
+        pixels = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
+    pixels = pixels.astype(np.float32)
+    if settings.mean is not None and settings.std is not None:
+        mean = np.asarray(settings.mean, np.float32)[:, None, None]
+        std = np.asarray(settings.std, np.float32)[:, None, None]
+        pixels = (pixels - mean) / std
+    return np.ascontiguousarray(pixels)
+
+
+def preprocess(
+    config: LlavaConfig, settings: ImageSettings, images: Sequence[Image.Image]
+) -> Float[np.ndarray, "i 3 height width"]:
+    """Turns images into the pixels that a model takes.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+        images: at least one RGB image; sizes may differ.
+
+    Returns:
+        float32 `[i, 3, height, width]`.
+
+    Raises:
+        ValueError: there are no images, or the settings give them another size than the tower's.
+    """
+    if not images:
+        raise ValueError("expected at least one image, got none")
+    pixels = [preprocess_clip(image, settings) for image in images]
+    side = config.vision.image_size
+    for _, height, width in (image.shape for image in pixels):
+        if (height, width) != (side, side):
+            raise ValueError(
+                f"the image processor makes {height} x {width} pixels, the model takes "
+                f"{side} x {side}: crop_size of preprocessor_config.json is wrong"
+            )
+    return np.stack(pixels)
+
+
+def grids(config: LlavaConfig, pixels: Float[np.ndarray, "i 3 H W"]) -> Int[np.ndarray, "i 2"]:
+    """Returns rows and columns of the patches of each image."""
+    return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
+
+
+def hf_processor(config: LlavaConfig, settings: ImageSettings) -> dict[str, dict[str, Any]]:
+    """Describes the image processor, where old and where new versions of `transformers` look.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+
+    Returns:
+        JSON values by file name.
+    """
+    edge, crop = settings.resize_to, settings.crop_to or (336, 336)
+    size = {"height": edge[0], "width": edge[1]} if isinstance(edge, tuple) else None
+    processor = {
+        "image_processor_type": "LlavaImageProcessor",  # CLIP's with a switch for the padding
+        "do_convert_rgb": True,
+        "do_pad": settings.pad_to_square,
+        "do_resize": edge is not None,
+        "size": size or {"shortest_edge": edge or config.vision.image_size},
+        "resample": settings.resample,
+        "do_center_crop": settings.crop_to is not None,
+        "crop_size": {"height": crop[0], "width": crop[1]},
+        "do_rescale": settings.rescale is not None,
+        "rescale_factor": settings.rescale or 1 / 255,
+        "do_normalize": settings.mean is not None,
+        "image_mean": list(settings.mean or CLIP_MEAN),
+        "image_std": list(settings.std or CLIP_STD),
+    }
+    combined = {
+        "processor_class": "LlavaProcessor",
+        "image_processor": processor,
+        "image_token": IMAGE_MARK,
+        "num_additional_image_tokens": 1,
+        "patch_size": config.vision.patch_size,
+        "vision_feature_select_strategy": config.feature_select,
+    }
+    return {
+        "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
+        "processor_config.json": combined,
+    }
+
+
+def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) after resizing; an integer is the shorter edge."""
+    if isinstance(resize_to, tuple):
+        return resize_to
+    longer = int(resize_to * max(height, width) / min(height, width))
+    return (longer, resize_to) if width <= height else (resize_to, longer)
+
+
+def _pad_and_resize(image: Image.Image, settings: ImageSettings) -> Image.Image:
+    """Pads to a square and resizes, without ever holding a very large square.
+
+    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square
+    can be resampled along their rows one after another, and the stack of strips along its columns,
+    with the same bytes as a result.
+    """
+    side = max(image.size)
+    left, top = (side - image.width) // 2, (side - image.height) // 2
+    if settings.resize_to is None or side * side <= STRIP_PIXELS:
+        square = Image.new("RGB", (side, side), settings.fill)
+        square.paste(image, (left, top))
+        if settings.resize_to is None:
+            return square
+        height, width = _target(side, side, settings.resize_to)
+        return square.resize((width, height), settings.resample)
+    height, width = _target(side, side, settings.resize_to)
+    narrow = Image.new("RGB", (width, side))
+    blank = Image.new("RGB", (side, _STRIP_ROWS), settings.fill)
+    blank = blank.resize((width, _STRIP_ROWS), settings.resample)
+    for row in range(0, side, _STRIP_ROWS):
+        rows = min(_STRIP_ROWS, side - row)
+        if row + rows <= top or row >= top + image.height:
+            narrow.paste(blank, (0, row))
+            continue
+        strip = Image.new("RGB", (side, rows), settings.fill)
+        strip.paste(image, (left, top - row))
+        narrow.paste(strip.resize((width, rows), settings.resample), (0, row))
+    return narrow.resize((width, height), settings.resample)
+
+
+def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Cuts the centre out of `[3, rows, columns]`; smaller images get zeros around."""
+    rows, columns = pixels.shape[1:]
+    if rows < height or columns < width:
+        canvas = np.zeros((3, max(rows, height), max(columns, width)), pixels.dtype)
+        # Rounded up, as the reference does it.
+        top, left = -((rows - canvas.shape[1]) // 2), -((columns - canvas.shape[2]) // 2)
+        canvas[:, top : top + rows, left : left + columns] = pixels
+        pixels, (rows, columns) = canvas, canvas.shape[1:]
+    top, left = (rows - height) // 2, (columns - width) // 2
+    return pixels[:, top : top + height, left : left + width]

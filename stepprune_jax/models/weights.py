@@ -1,0 +1,114 @@
+"""Trees of weights by path, and the rules between their leaves and the tensors of a checkpoint."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Transform = Literal["copy", "transpose", "patches"]
+
+
+class Rule(NamedTuple):
+    """One weight of ours and where it comes from.
+
+    Attributes:
+        path: our path, joined by slashes.
+        name: canonical file name; ``{}`` stands for the layer.
+        transform: "copy"; "transpose" of an `[out, in]` matrix; "patches": a convolution without
+            overlap `[d, channels, *window]` to `[window * channels, d]`, channels fastest.
+        window: sides of the window of "patches".
+    """
+
+    path: str
+    name: str
+    transform: Transform = "copy"
+    window: tuple[int, ...] = ()
+
+
+class Target(NamedTuple):
+    """A weight of ours with the tensors that make it up.
+
+    Attributes:
+        path: our path, joined by slashes.
+        shape: our shape; with a leading layer axis when stacked.
+        names: canonical names, one per layer or a single one.
+        tensor_shape: the shape each of those tensors must have in the file.
+        transform: as in `Rule`.
+        stacked: whether the leading axis counts layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    tensor_shape: tuple[int, ...]
+    transform: Transform
+    stacked: bool
+
+
+def flatten(tree: Mapping) -> dict[str, object]:
+    """Flattens a nested dict of leaves to paths joined by slashes.
+
+    Args:
+        tree: nested dicts.
+
+    Returns:
+        Path to leaf, in the tree's own order.
+    """
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}/{path}": leaf for path, leaf in flatten(value).items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, object]) -> dict:
+    """The inverse of `flatten`.
+
+    Args:
+        flat: path to leaf.
+
+    Returns:
+        Nested dicts.
+    """
+    tree: dict = {}
+    for path, leaf in flat.items():
+        *parents, key = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = leaf
+    return tree
+
+
+def targets(abstract: Mapping[str, object], rules: Sequence[Rule]) -> list[Target]:
+    """Lists every weight of a model with the tensors that make it up.
+
+    Args:
+        abstract: the model's tree, of anything with a shape.
+        rules: one for each leaf; those of leaves that the model does not have are passed over.
+
+    Returns:
+        One target per leaf, in the order of the rules.
+
+    Raises:
+        ValueError: the tree has a leaf without a rule.
+    """
+    flat = flatten(abstract)
+    listed = [_target(rule, flat[rule.path].shape) for rule in rules if rule.path in flat]
+    extra = set(flat) - {target.path for target in listed}
+    if extra:
+        raise ValueError(f"no name rule for {', '.join(sorted(extra))}")
+    return listed
+
+
+def _target(rule: Rule, shape: tuple[int, ...]) -> Target:
+    """Works out the tensors of one weight."""
+    stacked = "{}" in rule.name
+    names = tuple(rule.name.format(i) for i in range(shape[0])) if stacked else (rule.name,)
+    one = shape[1:] if stacked else shape
+    if rule.transform == "transpose":
+        one = one[::-1]
+    elif rule.transform == "patches":
+        one = (one[1], one[0] // math.prod(rule.window), *rule.window)
+    return Target(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)
