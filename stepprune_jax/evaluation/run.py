@@ -166,9 +166,7 @@ def draw(answers: Path, settings: Settings, report: Path, command: str | None) -
 
     root, pictures = Path(settings.data), []
     for name in settings.public:
-        files = [
-            f for f in read_files(answers / name) if _answered(f) == f.provenance.asked
-        ]
+        files = [f for f in read_files(answers / name) if _answered(f) == f.provenance.asked]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue
