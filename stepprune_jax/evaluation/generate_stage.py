@@ -350,7 +350,7 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
 def _chunk_size(stage: Stage) -> int:
     """Questions of a chunk: whole batches, whose features fit into memory beside the model."""
     config, dtype = stage.model.config, jax.tree.leaves(stage.model.params)[0].dtype
-    image = config.max_image_tokens * config.vision.hidden_size * dtype.itemsize
+    image = config.max_image_tokens * config.feature_width * dtype.itemsize
     most = min(_CHUNK, _CHUNK_BYTES // image)
     return max(1, most // stage.batch_size) * stage.batch_size
 
@@ -412,7 +412,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
         stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
         taps=taps, attention=stage.attention, numbers=numbers,
     )  # fmt: skip
-    encoded = cut_prompts(encoded)
+    encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
     plain = _answer_plain(stage, task, encoded)
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
     rankings = _rank(stage, task, seen, rows)

@@ -178,7 +178,7 @@ def _answer_chunk(
         attention=answerer.options.attention,
         numbers=[question.question_id for question in asked],
     )  # fmt: skip
-    encoded = cut_prompts(encoded)
+    encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)
     shown = encoded.prompts.has_image
     texts = [""] * len(asked)
     for rows, how in ((np.flatnonzero(shown), method), (np.flatnonzero(~shown), NO_PRUNING)):

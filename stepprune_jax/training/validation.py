@@ -102,7 +102,7 @@ class Validation:
         self._encoded = encode_questions(
             model, split.questions, batch_size=self._size, attention=attention
         )
-        check_lengths(self._encoded)
+        check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
         sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
         self._batching, self._run = Batching(self._size, sizes), RunOptions(attention=attention)
         self._options = ForwardOptions(attention, mesh=mesh_of(model.params))
