@@ -290,7 +290,7 @@ def test_few_programs_serve_many_prompts(model):
     assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
     assert encoded <= 1
     assert placed <= 12
-    assert selected <= 3  # words of 1 to 39 ids: 16, 32, 48
+    assert selected <= 5  # 1 to 39 words: 16, 20, 24, 32, 40
     before = compiled()
     generate(
         model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], pruner=ByQuestion(), max_tokens=8,
@@ -354,9 +354,8 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
 
 def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
     asked = request(model, PROMPTS[0], IMAGES[2])
-    first = asked.ids[0].index(IMAGE_TOKEN)
-    for limit, entered, left in ((first + 5, [5], 3), (first + 2, [2], 2), (first + 13, [9, 3], 6)):
-        method = make_method("fastv", 3, options={"layer": 1})
+    first, method = asked.ids[0].index(IMAGE_TOKEN), make_method("fastv", 3, options={"layer": 1})
+    for limit, entered, left in ((first + 2, [2], 2), (first + 14, [9, 3], 6)):
         with pytest.warns(UserWarning, match=f"cut to its first {limit}:"):
             begun = begin(model, asked, method, max_tokens=2, context_limit=limit)
         before, after = begun.trace.stages
@@ -438,8 +437,8 @@ def test_every_pruner_answers(model, policy, name):
     begun, pieces = [], [""] * 4
     (together, streamed) = (
         generate(
-            model, PROMPTS, IMAGES, pruner=name, max_tokens=8, trace=begun.append, on_token=on_token,
-            **options,
+            model, PROMPTS, IMAGES, pruner=name, max_tokens=8, on_token=on_token,
+            trace=begun.append, **options,
         )
         for on_token in (None, lambda row, _, piece: pieces.__setitem__(row, pieces[row] + piece))
     )  # fmt: skip

@@ -49,7 +49,9 @@ def ask(count, seed=0):
     """Questions with no, one or two images."""
     random = np.random.default_rng(seed)
     prompts = [question(random) for _ in range(count)]
-    images = [[random_image(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)]
+    images = [
+        [random_image(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)
+    ]
     return prompts, images
 
 
@@ -79,7 +81,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
 class ByQuestion(Pruner):
     """Keeps a number of tokens of each image that depends on the question, down to none."""
 
-    budget: Budget = Budget("own")
+    budget: Budget = dataclasses.field(default_factory=lambda: Budget("own"))
 
     name = "by question"
     budgets: ClassVar[tuple[str, ...]] = ("own",)
