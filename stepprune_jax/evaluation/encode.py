@@ -58,7 +58,7 @@ def chunk_size(model: VLM, batch_size: int) -> int:
         Questions of a chunk: whole batches, whose features fit into memory beside the model.
     """
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
-    image = config.max_image_tokens * config.vision.hidden_size * dtype.itemsize
+    image = config.max_image_tokens * config.feature_width * dtype.itemsize
     most = min(CHUNK, _CHUNK_BYTES // image)
     return max(1, most // batch_size) * batch_size
 
