@@ -1,4 +1,4 @@
-"""Answers questions about pictures from the command line.
+"""Answers questions about images from the command line.
 
     python -m stepprune_jax.generate --model DIR --image x.jpg --prompt "What is this?"
 
@@ -11,20 +11,29 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
-from stepprune_jax.checkpoints.policy import check_fits, load_policy
+from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser
 from stepprune_jax.data.images import open_image
-from stepprune_jax.inference.answer import Answer, Options, check_options, generate
+from stepprune_jax.inference.answer import (
+    Answer,
+    Options,
+    check_options,
+    generate,
+    trace_arrays,
+)
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.layers import ATTENTIONS
 from stepprune_jax.models.vlm import POSITIONS
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
+from stepprune_jax.pruning import PRUNERS
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.
@@ -37,11 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or Hugging Face hub id")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--image", action="append", default=[], help="picture; may be given several times")
+    add("--image", action="append", default=[], help="image; may be given several times")
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    add("--policy", help="policy file that prunes visual tokens")
-    add("--budget", type=int, help="exact number of tokens to keep of each image")
+    add("--pruner", help=f"what keeps visual tokens: {', '.join(PRUNERS)}")
+    add("--policy", help="policy file of a trained pruner; without --budget it stops by itself")
+    add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
+    add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
     add("--positions", choices=POSITIONS, default="original", help="ids of kept tokens")
     add("--max_tokens", type=int, default=128, help="longest answer")
@@ -52,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
     add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--trace", metavar="FILE.npz", help="write what was kept, stage by stage, and the logits")
     return parser
 
 
@@ -61,25 +73,46 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
         raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
     if arguments.json and arguments.interactive:
         raise ValueError("--json prints the answer to one --prompt: not with --interactive")
-    pictures = [open_image(path) for path in arguments.image]
+    if arguments.trace is not None:
+        _check_trace(arguments)
+    images = [open_image(path) for path in arguments.image]
     source = folders.inspect_folder(arguments.model, arguments.vision_folder)
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
+        pruner_options=dict(map(_option, arguments.pruner_options)),
         **{name: getattr(arguments, name) for name in _OPTIONS},
     )
-    if options.policy is not None:
-        check_fits(options.policy, source.config)
     check_options(source.config, options)
     question = "?" if arguments.prompt is None else arguments.prompt
-    read_request(tokenizer, settings, source.config, [question], [pictures])
+    read_request(tokenizer, settings, source.config, [question], [images])
     mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
     params = load_params(source, mesh, _DTYPES[arguments.dtype])
-    return VLM(params, source.config, tokenizer, settings, source.folder), pictures, options
+    return VLM(params, source.config, tokenizer, settings, source.folder), images, options
+
+
+def _option(text: str) -> tuple[str, str]:
+    """A key and its value."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--pruner_options: {text!r}, expected KEY=VALUE such as layer=3")
+    return key, value
+
+
+def _check_trace(arguments: argparse.Namespace) -> None:
+    """Refuses a trace that could not be written."""
+    path = Path(arguments.trace)
+    if not arguments.json:
+        raise ValueError("--trace goes with --json")
+    if path.suffix != ".npz" or not path.parent.is_dir():
+        raise ValueError(
+            f"--trace is {arguments.trace!r}, expected a .npz file in a folder there is"
+        )
 
 
 _OPTIONS = (
+    "pruner",
     "budget",
     "stop_bias",
     "positions",
@@ -99,13 +132,13 @@ def _summary(answer: Answer) -> str:
     )
 
 
-def _say(model: VLM, turns: Sequence[str], pictures: list[Image.Image], options: Options) -> Answer:
+def _say(model: VLM, turns: Sequence[str], images: list[Image.Image], options: Options) -> Answer:
     """Writes an answer as it comes, and its figures."""
 
     def write(row: int, token: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
-    (answer,) = generate(model, [turns], [pictures], on_token=write, **options._asdict())
+    (answer,) = generate(model, [turns], [images], on_token=write, **options._asdict())
     print(f"\n{_summary(answer)}", flush=True)
     return answer
 
@@ -124,12 +157,12 @@ def _questions(first: str | None) -> Iterator[str]:
             yield line.strip()
 
 
-def _converse(model: VLM, first: str | None, pictures: list[Image.Image], options: Options) -> None:
-    """Answers question after question; the pictures and what was said stay."""
+def _converse(model: VLM, first: str | None, images: list[Image.Image], options: Options) -> None:
+    """Answers question after question; the images and what was said stay."""
     turns: list[str] = []
     for question in _questions(first):
         try:
-            answer = _say(model, [*turns, question], pictures, options)
+            answer = _say(model, [*turns, question], images, options)
         except ValueError as error:
             _complain(error)
             continue
@@ -162,20 +195,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     """Runs the parsed command and returns its exit status."""
     try:
-        model, pictures, options = _prepare(parsed)
+        model, images, options = _prepare(parsed)
     except _USER_ERRORS as error:
         _complain(error)
         return 2
     if parsed.interactive:
         try:
-            _converse(model, parsed.prompt, pictures, options)
+            _converse(model, parsed.prompt, images, options)
         except KeyboardInterrupt:
             print(file=sys.stderr)
     elif parsed.json:
-        (answer,) = generate(model, [parsed.prompt], [pictures], **options._asdict())
+        if parsed.trace is not None:
+            options = options._replace(
+                trace=lambda begun: np.savez_compressed(parsed.trace, **trace_arrays(begun))
+            )
+        (answer,) = generate(model, [parsed.prompt], [images], **options._asdict())
         print(json.dumps(answer._asdict()))
     else:
-        _say(model, [parsed.prompt], pictures, options)
+        _say(model, [parsed.prompt], images, options)
     return 0
 
 

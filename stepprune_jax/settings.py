@@ -52,7 +52,7 @@ def count(least: int = 1, **options: Any) -> Any:
 
 def integer(**options: Any) -> Any:
     """A field that holds any integer."""
-    return setting("an integer", lambda value: _is_integer(value), **options)
+    return setting("an integer", _is_integer, **options)
 
 
 def number(**options: Any) -> Any:
@@ -67,8 +67,11 @@ def positive(**options: Any) -> Any:
 
 def share(**options: Any) -> Any:
     """A field that holds a share from 0 to 1."""
-    accepts = lambda value: _is_number(value) and 0 <= value <= 1  # noqa: E731
-    return setting("a share from 0 to 1", accepts, **options)
+
+    def holds(value: Any) -> bool:
+        return _is_number(value) and 0 <= value <= 1
+
+    return setting("a share from 0 to 1", holds, **options)
 
 
 def choice(names: Sequence[str], **options: Any) -> Any:
@@ -89,8 +92,11 @@ def switch(**options: Any) -> Any:
 def group(settings: "type[Settings]", **options: Any) -> Any:
     """A field that holds a group of fields, itself `Settings`."""
     first = dataclasses.fields(settings)[0].name
-    accepts = lambda value: isinstance(value, settings)  # noqa: E731
-    return setting(f"a group with {first}", accepts, settings=settings, **options)
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, settings)
+
+    return setting(f"a group with {first}", holds, settings=settings, **options)
 
 
 def mapping(**options: Any) -> Any:

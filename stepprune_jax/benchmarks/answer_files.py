@@ -68,7 +68,7 @@ class Provenance(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """A name for files that tells rows apart."""
+        """Names the row's files."""
         rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
         words = " ".join([self.method, *rate]).lower()
         return re.sub("[^a-z0-9.]+", "-", words).strip("-")
@@ -80,7 +80,7 @@ def digest(texts: Sequence[str]) -> str:
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """A fingerprint of a question list: ids and messages, not images."""
+    """Fingerprints a question list: its ids and messages, not its images."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
 
@@ -97,32 +97,32 @@ class AnswerFile(NamedTuple):
 
     @property
     def provenance_path(self) -> Path:
-        """Where the provenance lies."""
+        """Path of the provenance."""
         return self.path.with_suffix(".json")
 
     @classmethod
     def of(cls, folder: Path, provenance: Provenance) -> "AnswerFile":
-        """The file of a row in a folder with one folder a benchmark."""
+        """Places the file of a row in a folder with one folder a benchmark."""
         return cls(folder / provenance.benchmark / f"{provenance.slug}.jsonl", provenance)
 
     def part(self, number: int) -> Path:
-        """The file that a process writes to; process 0 writes to the file itself."""
+        """Path that a process writes to; process 0 writes to the file itself."""
         return self.path.with_suffix(f".part-{number}.jsonl") if number else self.path
 
     def parts(self) -> list[Path]:
-        """The file and the parts that are there."""
-        found = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
-        return [path for path in (self.path, *found) if path.is_file()]
+        """Lists the file and its parts, as far as they exist."""
+        parts = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
+        return [path for path in (self.path, *parts) if path.is_file()]
 
 
 class AnswerLine(NamedTuple):
-    """What was answered to one question.
+    """The answer to one question.
 
     Attributes:
         text: the answer.
-        kept: K, the visual tokens that were kept; 0 without an image.
-        ms: milliseconds for it.
-        order: the kept tokens in order of choice, where they are to be looked at; or None.
+        kept: K, the number of visual tokens kept; 0 without an image.
+        ms: milliseconds it took.
+        order: the kept tokens in order of choice, where they are to be drawn; or None.
     """
 
     text: str
@@ -132,13 +132,14 @@ class AnswerLine(NamedTuple):
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Refuses a file that was written otherwise than this run would; changes nothing.
+    """Verifies that a file was written as this run would write it; changes nothing.
 
     Args:
         file: with the provenance of this run.
 
     Raises:
-        ValueError: answers without a provenance, or with another one; the message names the fields.
+        ValueError: answers without a provenance, or with a different one; the message names the
+            fields that differ.
     """
     if file.provenance_path.is_file():
         known, mine = _flat(_read(file.provenance_path)), _flat(file.provenance)
@@ -150,7 +151,7 @@ def check_claim(file: AnswerFile) -> None:
             ]
             if changed:
                 raise ValueError(
-                    f"{file.path} holds answers that were made otherwise; move it and its .json "
+                    f"{file.path} holds answers that were made differently; move it and its .json "
                     f"away, or give another --workdir. {'; '.join(changed)}"
                 )
     elif file.parts():
@@ -161,7 +162,7 @@ def check_claim(file: AnswerFile) -> None:
 
 
 def claim(file: AnswerFile) -> None:
-    """Takes a file for this run: puts the provenance beside it.
+    """Claims a file for this run by writing its provenance beside it.
 
     Args:
         file: with the provenance of this run.
@@ -175,13 +176,13 @@ def claim(file: AnswerFile) -> None:
 
 
 def _flat(provenance: Provenance) -> dict[str, Any]:
-    """The values of a provenance by name."""
+    """Lists the values of a provenance by name."""
     values = provenance._asdict()
     return values | values.pop("made")
 
 
 def _read(path: Path) -> Provenance:
-    """The provenance in a file."""
+    """Reads a provenance."""
     value = read_json_object(path)
     try:
         if "pruning_rate" in value:  # written before budgets were counts
@@ -193,7 +194,7 @@ def _read(path: Path) -> Provenance:
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
-    """The files of one benchmark, in the order of their names.
+    """Lists the answer files of one benchmark by name.
 
     Args:
         folder: of the benchmark.
@@ -207,11 +208,10 @@ def read_files(folder: Path) -> list[AnswerFile]:
 
 
 def recover(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a file that a run may have been stopped in; mends its end.
+    """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
 
     Args:
-        path: the file; a last line that is not whole is cut off, one that lacks only its end
-            gets it.
+        path: the file; an incomplete last line is cut off, one that lacks only its newline gets it.
 
     Returns:
         The objects; none where there is no file.
@@ -223,23 +223,23 @@ def recover(path: Path) -> list[dict[str, Any]]:
         return []
     data = path.read_bytes()
     whole, _, tail = data.rpartition(b"\n")
-    found = [
+    values = [
         _object(line, f"{path}: line {number}")
         for number, line in enumerate(whole.split(b"\n"), start=1)
         if line.strip()
     ]
     if tail:
         try:
-            found.append(_object(tail, ""))
+            values.append(_object(tail, ""))
             data += b"\n"
         except ValueError:
             data = data[: len(data) - len(tail)]
         replace_file(path, data)
-    return found
+    return values
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
-    """A line as an object that says which question it answers."""
+    """Parses a line that says which question it answers."""
     try:
         value = json.loads(line)
         good = isinstance(value, dict) and {"question_id", "prompt", "text"} <= value.keys()
@@ -247,14 +247,14 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         good = False
     if not good:
         raise ValueError(
-            f"{where}: expected an object with question_id, prompt and text; mend or remove the "
-            "line, and its question is asked again"
+            f"{where}: expected an object with question_id, prompt and text; repair the line, or "
+            "remove it to have its question asked again"
         )
     return value
 
 
 def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
-    """Which questions have no answer yet; merges parts and puts lines in the questions' order.
+    """Lists the questions without an answer; merges parts and sorts lines as the questions are.
 
     Call it in one process only, while none writes.
 
@@ -263,7 +263,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
         questions: of the benchmark.
 
     Returns:
-        Numbers of questions, ascending. A question that is listed twice wants two lines.
+        Numbers of questions, ascending. A question that is listed twice needs two lines.
 
     Raises:
         ValueError: a line cannot be read, or answers a question that was not asked.
@@ -272,20 +272,20 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
     for number, question in enumerate(questions):
         waiting[question.key].append(number)
     answered: dict[int, dict[str, Any]] = {}
-    parts, found = file.parts(), 0
+    parts, num_lines = file.parts(), 0
     for path in parts:
         for value in recover(path):
-            found += 1
+            num_lines += 1
             key = str(value["question_id"]), value["prompt"]
             if key not in waiting:
                 raise ValueError(
                     f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
                     "this benchmark; move the file away"
                 )
-            if waiting[key]:  # of several answers to one question the first stays
+            if waiting[key]:  # of several answers to one question the first counts
                 answered[waiting[key].pop(0)] = value
     ordered = sorted(answered)
-    if len(parts) > 1 or found > len(answered) or list(answered) != ordered:
+    if len(parts) > 1 or num_lines > len(answered) or list(answered) != ordered:
         replace_file(file.path, b"".join(_bytes(answered[number]) for number in ordered))
         for path in parts:
             if path != file.path:
@@ -294,7 +294,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Adds lines to a file, at once on the disk."""
+    """Appends lines to a file and flushes them to disk."""
     with path.open("ab") as out:
         for line in lines:
             out.write(_bytes(line))
@@ -305,13 +305,13 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> dict[str, Any]:
-    """A line with LLaVA's fields in LLaVA's order, then ours.
+    """Builds a line with LLaVA's fields in LLaVA's order, then ours.
 
     Args:
-        file: where it goes.
+        file: the file that the line is for.
         number: of the question.
-        question: what was asked.
-        line: what was answered.
+        question: the question.
+        line: its answer.
 
     Returns:
         question_id, prompt, text, answer_id, model_id and metadata (with the benchmark's further
@@ -334,10 +334,10 @@ def _bytes(value: dict[str, Any]) -> bytes:
 def write_whole(
     file: AnswerFile, questions: Sequence[BenchmarkQuestion], lines: Sequence[AnswerLine]
 ) -> None:
-    """Writes all answers of a method at once, in place of a file that is there.
+    """Writes all answers of a method at once; replaces an existing file.
 
     Args:
-        file: where, and its provenance.
+        file: path and provenance.
         questions: all of the benchmark.
         lines: one a question.
     """

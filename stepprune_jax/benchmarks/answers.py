@@ -66,7 +66,7 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
 def latest(
     answers: Iterable[Answer], known: Iterable[str], warnings: list[str]
 ) -> dict[str, Answer]:
-    """One answer a question: of several the last counts, those to other questions do not.
+    """Picks the last answer to each question of a benchmark.
 
     Args:
         answers: lines of an answer file.
@@ -80,14 +80,14 @@ def latest(
         ValueError: no line answers a question of the benchmark.
     """
     known = list(dict.fromkeys(known))
-    found, repeated, unknown = dict.fromkeys(known), 0, []
+    last, repeated, unknown = dict.fromkeys(known), 0, []
     for answer in answers:
-        if answer.id not in found:
+        if answer.id not in last:
             unknown.append(answer.id)
             continue
-        repeated += found[answer.id] is not None
-        found[answer.id] = answer
-    kept = {name: answer for name, answer in found.items() if answer is not None}
+        repeated += last[answer.id] is not None
+        last[answer.id] = answer
+    kept = {name: answer for name, answer in last.items() if answer is not None}
     if not kept:
         raise ValueError(
             f"no answer is to a question of this benchmark, whose first question is {known[0]!r}"

@@ -48,9 +48,8 @@ class Benchmark:
         max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
         score: `score(root, answers, **options)`.
         options: keyword options of `score`, each with its values, the default first.
-        worth: `worth(root)`, a function that says what an answer is worth on its own, from 0 to
-            1, or None where its question is not one of those with a known answer. The headline
-            need not be the mean.
+        worth: `worth(root)` returns a function that grades a single answer from 0 to 1, or None
+            where the answer to its question is not known. The headline need not be the mean.
         convert: `convert(root, answers, out)`, which writes the official submission or text files
             and returns their path; None where the official program reads the answers themselves.
         submission_suffix: of the file that `convert` writes; empty for a folder.
@@ -97,14 +96,14 @@ class Benchmark:
         layout.file(path, self.question_source)
         questions = list(self.read(path, root / self.images))
         if not questions:
-            raise ValueError(f"{path}: expected at least one question, found none")
+            raise ValueError(f"{path}: expected at least one question, got none")
         check_images(questions, self.image_source)
         if self.without_ocr is not None and not ocr:
             questions = [self.without_ocr(question) for question in questions]
         return questions
 
     def judge(self, root: str | Path, answers: str | Path) -> list[float | None]:
-        """Says what each line of an answer file is worth on its own.
+        """Grades each line of an answer file on its own.
 
         Args:
             root: as for `score`.

@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
             written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    for warning in told:
+    for warning in raised:
         print(f"warning: {warning.message}", file=sys.stderr)
     print(f"wrote {written}")
 

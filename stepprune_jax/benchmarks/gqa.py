@@ -80,7 +80,7 @@ def read_questions(path: Path) -> dict[str, Question]:
                 f"types.structural, types.semantic, groups.global and semantic ({error!r})"
             ) from error
     if not questions:
-        raise ValueError(f"{path}: expected questions with isBalanced true, found none")
+        raise ValueError(f"{path}: expected questions with isBalanced true, got none")
     return questions
 
 
@@ -98,11 +98,11 @@ def _question(record: Mapping[str, Any]) -> Question:
 
 
 def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
-    """How far the distribution of answers in each group is from the right one; lower is better.
+    """Measures how far the answers in each group are distributed from the right ones.
 
     For each group, the chi-square statistic of the predicted counts of the right answers against
     their true counts; the mean over groups, weighted by questions; divided by 100. Answers that
-    are right to no question of the group do not count.
+    are right to no question of the group do not count. Lower is better.
 
     Args:
         pairs: global group, right answer and prediction of each question that has a group; at

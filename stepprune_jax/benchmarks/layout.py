@@ -16,7 +16,7 @@ def folder(root: str | Path, *names: str) -> Path:
         The first of them that exists.
 
     Raises:
-        FileNotFoundError: there is none, or no root.
+        FileNotFoundError: none exists, or the root does not.
     """
     root = Path(root)
     for name in names:
@@ -46,27 +46,27 @@ def file(path: Path, source: str) -> Path:
     return path
 
 
-def size_warnings(what: str, found: int, published: int) -> list[str]:
+def size_warnings(what: str, count: int, published: int) -> list[str]:
     """Compares the size of a list with that of the published one.
 
     Args:
         what: the list, as file name and unit.
-        found: how many there are.
-        published: how many the published list has.
+        count: its size.
+        published: size of the published list.
 
     Returns:
         No warning, or one that names both numbers.
     """
-    if found == published:
+    if count == published:
         return []
-    return [f"{what}: {found:,} here, {published:,} in the published list"]
+    return [f"{what}: {count:,} here, {published:,} in the published list"]
 
 
 def write_submission(out: str | Path, content: bytes) -> Path:
     """Writes a submission whole: an interrupted run leaves the earlier file as it was.
 
     Args:
-        out: the file; its folder is made where there is none.
+        out: the file; its folder is created if missing.
         content: all of it.
 
     Returns:

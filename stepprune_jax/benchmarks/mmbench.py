@@ -79,10 +79,10 @@ CHINESE = Edition(
     None,
 )
 
-Row = Mapping[str, str | None]
+TsvRow = Mapping[str, str | None]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[TsvRow]:
     """Reads a file of MMBench row by row.
 
     Args:
@@ -158,7 +158,7 @@ def _has_text(cell: str | None) -> bool:
     return cell is not None and cell.lower() not in ("nan", "none")
 
 
-def _table(path: Path) -> dict[str, Row]:
+def _rows_by_index(path: Path) -> dict[str, TsvRow]:
     """The rows of a file by index, without the images."""
     table = {}
     for row in read_rows(path):
@@ -171,7 +171,7 @@ def _table(path: Path) -> dict[str, Row]:
     return table
 
 
-def options_of(row: Row) -> dict[str, str]:
+def options_of(row: TsvRow) -> dict[str, str]:
     """The options of a row that are not empty, by letter."""
     return {name: text for name, text in row.items() if re.fullmatch("[A-Z]", name) and text}
 
@@ -260,21 +260,21 @@ def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
 
 
 def _submit(edition: Edition) -> str:
-    """What to do about the test split."""
+    """Says how to have the test split scored."""
     return (
         f"the test split is scored by the server only: write a submission with `python -m "
         f"stepprune_jax.benchmarks.convert {edition.name}` and upload it at {SERVER}"
     )
 
 
-def _read_dev(root: str | Path, edition: Edition) -> dict[str, Row]:
+def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
     """The rows of the dev file with their answers, without the images."""
     path = _find(root, edition).get(edition.dev)
     if path is None:
         raise FileNotFoundError(
             f"no {edition.dev} in {root}: get it from {SOURCE}; {_submit(edition)}"
         )
-    table = _table(path)
+    table = _rows_by_index(path)
     if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
         raise ValueError(
             f"{path}: index {unknown}: no letter in a column answer; {_submit(edition)}"
@@ -292,7 +292,7 @@ class _Outcome(NamedTuple):
 class _Question(NamedTuple):
     """A question: its first row and the outcomes of all its rows, the first one first."""
 
-    row: Row
+    row: TsvRow
     rotations: list[_Outcome]
 
     @property
@@ -301,7 +301,7 @@ class _Question(NamedTuple):
         return all(outcome.matched for outcome in self.rotations)
 
 
-def _questions(table: Mapping[str, Row], kept: Mapping[str, Answer]) -> list[_Question]:
+def _questions(table: Mapping[str, TsvRow], kept: Mapping[str, Answer]) -> list[_Question]:
     """Groups the rows of a file by question and judges the answers."""
     questions: dict[int, _Question] = {}
     for name in sorted(table, key=int):
@@ -343,12 +343,12 @@ def _one_round(answers: str | Path) -> list[Answer]:
 def _find(root: str | Path, edition: Edition) -> dict[str, Path]:
     """The files of an edition that are there, by name."""
     layout.folder(root, *edition.folders)
-    found = {}
+    paths = {}
     for name in (edition.dev, *edition.test):
         for folder in edition.folders:
             if (Path(root) / folder / name).is_file():
-                found.setdefault(name, Path(root) / folder / name)
-    return found
+                paths.setdefault(name, Path(root) / folder / name)
+    return paths
 
 
 def convert(
@@ -380,12 +380,13 @@ def convert(
         raise FileNotFoundError(f"none of {names} in {root}: get one from {SOURCE}")
     rows = _one_round(answers)
     asked = {row.id for row in rows}
-    table = max((_table(path) for path in paths.values()), key=lambda t: len(asked & t.keys()))
+    tables = [_rows_by_index(path) for path in paths.values()]
+    table = max(tables, key=lambda table: len(asked & table.keys()))
     if asked.isdisjoint(table):
         raise ValueError(f"{answers}: no answer is to a question of {', '.join(paths)}")
-    found: list[str] = []
-    kept = latest(rows, table, found)
-    for message in found:
+    messages: list[str] = []
+    kept = latest(rows, table, messages)
+    for message in messages:
         notes.warn(message, stacklevel=2)
     columns = [column for column in next(iter(table.values())) if column not in _LEFT_OUT]
     before, after = columns[:_PREDICTION], columns[_PREDICTION:]
@@ -433,7 +434,7 @@ def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
 
 
 def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
-    """What the stages need of one language."""
+    """Describes the benchmark in one language."""
     return Benchmark(
         name=edition.name,
         title=title,

@@ -1,7 +1,7 @@
 """MME: fourteen tasks of yes or no, two questions an image, one point more for having both right.
 
 The official program takes two consecutive lines of a task for an image. Here the two answers to an
-image are found by the image; the figures of consecutive lines stand beside them.
+image are joined by image; the figures of consecutive lines are reported beside them.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     truth: str
 
 
-class Line(NamedTuple):
+class OfficialLine(NamedTuple):
     """A line of the official text files.
 
     Attributes:
@@ -245,18 +245,19 @@ def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer
     return rows
 
 
-def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[Line]:
+def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[OfficialLine]:
     """The answers to questions of the release as lines of the official files."""
     return [
-        Line(release[answer.id], on_one_line(answer.text))
+        OfficialLine(release[answer.id], on_one_line(answer.text))
         for answer in answers
         if answer.id in release
     ]
 
 
-def _image_pairs(lines: list[Line]) -> dict[str, list[list[Line]]]:
+def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]]:
     """The lines of each image of each task; every task must be there and no half image."""
-    tasks: dict[str, dict[str, list[Line]]] = {task: {} for task in (*PERCEPTION, *COGNITION)}
+    names = (*PERCEPTION, *COGNITION)
+    tasks: dict[str, dict[str, list[OfficialLine]]] = {task: {} for task in names}
     for line in lines:
         tasks[line.question.task].setdefault(line.question.file, []).append(line)
     for task, images in tasks.items():
@@ -271,9 +272,9 @@ def _image_pairs(lines: list[Line]) -> dict[str, list[list[Line]]]:
     return {task: list(images.values()) for task, images in tasks.items()}
 
 
-def _consecutive_pairs(lines: list[Line]) -> dict[str, list[list[Line]]] | None:
+def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]] | None:
     """The official pairs; None where a line is left over."""
-    tasks: dict[str, list[Line]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
+    tasks: dict[str, list[OfficialLine]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
     for line in lines:
         tasks[line.question.task].append(line)
     if any(len(rows) % 2 for rows in tasks.values()):
@@ -284,7 +285,7 @@ def _consecutive_pairs(lines: list[Line]) -> dict[str, list[list[Line]]] | None:
     }
 
 
-def _parts(pairs: dict[str, list[list[Line]]]) -> dict[str, Any]:
+def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> dict[str, Any]:
     """Figures of every task and the two sums."""
     tasks = {}
     for task, images in pairs.items():

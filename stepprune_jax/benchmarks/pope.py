@@ -1,7 +1,7 @@
-"""POPE: is the object in the image? Yes or no, in three splits that differ in the wrong objects.
+"""POPE: is the object in the image? Yes or no, in three splits that differ in the absent objects.
 
-The official program joins answers and labels by their position in the files. Here both are found
-by the question; the figures of the official join stand beside them.
+The official program joins answers and labels by their position in the files. Here both are
+joined by question; the figures of the official join are reported beside them.
 """
 
 from collections.abc import Callable, Iterable
@@ -181,7 +181,7 @@ def _parts(counts: dict[str, Counts]) -> dict[str, object]:
 
 
 def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
-    """Reads list and annotations; by id in the order of the labels, and what is odd about them."""
+    """Reads list and annotations: questions by id in the order of the labels, and warnings."""
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
     rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
     for where, row in read_json_lines(path):

@@ -101,7 +101,8 @@ def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the validation questions.
 
     As in the reference program every line of the answer file is one sample: an unanswered
-    question leaves the denominator, and one that was answered twice counts twice. Warnings tell.
+    question leaves the denominator, and one that was answered twice counts twice. Warnings report
+    both.
 
     Args:
         root: LLaVA's evaluation folder; `textvqa/TextVQA_0.5.1_val.json` is read.

@@ -217,10 +217,10 @@ def _accuracies(
     """Accuracy over all questions, and per type of question and of answer."""
     every, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
     for name, answer in kept.items():
-        found = accuracy(normaliser(answer.text), people[name].answers)
-        every.append(found)
+        agreement = accuracy(normaliser(answer.text), people[name].answers)
+        every.append(agreement)
         for kind, table in tables.items():
-            table[getattr(people[name], kind)].append(found)
+            table[getattr(people[name], kind)].append(agreement)
     parts = {
         kind: {name: _rounded(values) for name, values in sorted(table.items())}
         for kind, table in tables.items()
@@ -254,13 +254,13 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
     ids = [_number(row, where) for where, row in read_json_lines(path)]
     broken: list[str] = []
-    found = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
+    messages = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
     kept = {row.id: row.text for row in read_answers(answers, broken)}
     if kept.keys().isdisjoint(map(str, ids)):
         raise ValueError(f"{answers}: no answer is to a question of {path}")
     if broken:
-        found.append(f"{len(broken):,} lines skipped, as {broken[0]}")
-    for message in found:
+        messages.append(f"{len(broken):,} lines skipped, as {broken[0]}")
+    for message in messages:
         notes.warn(message, stacklevel=2)
     lines = [
         {"question_id": number, "answer": normalise(kept[name]) if name in kept else ""}

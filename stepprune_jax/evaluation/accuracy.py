@@ -1,4 +1,4 @@
-"""Accuracy of every row, as JSON, Markdown and CSV."""
+"""Accuracy and retention of every row of the shapes world, as JSON, Markdown and CSV."""
 
 import csv
 import io
@@ -16,32 +16,32 @@ from stepprune_jax.evaluation.records import Records
 
 
 def percent(correct: Bool[np.ndarray, "q"]) -> float:
-    """Share of true entries in percent, to two decimals."""
+    """Computes the share of true entries in percent, to two decimals."""
     return round(100 * float(np.mean(correct)), 2)
 
 
 def retention(correct: Bool[np.ndarray, "q"], whole: Bool[np.ndarray, "q"]) -> float | None:
-    """Accuracy over that with all tokens on the same questions, in percent; None over zero."""
+    """Divides accuracy by that of all tokens on the same questions; in percent, None over zero."""
     return round(100 * float(np.sum(correct) / np.sum(whole)), 2) if np.any(whole) else None
 
 
 def full_row(rows: Sequence[Records]) -> Records:
-    """The row that keeps all tokens.
+    """Finds the row that keeps all tokens.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no row does.
     """
-    found = [row for row in rows if row.method == ALL]
-    if not found:
+    full = [row for row in rows if row.method == ALL]
+    if not full:
         raise ValueError(f"the rows lack {ALL!r}, which retention is measured against")
-    return found[0]
+    return full[0]
 
 
 def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
-    """One object per row: method, mode, rate, accuracy, retention, mean K, questions, seed.
+    """Tabulates rows: method, mode, rate, accuracy, retention, mean K, questions, seed.
 
     Args:
-        rows: what was answered.
+        rows: the records of each row.
         seed: of the run.
 
     Raises:
@@ -66,7 +66,7 @@ def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
 def accuracy_by_family(
     rows: Sequence[Records], questions: Sequence[Question]
 ) -> list[dict[str, Any]]:
-    """As `accuracy_table`, for every category of questions: an object a row, with all families."""
+    """Tabulates rows as `accuracy_table` does, for every family of questions."""
     whole = full_row(rows).correct
     category = np.array([question.category for question in questions])
     table = []
@@ -93,14 +93,14 @@ def write_accuracy(folder: Path, table: list[dict], families: list[dict]) -> Non
     (folder / "table.csv").write_text(_csv(table), encoding="utf-8")
     flat = [
         {name: row[name] for name in ("method", "mode", "pruning_rate")}
-        | {name: found["accuracy"] for name, found in row["families"].items()}
+        | {name: figures["accuracy"] for name, figures in row["families"].items()}
         for row in families
     ]
     (folder / "table_by_family.md").write_text(markdown_table(flat), encoding="utf-8")
 
 
 def markdown_table(table: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of objects with the same fields; numbers are right-aligned."""
+    """Formats objects with the same fields as a Markdown table; numbers are right-aligned."""
     fields = list(table[0])
     aligned = ["---" if isinstance(table[0][name], str) else "---:" for name in fields]
     lines = [[name.replace("_", " ") for name in fields], aligned]
@@ -109,7 +109,7 @@ def markdown_table(table: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as Markdown; a bar would end the cell."""
+    """Formats a value as Markdown; a bar would end the cell."""
     return "" if value is None else str(value).replace("|", "\\|")
 
 

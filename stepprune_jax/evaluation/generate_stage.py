@@ -188,22 +188,38 @@ def read_benchmarks(
     asked = {name: public_questions(name, settings) for name in settings.public}
     benchmarks = []
     if SHAPES in settings.benchmark_names:
-        places, sample = split_folders(config, workdir), None
-        if stops:
-            split = thin(read_split(places["validation"], "validation"),
-                         settings.validation_questions)  # fmt: skip
-            sample = Sample({"split": "validation"}, split.questions)
-        questions = [
-            BenchmarkQuestion(q.question_id, q.text, q.text, q.image)
-            for q in read_split(places["test"], "test").questions
-        ]
-        benchmarks.append(Benchmark(SHAPES, questions, sample, keep_order=True))
+        places = split_folders(config, workdir)
+        benchmarks.append(shapes_benchmark(places, settings, stops))
     if asked:
         sample = None
         if stops:
             sample = Sample({}, spread(asked, settings.validation_questions), decimals=3)
         benchmarks += [Benchmark(name, qs, sample, keep_order=False) for name, qs in asked.items()]
     return benchmarks
+
+
+def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool) -> Benchmark:
+    """Reads the test split of the shapes world, or of a data folder of its form.
+
+    Args:
+        places: folders of the "test" and "validation" splits.
+        settings: of the evaluation.
+        stops: whether a row needs stop biases.
+
+    Returns:
+        The benchmark.
+
+    Raises:
+        FileNotFoundError: a file or an image is missing.
+        ValueError: a file is not what it should be.
+    """
+    test, sample = read_split(places["test"], "test"), None
+    if stops:
+        split = read_split(places["validation"], "validation")
+        questions = thin(split, settings.validation_questions).questions
+        sample = Sample({"split": "validation"}, questions)
+    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
+    return Benchmark(SHAPES, asked, sample, keep_order=True)
 
 
 def stops_itself(name: str, policy: Policy, settings: Settings) -> bool:
@@ -334,7 +350,7 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
 def _chunk_size(stage: Stage) -> int:
     """Questions of a chunk: whole batches, whose features fit into memory beside the model."""
     config, dtype = stage.model.config, jax.tree.leaves(stage.model.params)[0].dtype
-    image = config.max_image_tokens * config.vision.hidden_size * dtype.itemsize
+    image = config.max_image_tokens * config.feature_width * dtype.itemsize
     most = min(_CHUNK, _CHUNK_BYTES // image)
     return max(1, most // stage.batch_size) * stage.batch_size
 
@@ -396,7 +412,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
         stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
         taps=taps, attention=stage.attention, numbers=numbers,
     )  # fmt: skip
-    encoded = cut_prompts(encoded)
+    encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
     plain = _answer_plain(stage, task, encoded)
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
     rankings = _rank(stage, task, seen, rows)

@@ -1,4 +1,4 @@
-"""What was kept and answered, question by question, in files from which a report can be redrawn."""
+"""Tokens kept and answers given, question by question, from which a report can be redrawn."""
 
 import re
 import zipfile
@@ -17,7 +17,7 @@ _OWN_STOP = -1  # the budget of a policy's own stop, in files
 
 
 class Records(NamedTuple):
-    """The questions of one table row.
+    """The selections and answers of one table row, question by question.
 
     Attributes:
         method: name of the row.
@@ -27,8 +27,8 @@ class Records(NamedTuple):
         count: [q] tokens kept.
         order: [q, t] token indices in order of choice (raster order for methods without one), -1
             behind the count.
-        answer: what was answered.
-        correct: [q] whether that is right.
+        answer: the model's answers.
+        correct: [q] whether they are right.
     """
 
     method: str
@@ -48,22 +48,22 @@ class Records(NamedTuple):
 
 
 def trimmed(order: Int[np.ndarray, "q t"], count: Int[np.ndarray, "q"]) -> Int[np.ndarray, "q k"]:
-    """An order cut to the largest count, with -1 behind each count."""
+    """Cuts an order to the largest count, with -1 behind each count."""
     order = order[:, : max(1, int(count.max(initial=0)))]
     return np.where(np.arange(order.shape[1]) < count[:, None], order, -1).astype(np.int16)
 
 
 def file_name(number: int, records: Records) -> str:
-    """A name that sorts as the table does and says what is inside."""
+    """Names a file so that names sort as the table does."""
     words = f"{records.method} {records.mode} {records.pruning_rate:g}".lower()
     return f"{number:02d}-{re.sub('[^a-z0-9.]+', '-', words).strip('-')}.npz"
 
 
 def save_records(folder: str | Path, rows: Sequence[Records]) -> None:
-    """Writes one compressed file per row, in place of those that are there.
+    """Writes one compressed file per row; replaces the existing ones.
 
     Args:
-        folder: where; created if needed.
+        folder: created if missing.
         rows: in the order of the table.
     """
     folder = Path(folder)

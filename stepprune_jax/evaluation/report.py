@@ -1,4 +1,4 @@
-"""The report folder: what lies there, and reading it again."""
+"""The report folder of an evaluation: claiming, describing and reading it."""
 
 import json
 from pathlib import Path
@@ -54,10 +54,10 @@ class Report(NamedTuple):
 
 
 def open_folder(folder: str | Path) -> Path:
-    """Makes the folder of a report, or takes one that holds a report of ours.
+    """Creates the folder of a report, or verifies that it already holds one.
 
     Args:
-        folder: where.
+        folder: the folder.
 
     Returns:
         The folder.
@@ -70,8 +70,8 @@ def open_folder(folder: str | Path) -> Path:
         raise ValueError(f"{folder} is a file, expected a folder for the report")
     if folder.is_dir() and any(folder.iterdir()):
         try:
-            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            ours = isinstance(found, dict) and found.get("kind") == _KIND
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            ours = isinstance(manifest, dict) and manifest.get("kind") == _KIND
         except (OSError, ValueError):
             ours = False
         if not ours:
@@ -82,18 +82,18 @@ def open_folder(folder: str | Path) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).is_file():
-        # At once, so that a run that is cut short leaves a folder that the next one may use.
+        # Now, so that an interrupted run leaves a folder that the next one may use.
         write_manifest(folder, {})
     return folder
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Says that the folder is ours, and what was evaluated."""
+    """Marks the folder as a report, and describes what was evaluated."""
     write_json(folder / MANIFEST, {"kind": _KIND} | facts)
 
 
 def read_report(folder: str | Path) -> Report:
-    """Reads a saved report with its questions, to draw it again.
+    """Reads a saved report and the questions it is about, to redraw it.
 
     Args:
         folder: written by `evaluate`.
@@ -102,8 +102,8 @@ def read_report(folder: str | Path) -> Report:
         The report.
 
     Raises:
-        FileNotFoundError: the folder, its tables or its data are not there (any more).
-        ValueError: files that do not go together.
+        FileNotFoundError: the folder, its tables or its data do not exist (any more).
+        ValueError: files that do not belong together.
     """
     folder = Path(folder)
     for name in (MANIFEST, "table.json"):
@@ -136,9 +136,9 @@ def read_report(folder: str | Path) -> Report:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """A path as the manifest has it: relative to the working directory of the run if it is inside.
+    """Writes a path as the manifest has it: relative to the run's working directory if inside.
 
-    So the whole directory can be moved.
+    The whole directory can then be moved.
     """
     root = folder.resolve().parent
     resolved = path.resolve()

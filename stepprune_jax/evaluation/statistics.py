@@ -1,4 +1,4 @@
-"""What the rows say beyond their means: does K follow the image, and are differences real."""
+"""Statistics beyond means: whether K follows the image, and whether differences are real."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 def paired_difference(
     first: Bool[np.ndarray, "q"], second: Bool[np.ndarray, "q"], image: Int[np.ndarray, "q"]
 ) -> dict[str, float | None]:
-    """Difference of two accuracies on the same questions, with standard errors, in points.
+    """Computes the difference of two accuracies on the same questions, with standard errors.
 
     Args:
         first: right or wrong, per question.
@@ -51,13 +51,13 @@ def paired_difference(
 
 
 def by_count(row: Records, whole: Bool[np.ndarray, "q"]) -> list[dict[str, Any]]:
-    """Accuracy and retention per quarter of the questions by K; equal counts stay together."""
+    """Describes the questions in quarters by K; equal counts stay together."""
     edges = np.quantile(row.count, np.linspace(0, 1, _BUCKETS + 1)[1:-1], method="lower")
     bucket = np.searchsorted(np.unique(edges), row.count, side="left")
-    found = []
+    parts = []
     for number in np.unique(bucket).tolist():
         at = bucket == number
-        found.append(
+        parts.append(
             {
                 "least_k": int(row.count[at].min()),
                 "most_k": int(row.count[at].max()),
@@ -68,7 +68,7 @@ def by_count(row: Records, whole: Bool[np.ndarray, "q"]) -> list[dict[str, Any]]
                 "retention": retention(row.correct[at], whole[at]),
             }
         )
-    return found
+    return parts
 
 
 def make_statistics(
@@ -77,16 +77,16 @@ def make_statistics(
     scenes: Sequence[Scene] | None,
     default: str,
 ) -> dict[str, Any]:
-    """Statistics of a report.
+    """Computes the statistics of a report.
 
     Args:
-        rows: what was answered.
+        rows: the records of each row.
         questions: the questions.
         scenes: what is known of their images, or None.
         default: the method that all others are compared with.
 
     Returns:
-        "adaptive": of each row with a learned stop, how K spreads and with what it goes.
+        "adaptive": for each row with a learned stop, the distribution of K and its correlations.
         "adaptive_minus_exact": the same method at the same mean number of tokens. "default_minus":
         the default method at exact budgets against every other one.
     """
@@ -119,8 +119,8 @@ def make_statistics(
 def _describe(
     row: Records, whole: Bool[np.ndarray, "q"], scenes: Sequence[Scene] | None
 ) -> dict[str, Any]:
-    """How the counts of an adaptive row spread, and what they go with."""
-    found: dict[str, Any] = {
+    """Describes the distribution of an adaptive row's counts, and its correlations."""
+    described: dict[str, Any] = {
         "method": row.method,
         "pruning_rate": row.pruning_rate,
         "mean_k": round(float(row.count.mean()), 2),
@@ -130,6 +130,6 @@ def _describe(
     if scenes is not None:
         relevant = np.array([len(scene.relevant) for scene in scenes])
         complexity = np.array([scene.complexity for scene in scenes])
-        found["spearman_relevant"] = spearman(row.count, relevant)
-        found["spearman_complexity"] = spearman(row.count, complexity)
-    return found
+        described["spearman_relevant"] = spearman(row.count, relevant)
+        described["spearman_complexity"] = spearman(row.count, complexity)
+    return described

@@ -10,6 +10,7 @@ import csv
 import io
 import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,20 +19,19 @@ from stepprune_jax.command_line import Parser
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
 from stepprune_jax.evaluation.scores import read_scores
-from stepprune_jax.studies.paper_tables import average_retention
 
 NAME = "benchmarks"
 Score = Mapping[str, Any]
 
 
 class MethodScores(NamedTuple):
-    """A method at one budget.
+    """The scores of a method at one budget.
 
     Attributes:
-        method: its name; of several runs that differ, with that of the run.
+        method: its name, followed by that of the run where runs differ.
         mode: "exact" or "adaptive".
-        budget: nominal tokens: all for all tokens, None for a policy's own stop.
-        scores: what `results.score_file` made of each benchmark.
+        budget: tokens to keep; N for all tokens, None for a policy's own stop.
+        scores: results of `scores.score_file` by benchmark.
     """
 
     method: str
@@ -41,7 +41,7 @@ class MethodScores(NamedTuple):
 
 
 class BenchmarkTable(NamedTuple):
-    """What was measured.
+    """The scores of all methods on all benchmarks.
 
     Attributes:
         benchmarks: names, in the order of the columns.
@@ -59,7 +59,7 @@ class BenchmarkTable(NamedTuple):
         return self.rows[0] if self.rows[0].method == ALL else None
 
     def average(self, row: MethodScores) -> float | None:
-        """Average retention of a row; None unless it has every score that all tokens have."""
+        """Averages retention; None unless the row has every score that all tokens have."""
         bound = _headlines(self.whole) if self.whole else {}
         mine = _headlines(row)
         if not bound or not bound.keys() <= mine.keys() or not all(bound.values()):
@@ -69,15 +69,36 @@ class BenchmarkTable(NamedTuple):
 
 def _headlines(row: MethodScores) -> dict[str, float]:
     """The scores of a row, where there are any."""
-    found = {name: score["headline"] for name, score in row.scores.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    headlines = {name: score["headline"] for name, score in row.scores.items()}
+    return {name: value for name, value in headlines.items() if value is not None}
+
+
+def average_retention(
+    scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
+) -> float:
+    """Computes "Avg.", the mean share of the unpruned model's scores.
+
+    Args:
+        scores: one a benchmark, in any unit.
+        upper_bound: the unpruned model's, in the same order and units.
+
+    Returns:
+        100 x the unweighted mean of the ratios, which may exceed 100.
+
+    Raises:
+        ValueError: there is no score, or not one upper bound a score.
+    """
+    if not scores:
+        raise ValueError("average retention needs at least one score")
+    ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
+    return 100 * sum(ratios) / len(ratios)
 
 
 def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     """Merges the scores of runs.
 
-    Rows of the same name that differ are told apart by their runs' names. Where one run has not
-    answered all questions of a row, another's counts.
+    Rows of the same name that differ are named after their runs. Where one run has not answered
+    all questions of a row, another's counts.
 
     Args:
         runs: name of the run to its scores.
@@ -86,7 +107,7 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
         The table.
 
     Raises:
-        ValueError: the runs asked other questions, have another number of visual tokens, or other
+        ValueError: the runs differ in their questions, their number of visual tokens, or their
             scores with all tokens.
     """
     every = [(run, score) for run, scores in runs.items() for score in scores]
@@ -151,7 +172,7 @@ def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
 
 
 def as_markdown(table: BenchmarkTable) -> str:
-    """The table in the form of the paper's, then K and time, and what a reader must know.
+    """Formats the table as the paper does, then K and time, and warnings.
 
     Args:
         table: the table.
@@ -200,21 +221,20 @@ def _ms_cell(score: Score) -> str:
 
 
 def _notes(table: BenchmarkTable) -> list[str]:
-    """What is odd, each said once with the rows that it is true of."""
-    found: dict[str, list[str]] = {}
+    """Lists warnings, each once with the rows that it applies to."""
+    notes: dict[str, list[str]] = {}
     for row in table.rows:
         for name, score in row.scores.items():
-            said = [*score["warnings"], *([score["problem"]] if score["problem"] else [])]
-            for text in said:
+            for text in (*score["warnings"], *filter(None, [score["problem"]])):
                 line = f"{BENCHMARKS[name].title}: {text}"
-                found.setdefault(line, []).append(f"{row.method} {row.mode}")
+                notes.setdefault(line, []).append(f"{row.method} {row.mode}")
     if not table.whole:
-        found[f"no row of {ALL}, so no average retention"] = []
+        notes[f"no row of {ALL}, so no average retention"] = []
     elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
         titles = ", ".join(BENCHMARKS[name].title for name in left)
-        found[f"Avg. is without {titles}, where {ALL} has no score"] = []
+        notes[f"Avg. is without {titles}, where {ALL} has no score"] = []
     lines = []
-    for text, rows in found.items():
+    for text, rows in notes.items():
         where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)
         lines.append(f"- {text}{where}\n")
     return ["## Notes\n\n" + "".join(lines)] if lines else []

@@ -29,7 +29,6 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
@@ -49,12 +48,13 @@ class RunOptions(NamedTuple):
     Attributes:
         positions: position ids of kept tokens, "original" or "compact"; see `vlm.assemble`.
         attention: "matmul", "xla" or "cudnn".
-        context_limit: longest row after expansion; longer ones are cut at the right end.
+        context_limit: longest row after expansion; longer ones are cut at the right end. None for
+            that of the model's family.
     """
 
     positions: str = "original"
     attention: str = "matmul"
-    context_limit: int = CONTEXT_LIMIT
+    context_limit: int | None = None
 
 
 class Prompts(NamedTuple):
@@ -217,9 +217,7 @@ def _narrow(kept: Kept, capacity: int) -> Kept:
     return Kept(*(part[:, :capacity] for part in kept[:-1]), count)
 
 
-def encode(
-    model: VLM, pixels: np.ndarray, taps: Sequence[Tap] = (), attention: str = "matmul"
-) -> Vision:
+def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "matmul") -> Vision:
     """Runs the tower.
 
     Args:
@@ -237,9 +235,10 @@ def encode(
         model.params, model.config, place_rows(mesh, pixels), taps=taps, attention=attention,
         mesh=mesh,
     )  # fmt: skip
-    i, n = features.shape[:2]
-    grid = np.tile(np.array(model.config.grid, np.int32), (i, 1))
-    return Vision(features, grid, np.full(i, n, np.int32), dict(zip(taps, tapped, strict=True)))
+    family, config = model.config.family, model.config
+    grid = np.asarray(family.grids(config, pixels), np.int32)
+    sizes = np.asarray(family.num_tokens(config, grid), np.int32)
+    return Vision(features, grid, sizes, dict(zip(taps, tapped, strict=True)))
 
 
 def place_method(model: VLM, method: Method) -> Method:
@@ -348,7 +347,7 @@ def choose(
 
 def _no_tokens(model: VLM, features: Any) -> Kept:
     """Stands for the kept tokens of a batch without images."""
-    width = model.config.vision.hidden_size if features is None else features.shape[2]
+    width = model.config.feature_width if features is None else features.shape[2]
     dtype = jax.tree.leaves(model.params)[0].dtype
     one = np.zeros((1, 1), np.int32)
     return Kept(one, one, np.zeros((1, 1, width), dtype), one > 0, one[0])
@@ -401,11 +400,12 @@ def begin(
     before = np.where(pairs.present, image_sizes[pairs.slot], 0)
     layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
     after = [_counts_behind(cut.budget, before, of_image) for cut in layer_cuts]
-    of_image, after, lengths = _fit(prompts, of_image, after, options.context_limit)
+    limit = options.context_limit or config.family.CONTEXT_LIMIT
+    of_image, after, lengths = _fit(prompts, of_image, after, limit)
     j, capacity = pairs.slot.shape[1], kept.tokens.shape[1]
     stage_sizes = [capacity, *(int(count.max(initial=0)) for count in after)]
     slots = [
-        width + j * most if width is not None else _bucket(int(length.max()), options.context_limit)
+        width + j * most if width is not None else _bucket(int(length.max()), limit)
         for most, length in zip(stage_sizes, lengths, strict=True)
     ]
     ids, length, slot, present, grid = place_rows(
@@ -501,8 +501,8 @@ class Answers(NamedTuple):
     seconds: Float[np.ndarray, "q"]
 
 
-def _rows(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Row numbers of each batch, the last one filled up, and how many are real."""
+def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
     for first in range(0, total, size):
         rows = np.arange(first, first + size)
         yield np.minimum(rows, total - 1), min(size, total - first)
@@ -534,7 +534,7 @@ def rank_all(
     """
     pruner = method.pruner.program()
     parts, seconds = [], 0.0
-    for rows, count in _rows(len(prompts.length), batch_size):
+    for rows, count in batches(len(prompts.length), batch_size):
 
         def run(rows=rows):
             batch = prompts.take(rows)

@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.integrations.answerer import Wanted, answer_all, load_answerer
+from stepprune_jax.integrations.answerer import Wanted, answer_questions, load_answerer
 
 try:
     from lmms_eval.api.model import lmms
@@ -84,7 +84,9 @@ class StepPrune(lmms):
         """
         wanted = [self._wanted(request) for request in requests]
         progress = Progress(len(wanted))
-        texts = answer_all(self._answerer, wanted, progress.task(NAME, len(wanted), len(wanted)))
+        texts = answer_questions(
+            self._answerer, wanted, progress.task(NAME, len(wanted), len(wanted))
+        )
         progress.close()
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args[:2], text)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
@@ -56,7 +57,7 @@ class Budget:
             raise ValueError(f"budget is {value!r}, expected {expected}")
 
     @classmethod
-    def parse(cls, text: str | int | None) -> "Budget":
+    def parse(cls, text: str | float | None) -> "Budget":
         """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
 
         Args:
@@ -68,10 +69,9 @@ class Budget:
         Raises:
             ValueError: something else, or a number out of range.
         """
-        if text is None or text in ("all", "own"):
-            return cls(text or "all")
-        if isinstance(text, int):
-            return cls("count", text)
+        text = "all" if text is None else str(text)
+        if text in ("all", "own"):
+            return cls(text)
         try:
             if text.startswith("mean:"):
                 return cls("mean", float(text.removeprefix("mean:")))
@@ -104,8 +104,13 @@ class Budget:
         return None
 
     def __str__(self) -> str:
-        shown = f"{float(self.value):g}" if self.kind == "mean" else str(self.value)
-        return {"count": shown, "rate": shown, "mean": f"mean:{shown}"}.get(self.kind, self.kind)
+        """Returns what `parse` reads."""
+        if self.kind == "rate":
+            share = Fraction(self.value)
+            return f"{share.numerator}/{share.denominator}"
+        if self.kind == "mean":
+            return f"mean:{float(self.value):g}"
+        return str(self.value) if self.kind == "count" else self.kind
 
 
 class View(NamedTuple):
@@ -236,6 +241,11 @@ class Pruner:
                 f"budget is {self.budget.value}, expected an integer from 1 to {most}, as many as "
                 f"{self.name} can keep of {num_tokens} visual tokens"
             )
+        if self.budget.kind == "rate" and self.budget.count(num_tokens) > most:
+            raise ValueError(
+                f"budget is {self.budget}, expected a share that is at most {most} of {num_tokens} "
+                f"visual tokens, as many as {self.name} can keep"
+            )
 
     def most(self, num_tokens: int) -> int:
         """Returns the largest count that it can keep of an image of so many tokens."""
@@ -270,7 +280,8 @@ class Pruner:
 
     def entering(self, num_tokens: int) -> int | None:
         """Returns how many tokens of an image enter the language model; None if a stop decides."""
-        return self.budget.count(num_tokens)
+        count = self.budget.count(num_tokens)
+        return None if count is None else min(count, self.most(num_tokens))
 
     def cuts(self, config: Any, num_tokens: int) -> tuple["LayerCut", ...]:
         """Names the layers of the language model before which it drops tokens.
@@ -342,8 +353,20 @@ class Ranker(Pruner):
         """
         raise NotImplementedError
 
-    def counts(self, params: Any, ranking: Ranking, exact: Int[Array, "r"]) -> Int[Array, "r"]:
-        """Returns how long a prefix of each row's order is kept; `exact` where it is asked for."""
+    def counts(
+        self, params: Any, ranking: Ranking, exact: Int[ArrayLike, "r"]
+    ) -> Int[ArrayLike, "r"]:
+        """Returns how long a prefix of each row's order is kept; runs on the host.
+
+        Args:
+            params: what it has learned.
+            ranking: the orders.
+            exact: [r] what `entering` returned for each row's image, and the image's own number of
+                tokens where a learned stop decides.
+
+        Returns:
+            [r] counts.
+        """
         del params, ranking
         return exact
 
@@ -402,7 +425,7 @@ def take(
         place=jnp.where(valid, place, 0),
         tokens=jnp.where(valid[..., None], kept, 0),
         valid=valid,
-        count=jnp.minimum(count, capacity).astype(jnp.int32),
+        count=valid.sum(1, dtype=jnp.int32),
     )
 
 

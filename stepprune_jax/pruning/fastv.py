@@ -23,7 +23,8 @@ class FastV(Pruner):
     Attributes:
         layer: K, layers that see all tokens.
         average: whether the budget is the mean over all layers, as some tables count, in place of
-            the tokens that stay from layer K on.
+            the tokens that stay from layer K on. Of these there are then as many as give the mean,
+            rounded half up.
     """
 
     layer: int = 2
@@ -38,12 +39,11 @@ class FastV(Pruner):
         depth = config.text.num_layers
         if not 1 <= self.layer < depth:
             raise ValueError(f"fastv: layer is {self.layer}, expected 1 to {depth - 1}")
-        if self.cuts(config, num_tokens)[0].budget.value is not None:
-            return
-        raise ValueError(
-            f"fastv: an average of {self.budget} over {depth} layers is out of reach, as the first "
-            f"{self.layer} see all {num_tokens} tokens"
-        )
+        if self.average and self._share(config, num_tokens) <= 0:
+            raise ValueError(
+                f"fastv: an average of {self.budget} over {depth} layers is out of reach, as the "
+                f"first {self.layer} see all {num_tokens} tokens"
+            )
 
     def entering(self, num_tokens: int) -> int:
         """Returns n: all tokens enter."""
@@ -52,11 +52,14 @@ class FastV(Pruner):
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
         budget = self.budget
-        if self.average and budget.is_exact:
-            depth, share = config.text.num_layers, Fraction(budget.count(num_tokens), num_tokens)
-            share = (depth * share - self.layer) / (depth - self.layer)
-            budget = Budget("rate", share) if share > 0 else Budget()
+        if self.average:
+            budget = Budget("rate", self._share(config, num_tokens))
         return (LayerCut(self.layer, budget, (Tap("attention", self.layer - 1),), "last"),)
+
+    def _share(self, config: Any, num_tokens: int) -> Fraction:
+        """The share that has to stay from layer K on for the budget to be the mean."""
+        depth, share = config.text.num_layers, Fraction(self.budget.count(num_tokens), num_tokens)
+        return (depth * share - self.layer) / (depth - self.layer)
 
     def drop(
         self, params: Any, cut: LayerCut, sequence: Sequence, taps: dict[str, Array],

@@ -64,6 +64,8 @@ def make_method(
         ValueError: an unknown name or option, a bad value, a budget of a kind that the method
             cannot keep, or a policy with a method that has none of it, or the other way round.
     """
+    if name is None and policy is None and budget is not None:
+        raise ValueError("a budget (--budget) needs a pruner (--pruner) or a policy (--policy)")
     if name is None:
         name = "all" if policy is None else _name_of(policy)
     if name not in PRUNERS:

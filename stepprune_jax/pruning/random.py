@@ -30,7 +30,9 @@ class Random(Ranker):
         del params
         n = view.tokens.shape[1]
         sizes = jnp.full(len(view.number), n) if view.valid is None else view.valid.sum(1)
-        scores = random_scores(jax.random.key(self.seed), view.number, sizes, n)
+        scores = random_scores(
+            jax.random.key(self.seed, impl="threefry2x32"), view.number, sizes, n
+        )
         # Ascending, as a random permutation by sorting noise is usually made.
         return Ranking(by_score(-scores, view.valid)[:, :steps])
 
@@ -44,7 +46,7 @@ def random_scores(
     the rows before it being drawn.
 
     Args:
-        key: PRNG key.
+        key: PRNG key of "threefry2x32".
         number: [r] number of each row in its set.
         sizes: [r] tokens of each row's image.
         num_tokens: n, static.

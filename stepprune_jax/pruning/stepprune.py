@@ -4,6 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from stepprune_jax import policy
@@ -42,7 +44,7 @@ class StepPrune(Ranker):
 
     def program(self) -> Pruner:
         """Drops the number: exact counts are read from the view, a learned stop from the bias."""
-        kind = "all" if self.budget.kind in EXACT else "own"
+        kind = "all" if self.budget.is_exact else "own"
         return dataclasses.replace(self, budget=Budget(kind))
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
@@ -58,18 +60,24 @@ class StepPrune(Ranker):
         )
         return Ranking(trajectory.choice, trajectory.margin)
 
-    def counts(self, params: Trained, ranking: Ranking, exact: Int[Array, "r"]) -> Int[Array, "r"]:
+    def counts(
+        self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]
+    ) -> Int[ArrayLike, "r"]:
         """Returns the exact count, or where the policy stops at its bias."""
         if self.budget.is_exact:
             return exact
         least = min(self.config.min_tokens, ranking.order.shape[1])
-        return policy.count_at_bias(ranking.margin, params.stop_bias, least)
+        count = policy.count_at_bias(jnp.asarray(ranking.margin), params.stop_bias, least)
+        return jnp.minimum(count, self._longest(exact, int(np.max(exact))))
 
     def select(self, params: Trained, view: View, capacity: int) -> Kept:
         """Runs the loop until every row has stopped."""
-        exact = {"min_tokens": view.count, "max_tokens": view.count}
-        limits = exact if self.budget.is_exact else {"stop_bias": params.stop_bias}
-        n = view.tokens.shape[1]
+        r, n = view.tokens.shape[:2]
+        if self.budget.is_exact:
+            limits = {"min_tokens": view.count, "max_tokens": view.count}
+        else:
+            sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
+            limits = {"max_tokens": self._longest(sizes, n), "stop_bias": params.stop_bias}
         picks = policy.pick(
             params.weights,
             self.config,
@@ -80,6 +88,11 @@ class StepPrune(Ranker):
         )
         pruned = policy.gather(picks, view.tokens, capacity)
         return Kept(pruned.index, jnp.maximum(pruned.index, 0), *pruned[1:])
+
+    def _longest(self, sizes: Int[ArrayLike, "r"], n: int) -> Int[Array, "r"]:
+        """T_max of images of so many tokens, n at most; that of a row is its own image's."""
+        table = [min(self.most(size), size) for size in range(n + 1)]
+        return jnp.asarray(table, jnp.int32)[sizes]
 
     def _memory(self, params: Trained, view: View) -> Array:
         """Slots to point at."""

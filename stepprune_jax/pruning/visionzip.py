@@ -21,6 +21,9 @@ from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, towe
 class VisionZip(Pruner):
     """Keeps dominant tokens and merges the rest.
 
+    It is not the unpruned model at any budget: the class token is always among its tokens, and the
+    last ones are always merged.
+
     Attributes:
         contextual: merged tokens; None for 5 of 32, as the authors have it: 10 of 64, 20 of 128, 30
             of 192.
@@ -31,7 +34,6 @@ class VisionZip(Pruner):
     name = "visionzip"
     label = "VisionZip"
     budgets: ClassVar[tuple[str, ...]] = EXACT
-    # The class token is always among its tokens, and the last ones are always merged.
     exact_when_full: ClassVar[bool] = False
 
     def check(self, config: Any, num_tokens: int) -> None:
@@ -121,11 +123,16 @@ def merge(
 
     norm = jnp.linalg.norm(keys, axis=-1, keepdims=True)
     metric = keys / jnp.maximum(norm, jnp.finfo(keys.dtype).tiny)
-    likeness = jnp.einsum("rxc,rtc->rxt", gathered(metric, rest), gathered(metric, targets))
+    exact = jax.lax.Precision.HIGHEST
+    likeness = jnp.einsum(
+        "rxc,rtc->rxt", gathered(metric, rest), gathered(metric, targets), precision=exact
+    )
     nearest = jax.nn.one_hot(jnp.argmax(likeness, axis=2), contextual)
     is_target = jnp.zeros(rest.shape[1], bool).at[at].set(True)
     share = jnp.where(is_target[:, None], 0, nearest)
-    total = jnp.einsum("rxt,rxd->rtd", share, gathered(hidden, rest).astype(jnp.float32))
+    total = jnp.einsum(
+        "rxt,rxd->rtd", share, gathered(hidden, rest).astype(jnp.float32), precision=exact
+    )
     mean = total / jnp.maximum(1, share.sum(1))[..., None]
     merged = gathered(hidden, targets).astype(jnp.float32) + mean
     tokens = jnp.concatenate([gathered(hidden, chosen).astype(jnp.float32), merged], axis=1)

@@ -1,1 +1,1 @@
-"""Questions about the method itself: seeds, ablations, the paper's tables, worked examples."""
+"""Studies of the method: seeds, ablations, the paper's tables, and example benchmarks."""

@@ -1,10 +1,10 @@
-"""Writes GQA, MME and POPE in LLaVA's folder layout, small, with questions of the shapes world.
+"""Writes small GQA, MME and POPE in LLaVA's folder layout, with questions of the shapes world.
 
     python -m stepprune_jax.studies.example --out example
 
-For a look at the stages of an evaluation where the benchmarks are not at hand. The forms are the
-official ones; the questions are not, and lack LLaVA's request for a short answer, which the model
-of the shapes world has not learned. Its figures mean nothing beside published ones.
+To try the stages of an evaluation without the benchmarks at hand. The forms are the official ones;
+the questions are not, and lack LLaVA's request for a short answer, which the model of the shapes
+world has not learned. The scores cannot be compared with published ones.
 """
 
 import json

@@ -3,7 +3,7 @@
     python -m stepprune_jax.studies.paper_tables --out docs/paper-tables.md
 
 "Avg." is average retention: 100 x the unweighted mean over the benchmarks of score / upper bound.
-A printed figure is said not to follow when no rounding of the printed scores gives it.
+A printed average does not follow if no scores that round to the printed ones give it.
 """
 
 import json
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.command_line import Parser
+from stepprune_jax.evaluation.table import average_retention
 
 DATA = Path(__file__).parents[1] / "assets" / "paper_tables.json"
 
 
-class Row(NamedTuple):
+class PrintedRow(NamedTuple):
     """A method at one budget.
 
     Attributes:
@@ -32,7 +33,7 @@ class Row(NamedTuple):
     average: Decimal
 
 
-class Table(NamedTuple):
+class PrintedTable(NamedTuple):
     """One model's results.
 
     Attributes:
@@ -45,7 +46,7 @@ class Table(NamedTuple):
     title: str
     benchmarks: list[str]
     upper_bound: list[Decimal]
-    blocks: dict[str, list[Row]]
+    blocks: dict[str, list[PrintedRow]]
 
 
 def read_paper(path: str | Path = DATA) -> dict[str, Any]:
@@ -55,41 +56,21 @@ def read_paper(path: str | Path = DATA) -> dict[str, Any]:
         path: JSON; numbers keep the decimals they are written with.
 
     Returns:
-        "retention", a list of `Table`; "efficiency" and "ablation" as they stand in the file.
+        "retention", a list of `PrintedTable`; "efficiency" and "ablation" as they are in the file.
     """
     text = Path(path).read_text(encoding="utf-8")
     paper = json.loads(text, parse_float=Decimal, parse_int=Decimal)
     for number, table in enumerate(paper["retention"]):
         blocks = {
-            block["label"]: [Row(**row) for row in block["rows"]] for block in table["blocks"]
+            block["label"]: [PrintedRow(**row) for row in block["rows"]]
+            for block in table["blocks"]
         }
-        paper["retention"][number] = Table(**(table | {"blocks": blocks}))
+        paper["retention"][number] = PrintedTable(**(table | {"blocks": blocks}))
     return paper
 
 
-def average_retention(
-    scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
-) -> float:
-    """Computes "Avg.", the mean share of the unpruned model's scores.
-
-    Args:
-        scores: one a benchmark, in any unit.
-        upper_bound: the unpruned model's, in the same order and units.
-
-    Returns:
-        100 x the unweighted mean of the ratios, which may exceed 100.
-
-    Raises:
-        ValueError: there is no score, or not one upper bound a score.
-    """
-    if not scores:
-        raise ValueError("average retention needs at least one score")
-    ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
-    return 100 * sum(ratios) / len(ratios)
-
-
-def follows(row: Row, upper_bound: Sequence[Decimal]) -> bool:
-    """Says whether a printed average can come from the printed scores.
+def follows(row: PrintedRow, upper_bound: Sequence[Decimal]) -> bool:
+    """Checks whether a printed average can come from the printed scores.
 
     Args:
         row: the printed row.
@@ -147,15 +128,15 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def _verdict(row: Row, upper_bound: Sequence[Decimal]) -> str:
-    """Whether the printed average follows, and if not by how much it is off."""
+def _verdict(row: PrintedRow, upper_bound: Sequence[Decimal]) -> str:
+    """Says whether the printed average follows, and if not by how much it differs."""
     if follows(row, upper_bound):
         return "yes"
     return f"**no**, {float(row.average) - average_retention(row.scores, upper_bound):+.2f}"
 
 
-def _retention(table: Table) -> str:
-    """All blocks of a model, and by how much StepPrune leads the others on each benchmark."""
+def _retention(table: PrintedTable) -> str:
+    """Formats all blocks of a model, and StepPrune's lead over the others on each benchmark."""
     header = ["kept", "method", *table.benchmarks, "Avg. printed", "Avg. recomputed", "follows"]
     rows = [["all", "upper bound", *table.upper_bound, "100", "100.00", "yes"]]
     leads, wrong, total = [], [], 0
@@ -172,13 +153,13 @@ def _retention(table: Table) -> str:
             ]
             rows.append([label, row.method, *cells, row.average, f"{recomputed:.2f}", verdict])
         leads.append([label, *_lead(block, table.upper_bound)])
-    found = f"All {total} printed averages follow."
+    verdict = f"All {total} printed averages follow."
     if wrong:
-        found = f"{len(wrong)} of {total} printed averages do not follow: {', '.join(wrong)}."
+        verdict = f"{len(wrong)} of {total} printed averages do not follow: {', '.join(wrong)}."
     parts = [
         f"## {table.title}",
         _markdown(header, rows),
-        found,
+        verdict,
         "StepPrune's score minus the best other one of its block, and the same for the recomputed "
         "average:",
         _markdown(["kept", *table.benchmarks, "Avg. recomputed"], leads),
@@ -186,8 +167,8 @@ def _retention(table: Table) -> str:
     return "\n\n".join(parts)
 
 
-def _lead(block: list[Row], upper_bound: list[Decimal]) -> list[str]:
-    """By how much StepPrune leads, benchmark by benchmark, and in the recomputed average."""
+def _lead(block: list[PrintedRow], upper_bound: list[Decimal]) -> list[str]:
+    """Computes StepPrune's lead, benchmark by benchmark and in the recomputed average."""
     ours = next(row for row in block if row.method == "StepPrune")
     others = [row for row in block if row is not ours]
     leads = [
@@ -198,7 +179,7 @@ def _lead(block: list[Row], upper_bound: list[Decimal]) -> list[str]:
     return [*leads, f"{average_retention(ours.scores, upper_bound) - best:+.2f}"]
 
 
-def _efficiency(efficiency: dict[str, Any], table: Table) -> str:
+def _efficiency(efficiency: dict[str, Any], table: PrintedTable) -> str:
     """Speed-ups from latencies, and averages from the table of results."""
     block = {row.method: row for row in table.blocks[efficiency["average_of"]]}
     slowest = efficiency["rows"][0]["latency_ms"]
@@ -208,7 +189,7 @@ def _efficiency(efficiency: dict[str, Any], table: Table) -> str:
         recomputed = [
             f"{slowest / row['latency_ms']:.2f}",
             f"{average_retention(scores, table.upper_bound):.2f}",
-            _verdict(Row(row["method"], scores, row["average"]), table.upper_bound),
+            _verdict(PrintedRow(row["method"], scores, row["average"]), table.upper_bound),
         ]
         rows.append([*row.values(), *recomputed])
     header = ["method", "tokens", "TFLOPs", "latency, ms", "speed-up", "Avg. printed"]
@@ -217,7 +198,7 @@ def _efficiency(efficiency: dict[str, Any], table: Table) -> str:
     return f"{title}\n\n{_markdown(header, rows)}"
 
 
-def _ablation(ablation: dict[str, Any], table: Table) -> str:
+def _ablation(ablation: dict[str, Any], table: PrintedTable) -> str:
     """The ablations, and the same mean of four benchmarks from the table of results."""
     rows, defaults = [], []
     for block in ablation["blocks"]:
@@ -233,7 +214,7 @@ def _ablation(ablation: dict[str, Any], table: Table) -> str:
     for label, block in table.blocks.items():
         ours = next(row for row in block if row.method == "StepPrune")
         scores = [ours.scores[column] for column in columns]
-        verdicts = [_verdict(Row(label, scores, default), bounds) for default in defaults]
+        verdicts = [_verdict(PrintedRow(label, scores, default), bounds) for default in defaults]
         means.append([label, f"{average_retention(scores, bounds):.2f}", *verdicts])
     names = ", ".join(ablation["benchmarks"])
     return "\n\n".join(

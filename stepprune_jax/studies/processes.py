@@ -1,4 +1,4 @@
-"""Several programs at a time, each on its share of the processors."""
+"""Runs several programs at a time, each on its share of the processors."""
 
 import os
 import subprocess
@@ -28,22 +28,22 @@ class Job(NamedTuple):
 
 
 def shares(processes: int) -> list[list[int]]:
-    """The processors of this process, dealt out; more processes than processors share them."""
+    """Deals out the processors of this process; where there are too few, processes share them."""
     known = hasattr(os, "sched_getaffinity")
     cpus = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
     return [cpus[slot::processes] or [cpus[slot % len(cpus)]] for slot in range(processes)]
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> None:
-    """Runs programs, so many at a time.
+    """Runs programs, a number of them at a time.
 
     Args:
         jobs: what to run, in order.
         processes: at a time.
 
     Raises:
-        ValueError: a program failed or did not write its file. Those still running are ended first
-            (they can be gone on with).
+        ValueError: a program failed or did not write its file. Those still running are stopped
+            first; they resume when they are started again.
     """
     slots: dict[int, tuple[Job, subprocess.Popen]] = {}
     waiting, cpus = list(jobs), shares(processes)

@@ -18,24 +18,25 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
-from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.checkpoints.policy import Policy, load_policy
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.source import TRAIN_FILE
-from stepprune_jax.evaluation import measure
 from stepprune_jax.evaluation import report as report_folder
-from stepprune_jax.evaluation.accuracy import accuracy_table, markdown_table
-from stepprune_jax.evaluation.evaluate import calibration_split
+from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
+from stepprune_jax.evaluation.generate_stage import answer_benchmarks, shapes_benchmark
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.settings import (
     POLICY_FILE,
+    SHAPES,
     Settings,
     check_policies,
     read_settings,
 )
+from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.studies.processes import Job, run_jobs
@@ -225,7 +226,7 @@ def evaluate_runs(
         if _known(run.folder / RESULTS, mark) is None
     ]
     if todo or _known(*first) is None:
-        _evaluate_missing(base, test, places, settings, todo, first)
+        _evaluate_missing(base, places, settings, todo, first)
     tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
@@ -242,40 +243,38 @@ def evaluate_runs(
 
 def _evaluate_missing(
     base: Any,
-    test: Split,
     places: dict[str, Path],
     settings: Settings,
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
 ) -> None:
     """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
-    model = load_model(base)
+    model, source = load_model(base), inspect_folder(*model_folders(base))
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)
-    needed = {run.method: policies[run.folder] for run, _ in todo}
-    spare = calibration_split(places["validation"], needed, settings)
-    files = measure.Files(first[0].parent / ANSWERS, places["test"])
-    bench = measure.make_bench(model, test, spare, settings, files, base.model.attention)
-    whole = _baselines(bench, *first, base.seed)
+    benchmark = shapes_benchmark(places, settings, stops=bool(todo))
+
+    def records(folder: Path, seed: int, policies: dict[str, Policy]) -> list[Records]:
+        with base.unlocked():
+            config = base.copy_and_resolve_references()
+            config.seed = seed
+        answers = answer_benchmarks(
+            config, settings, [benchmark], policies, source, folder, untrained=not policies,
+            model=model,
+        )  # fmt: skip
+        files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
+        return [read_records(file, places["test"]) for file in files]
+
+    path, mark = first
+    untrained = records(path.parent / ANSWERS, base.seed, {})
+    if _known(path, mark) is None:
+        _save(path, mark, accuracy_table(untrained, base.seed))
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
-        policy = policies[run.folder]
-        rows = measure.trained_rows(bench, {run.method: policy})[run.method]
-        own = bench._replace(files=files._replace(folder=run.folder / ANSWERS))
-        table = accuracy_table([whole, *measure.answer_rows(own, rows)], run.seed)[1:]
+        trained = records(run.folder / ANSWERS, run.seed, {run.method: policies[run.folder]})
+        table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
         _save(run.folder / RESULTS, mark, table)
-
-
-def _baselines(bench: measure.Bench, path: Path, mark: str, seed: int) -> Records:
-    """The row of all tokens; with the other untrained rows, saved unless that is done."""
-    rows = measure.baseline_rows(bench, seed)
-    if _known(path, mark) is not None:
-        rows = rows[:1]
-    records = measure.answer_rows(bench, rows)
-    if len(rows) > 1:
-        _save(path, mark, accuracy_table(records, seed))
-    return records[0]
 
 
 def _mark(run: Run | None, test: Split, settings: Settings) -> str:
@@ -293,8 +292,8 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     """A saved table, if it is about the same questions, settings and policy."""
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["table"] if found["mark"] == mark else None
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved["table"] if saved["mark"] == mark else None
 
 
 def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:

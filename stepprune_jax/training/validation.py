@@ -2,9 +2,8 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -13,15 +12,25 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import encode_conversation
-from stepprune_jax.evaluation.answers import Answering, Selection, answer, check_lengths, keep
-from stepprune_jax.evaluation.orders import batches, trained_order
-from stepprune_jax.evaluation.rows import grid_shape
-from stepprune_jax.evaluation.split import Split, encode_split, read_split, thin
+from stepprune_jax.evaluation.encode import check_lengths, encode_questions
+from stepprune_jax.evaluation.split import Split, read_split, thin
+from stepprune_jax.inference.pipeline import (
+    Answers,
+    Batching,
+    RunOptions,
+    answer_all,
+    batches,
+    place_method,
+    rank_all,
+    run_take,
+)
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
-from stepprune_jax.policy import count_at_bias
+from stepprune_jax.policy import Pruned, choose_bucket
+from stepprune_jax.pruning import Budget, make_method
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
+from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Setup
 
 FOLDER = "overlays"
@@ -31,11 +40,23 @@ _SHARES = (8, 4, 2, 1)
 _losses = jit_for_weights(row_losses, ("model", "options"))
 
 
-def read_questions(config: Any, setup: Setup, workdir: Path) -> Split | None:
+class Selection(NamedTuple):
+    """What is kept of each question's image.
+
+    Attributes:
+        order: [q, t] indices in order of choice.
+        count: [q] how many of them are kept.
+    """
+
+    order: np.ndarray
+    count: np.ndarray
+
+
+def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
     """The questions of a run's validation, before anything is loaded.
 
     Args:
-        config: the run's checked `ConfigDict`; `validation.every` of 0 asks for none.
+        run: the settings of the run; `validation.every` of 0 asks for none.
         setup: what is trained.
         workdir: folder of the run, where the shapes world is.
 
@@ -43,18 +64,18 @@ def read_questions(config: Any, setup: Setup, workdir: Path) -> Split | None:
         Questions and answers, as many as are asked for, or None.
 
     Raises:
-        FileNotFoundError: a file or a picture is missing.
+        FileNotFoundError: a file or an image is missing.
         ValueError: a budget that cannot be kept, or a file that is not what it should be; the
             message names file, line and field.
     """
-    if not config.validation.every:
+    if not run.validation.every:
         return None
-    budget, most = config.validation.budget, setup.selector.steps(setup.model.num_image_tokens)
+    budget, most = run.validation.budget, setup.selector.steps(setup.model.max_image_tokens)
     if budget > most:
         raise ValueError(f"config.validation.budget is {budget}, expected at most {most}")
-    folder = config.validation.folder or config.data.folder or workdir / "data"
-    found = read_split(Path(folder).expanduser(), "validation")
-    return thin(found, config.validation.questions)
+    folder = run.validation.folder or run.data.folder or workdir / "data"
+    split = read_split(Path(folder).expanduser(), "validation")
+    return thin(split, run.validation.questions)
 
 
 class Validation:
@@ -63,32 +84,30 @@ class Validation:
     Of several processes all have to make them; each knows all results, the main one draws.
     """
 
-    def __init__(self, config: Any, model: VLM, split: Split, workdir: Path):
+    def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
         """Runs the tower and tokenises.
 
         Args:
-            config: the run's checked `ConfigDict`.
+            run: the settings of the run.
             model: the frozen model.
             split: from `read_questions`.
             workdir: folder of the run.
 
         Raises:
-            ValueError: a picture that cannot be read, or a question that is too long.
+            ValueError: an image that cannot be read, or a question that is too long.
         """
-        self._config, self._model, self._split = config.validation, model, split
-        self._folder, self._size = workdir / FOLDER, config.batch_size
-        attention, n = config.model.attention, model.config.num_image_tokens
-        self._encoded = encode_split(
+        self._settings, self._model, self._split = run.validation, model, split
+        self._folder, self._size = workdir / FOLDER, run.batch_size
+        attention, n = run.model.attention, model.config.max_image_tokens
+        self._encoded = encode_questions(
             model, split.questions, batch_size=self._size, attention=attention
         )
-        check_lengths(self._encoded, n)
-        self._ladder = tuple(sorted({-(-n // share) for share in _SHARES}))
-        self._how = Answering(
-            self._ladder, self._size, self._config.max_new_tokens, attention=attention
-        )
+        check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
+        sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
+        self._batching, self._run = Batching(self._size, sizes), RunOptions(attention=attention)
         self._options = ForwardOptions(attention, mesh=mesh_of(model.params))
         self._targets = self._read_answers(
-            Limits(n, config.data.context_limit, config.data.policy_text_limit)
+            Limits(n, run.data.context_limit, run.data.policy_text_limit)
         )
 
     def _read_answers(self, limits: Limits) -> Targets:
@@ -101,7 +120,7 @@ class Validation:
         return stack_targets(rows, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
-        """Asks the questions, with what the policy keeps of each picture, and draws a few.
+        """Asks the questions, with what the policy keeps of each image, and draws a few.
 
         Args:
             step: updates done.
@@ -112,12 +131,12 @@ class Validation:
             percent, mean, standard deviation and range of K, "questions", and "seconds" taken.
         """
         begin = time.perf_counter()
-        selection = self.select(policy)
-        texts = answer(self._model, self._encoded, selection, self._how).texts
+        answers, selection = self.answer(policy)
+        texts, count = answers.texts, answers.kept
         right = np.array(list(map(is_right, texts, self._split.answers)))
-        losses, count = self.losses(selection), selection.count
-        if self._config.overlays and distributed.is_main():
-            self._draw(self._folder / f"step_{step:08d}.png", selection, texts)
+        losses = self.losses(selection)
+        if self._settings.overlays and distributed.is_main():
+            self._draw(self._folder / f"step_{step:08d}.png", answers)
         return {
             "step": step,
             "loss": float(losses.sum() / self._targets.supervised.sum()),
@@ -130,57 +149,68 @@ class Validation:
             "seconds": round(time.perf_counter() - begin, 2),
         }
 
-    def select(self, policy: Policy) -> Selection:
-        """What the policy keeps where it stops, or within the budget of the configuration.
+    def answer(self, policy: Policy) -> tuple[Answers, Selection]:
+        """Answers with what a policy keeps: where it stops, or within the budget that is set.
 
-        A policy without a stop keeps a quarter of the tokens if no budget is given.
+        A policy without a stop keeps a quarter of the tokens if no budget is set.
+
+        Args:
+            policy: as it is now.
+
+        Returns:
+            The answers, and what was kept.
         """
-        n, budget = self._model.config.num_image_tokens, self._config.budget
+        n, budget = self._model.config.max_image_tokens, self._settings.budget
         if not budget and policy.method != "stepprune":
             budget = -(-n // 4)
-        found = trained_order(
-            self._model, policy, self._encoded,
-            steps=budget or policy.config.steps(n), batch_size=self._size,
+        kept = Budget("count", budget) if budget else Budget("own")
+        method = place_method(self._model, make_method(None, kept, policy=policy))
+        prompts, vision = self._encoded.prompts, self._encoded.vision
+        ranking, _ = rank_all(
+            self._model, method, prompts, vision,
+            steps=budget or method.pruner.most(n), batch_size=self._size,
         )  # fmt: skip
-        if budget:
-            return Selection(found.order, np.full(len(found.order), budget, np.int32))
-        least = min(policy.config.min_tokens, found.order.shape[1])
-        margin = jnp.asarray(found.margin)
-        count = count_at_bias(margin, policy.stop_bias, least)
-        return Selection(found.order, np.asarray(count, np.int32))
+        answers = answer_all(
+            self._model, method, prompts, vision, self._settings.max_new_tokens, self._run,
+            self._batching, ranking=ranking,
+        )  # fmt: skip
+        return answers, Selection(ranking.order, answers.kept)
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
         """Cross-entropy of the right answers after what was kept, in nats, summed for each."""
-        found = []
-        for rows, count in batches(len(selection.count), self._size):
-            pruned = keep(self._encoded, selection, rows, self._ladder)
-            targets = Targets(*(part[rows] for part in self._targets))
+        losses, vision = [], self._encoded.vision
+        image_of = self._encoded.prompts.image_of[:, 0]
+        mesh, n = self._options.mesh, vision.features.shape[1]
+        for rows, real in batches(len(image_of), self._size):
+            order, count = selection.order[rows], selection.count[rows].astype(np.int32)
+            capacity = choose_bucket(count, self._batching.sizes)
             # Their places are counted with all tokens, and here with those there is room for.
-            absent = self._model.config.num_image_tokens - pruned.tokens.shape[1]
-            targets = targets._replace(place=targets.place - absent)
-            pruned, targets = place_rows(self._options.mesh, (pruned, targets))
-            losses = _losses(
+            targets = Targets(*(part[rows] for part in self._targets))
+            targets = targets._replace(place=targets.place - (n - capacity))
+            arrays = place_rows(mesh, (vision.features[image_of[rows]], order, count, targets))
+            features, order, count, targets = arrays
+            kept = run_take(features, order, count, capacity=capacity)
+            of_rows = _losses(
                 self._model.params,
                 model=self._model.config,
                 options=self._options,
-                kept=pruned,
+                kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
                 targets=targets,
             )
-            found.append(fetch(losses)[:count])
-        return np.concatenate(found)
+            losses.append(fetch(of_rows)[:real])
+        return np.concatenate(losses)
 
-    def _draw(self, path: Path, selection: Selection, texts: list[str]) -> None:
-        """A picture of the first few questions."""
+    def _draw(self, path: Path, answers: Answers) -> None:
+        """Draws the first few questions."""
         # Imported here: it brings matplotlib, which a run without overlays does not need.
         from stepprune_jax.visualize.strip import Example, draw_strip
 
-        grid = grid_shape(self._model.config)
-        first = self._model.config.num_image_tokens - grid[0] * grid[1]
+        grid = self._model.config.grid
+        first = self._model.config.max_image_tokens - grid[0] * grid[1]
         examples = []
-        for i in range(min(self._config.overlays, len(texts))):
-            question, kept = self._split.questions[i], selection.order[i, : selection.count[i]]
+        for i in range(min(self._settings.overlays, len(answers.texts))):
+            question, kept = self._split.questions[i], answers.order[i]
             order = kept[kept >= first] - first
-            examples.append(
-                Example(question.image, order, question.text, texts[i], self._split.answers[i])
-            )
+            right = self._split.answers[i]
+            examples.append(Example(question.image, order, question.text, answers.texts[i], right))
         draw_strip(path, examples, grid)

@@ -1,4 +1,4 @@
-"""How much of the answers is left: against the number of tokens, and family by family."""
+"""Retention against the number of tokens kept, and accuracy by question family."""
 
 from pathlib import Path
 from typing import Any

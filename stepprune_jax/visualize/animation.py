@@ -1,4 +1,4 @@
-"""The selection as it happens: a patch a frame, then the answer."""
+"""The selection step by step: one patch a frame, then the answer."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures of the public benchmarks, from answer files alone: K, and what was looked at."""
+"""Figures of the public benchmarks, from answer files alone: K, and examples of kept patches."""
 
 import io
 import math
@@ -22,19 +22,19 @@ _COLUMNS = 4
 
 
 def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
-    """The default policy at the middle budget; adaptive, unless it does not stop by itself."""
+    """Finds the default policy at the middle budget; exact if it does not stop by itself."""
     for mode in ("adaptive", "exact"):
-        found = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
-        found.sort(key=lambda file: -file.provenance.budget)
-        if found:
-            return found[len(found) // 2]
+        mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
+        mine.sort(key=lambda file: -file.provenance.budget)
+        if mine:
+            return mine[len(mine) // 2]
     return next((f for f in files if f.provenance.method == own_stop(DEFAULT)), None)
 
 
 def draw_benchmark_counts(
     path: Path, benchmark: Benchmark, root: Path, files: Sequence[AnswerFile]
 ) -> Path | None:
-    """Draws how many tokens the default policy keeps, and what its answers are worth.
+    """Draws how many tokens the default policy keeps, and how good its answers are.
 
     Only questions with an image count. Where answers cannot be judged here, as those to test-dev
     of VQAv2, the curves are left out.
@@ -70,7 +70,7 @@ def draw_benchmark_counts(
 
 
 def judged(benchmark: Benchmark, root: Path, file: AnswerFile) -> np.ndarray | None:
-    """What each answer is worth, from 0 to 1; None where one of them cannot be judged here."""
+    """Grades each answer from 0 to 1; None where one of them cannot be judged here."""
     try:
         worth = benchmark.judge(root, file.path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How many tokens the policy keeps, and what that follows."""
+"""The number of tokens that the policy keeps, and what it depends on."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +76,7 @@ def draw_counts(
     curves: Sequence[Curve],
     title: str = "",
 ) -> Path:
-    """Draws how often each K occurs, and what the answers to those questions are worth.
+    """Draws how often each K occurs, and how good the answers to those questions are.
 
     Args:
         path: the PNG to write.

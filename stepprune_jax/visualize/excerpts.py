@@ -99,15 +99,15 @@ def rows_of(report: Report, method: str, mode: str) -> list[dict[str, Any]]:
 
 def records_of(report: Report, method: str, mode: str) -> list[Records]:
     """Records of a method in a mode, from many tokens to few."""
-    found = [r for r in report.records if r.method == method and r.mode == mode]
-    return sorted(found, key=lambda r: r.pruning_rate)
+    records = [r for r in report.records if r.method == method and r.mode == mode]
+    return sorted(records, key=lambda r: r.pruning_rate)
 
 
 def all_tokens(report: Report) -> Records:
-    """The record of the model that reads everything.
+    """Finds the record of all tokens.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the report has none.
     """
     for record in report.records:
         if record.method == ALL:
@@ -116,19 +116,19 @@ def all_tokens(report: Report) -> Records:
 
 
 def default_record(report: Report) -> Records:
-    """The default policy at the middle budget; adaptive, unless it does not stop by itself.
+    """Finds the default policy at the middle budget; adaptive, unless it does not stop by itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the report has none.
     """
-    found = records_of(report, DEFAULT, "adaptive") or records_of(report, DEFAULT, "exact")
-    if not found:
+    records = records_of(report, DEFAULT, "adaptive") or records_of(report, DEFAULT, "exact")
+    if not records:
         raise ValueError(f"records: none has the method {DEFAULT!r}")
-    return found[len(found) // 2]
+    return records[len(records) // 2]
 
 
 def tightest(report: Report) -> list[Records]:
-    """The default policy at the tightest budget, adaptive and exact, and the best other method.
+    """Finds the default policy at the tightest budget, in both modes, and the best other method.
 
     Others are methods whose name does not begin with that of the default policy. Records that do
     not exist are left out.

@@ -1,4 +1,4 @@
-"""Everything a reader wants to see of an evaluation: seven figures, an animation, and a page."""
+"""Draws a report: seven figures, an animation, and the page that shows them."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def write_report(
 
 
 def redraw(folder: str | Path, *, command: str | None = None) -> Path:
-    """Draws the report of an evaluation from what it saved; runs no model.
+    """Redraws the report of an evaluation from what it saved; runs no model.
 
     Args:
         folder: the report folder that `evaluate` wrote.

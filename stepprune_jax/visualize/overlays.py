@@ -1,4 +1,4 @@
-"""What the policy looks at: test images with their kept patches."""
+"""Test images with the patches that the policy keeps."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report's one page: needs no network and no script, only the files beside it."""
+"""The page of a report: one HTML file with its table, which needs only the images beside it."""
 
 from collections.abc import Sequence
 from html import escape
@@ -54,13 +54,13 @@ class PageFigure(NamedTuple):
 
 
 def describe(report: Report) -> list[tuple[str, str]]:
-    """Numbers about the default policy that the table does not hold, in words.
+    """Describes the default policy by numbers that the table does not hold.
 
     Args:
         report: a checked report.
 
     Returns:
-        Pairs of what is told and its value.
+        Pairs of a name and a value.
     """
     record, full = default_record(report), all_tokens(report)
     count = record.count
@@ -79,11 +79,11 @@ def describe(report: Report) -> list[tuple[str, str]]:
     if report.scenes is not None:
         objects = np.array([scene.complexity for scene in report.scenes])
         relevant = np.array([len(scene.relevant) for scene in report.scenes])
-        told = (
+        correlations = (
             (spearman(count, objects), "the number of objects in the image"),
             (spearman(count, relevant), "the number of patches the answer depends on"),
         )
-        known = [f"{value:.2f} with {what}" for value, what in told if value is not None]
+        known = [f"{value:.2f} with {what}" for value, what in correlations if value is not None]
         facts.append(("Spearman's rank correlation of K", ", ".join(known) or "K does not vary"))
     for exact in report.records:
         same = (exact.method, exact.budget) == (record.method, record.budget)
@@ -112,7 +112,7 @@ def write_page(
         report: a checked report.
         figures: the figures, in order.
         title: heading of the page.
-        command: the command that made the report, if it is to be told.
+        command: the command that made the report, if it is to be shown.
         config: the configuration as text, if it is to be shown.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A row of images with what was kept of each, drawn in a moment while a policy is trained."""
+"""A row of images with their kept patches, drawn quickly while a policy is trained."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One look for every figure: colours, type, and how a figure becomes a small file."""
+"""The style of every figure: colours, type, and small files."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

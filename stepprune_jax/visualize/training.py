@@ -21,7 +21,7 @@ _PANELS = (
     ("entropy of a choice, nats", (("entropy", "", _BLUE),)),
     ("gradient norm of the stop", (("grad_norm_stop", "", _GREEN),)),
     (
-        "share of words told right",
+        "share of words predicted right",
         (("told", "answers", _BLUE), ("mention_number", "numbers mentioned", _ORANGE)),
     ),
     ("error of places mentioned", (("mention_error", "", _GREEN),)),
@@ -39,7 +39,7 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no such object, or there is none; the message names the line.
+        ValueError: a line is no such object, or the file is empty; the message names the line.
     """
     path = Path(path)
     if not path.is_file():

@@ -177,7 +177,7 @@ def test_interrupted_runs_go_on_with_what_is_missing(
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"holds answers that were made otherwise.* policy: "):
+    with pytest.raises(ValueError, match=r"holds answers that were made differently.* policy: "):
         generate_answers(config, run, policy=other)
 
 

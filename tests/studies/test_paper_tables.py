@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from stepprune_jax.evaluation.table import average_retention
 from stepprune_jax.studies.paper_tables import (
-    Row,
-    average_retention,
+    PrintedRow,
     follows,
     main,
     page,
@@ -44,7 +44,7 @@ def test_average_retention_by_hand():
     ],
 )
 def test_a_figure_follows_if_some_rounding_gives_it(average, yes):
-    row = Row("any", decimals("50.0"), Decimal(average))
+    row = PrintedRow("any", decimals("50.0"), Decimal(average))
     assert follows(row, decimals("100.0")) is yes
 
 

@@ -1,4 +1,4 @@
-"""Conversations as batches: shapes, shards, pictures that cannot be read, the way they go on."""
+"""Conversations as batches: shapes, shards, images that cannot be read, resuming."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def lengths(*rows):
 
 
 class Made(Corpus):
-    """Rows of given lengths with one supervised token, and a picture by the length's name."""
+    """Rows of given lengths with one supervised token, and an image by the length's name."""
 
     identity = "5a"
 
@@ -46,8 +46,8 @@ class Made(Corpus):
         return f"train.json: sample {number}"
 
 
-class Pictures:
-    """Pixels that are a picture's name; those of some names cannot be read."""
+class Images:
+    """Pixels that are an image's name; those of some names cannot be read."""
 
     def __init__(self, *damaged):
         self.damaged = damaged
@@ -59,8 +59,8 @@ class Pictures:
 
 
 def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
-    pictures = Pictures(*damaged)
-    return Batches(Made(ids), pictures, batch_size, seed, 8, group, Loading(**loading))
+    images = Images(*damaged)
+    return Batches(Made(ids), images, batch_size, seed, 8, group, Loading(**loading))
 
 
 def taken(batches, first, last):
@@ -102,7 +102,7 @@ def test_a_stream_of_other_rows_is_not_gone_on_with():
         make_batches([1, 2, 3]).stream(6, {"next_batch": 1, "rows": "5b"})
 
 
-def test_batches_have_the_shapes_of_their_buckets_and_their_own_pictures():
+def test_batches_have_the_shapes_of_their_buckets_and_their_own_images():
     batches = make_batches([3, 5, 12, 20, 7, 9], batch_size=2)
     shapes = set()
     for batch in taken(batches, 0, 12):
@@ -127,10 +127,10 @@ def test_processes_make_the_batches_that_threads_make():
     assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
 
 
-def test_first_pictures_are_distinct_and_in_the_order_of_training():
+def test_first_images_are_distinct_and_in_the_order_of_training():
     def first(count, **options):
         batches = make_batches([4, 4, 6, 8], **options)
-        return [int(pixels[0, 0, 0]) for pixels in batches.first_pictures(count)]
+        return [int(pixels[0, 0, 0]) for pixels in batches.first_images(count)]
 
     found = first(10)
     assert sorted(found) == [4, 6, 8]
@@ -142,7 +142,7 @@ def test_first_pictures_are_distinct_and_in_the_order_of_training():
     assert is_user_error(error.value)
 
 
-def test_an_unreadable_picture_stops_the_stream_with_its_sample():
+def test_an_unreadable_image_stops_the_stream_with_its_sample():
     batches = make_batches([4, 6], batch_size=2, damaged=(6,))
     with pytest.raises(ValueError, match=r'json: sample 1: "image": 6\.png is a damaged image'):
         taken(batches, 0, 3)
@@ -165,11 +165,11 @@ def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
     for at in range(8):
         local = {"local": slice(at, at + 1), "skip_unreadable": True}
         assert make_batches(ids, 8, damaged=damaged, **local)[0].targets.length == expected[at]
-    with pytest.raises(ValueError, match="no picture of its whole batch can be read"):
+    with pytest.raises(ValueError, match="no image of its whole batch can be read"):
         make_batches([3, 4], 2, damaged=damaged, skip_unreadable=True)[0]
 
 
-def save_picture(path, width, height, seed=0):
+def save_image(path, width, height, seed=0):
     random = np.random.default_rng(seed)
     Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(path)
     return path
@@ -181,7 +181,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
         settings = settings._replace(mean=mean)
         cache = PixelCache(settings, 24, 1 << 20)
         for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
-            path = save_picture(tmp_path / f"{number}.png", *size, seed=number)
+            path = save_image(tmp_path / f"{number}.png", *size, seed=number)
             expected = preprocess_clip(open_image(path), settings)
             np.testing.assert_array_equal(cache(path), expected)
             path.unlink()
@@ -190,7 +190,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
     settings = LLAVA_SETTINGS._replace(resize_to=8, crop_to=(8, 8))
-    paths = [save_picture(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
+    paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
     cache = PixelCache(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
         cache(paths[number])
@@ -201,8 +201,8 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
         cache(paths[1])
 
 
-def test_pictures_of_another_size_than_the_model_takes_are_refused(tmp_path):
-    path = save_picture(tmp_path / "a.png", 24, 24)
+def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
+    path = save_image(tmp_path / "a.png", 24, 24)
     cache = PixelCache(LLAVA_SETTINGS._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)
