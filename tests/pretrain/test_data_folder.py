@@ -69,7 +69,7 @@ def test_samples_without_an_image_and_empty_files_are_refused(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     for samples, message in (
         ([{"id": "x", "conversations": turns}], r"sample 0 \(x\) has no image; all must have one"),
-        ([], "language.batch_size is 2, expected at most the 0 samples"),
+        ([], "expected at least one sample, got an empty list"),
     ):
         (tmp_path / "train.json").write_text(json.dumps(samples))
         with pytest.raises(ValueError, match=message):
