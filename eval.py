@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from stepprune_jax import command_line
-from stepprune_jax.evaluation.run import STAGES, run
+from stepprune_jax.evaluate import STAGES, run
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 

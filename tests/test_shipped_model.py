@@ -27,7 +27,7 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, tmp_path):
     folder = write_world(tmp_path / "w", seed=987654, train=0, validation=0, test=24)
     split = read_split(folder, "test")
     encoded = encode_split(model, split.questions, batch_size=32)
-    n, total = model.config.num_image_tokens, len(split.questions)
+    n, total = model.config.max_image_tokens, len(split.questions)
     assert n == 144
     order = np.stack([np.random.default_rng(0).permutation(n) for _ in range(total)])
     how = Answering((36, n), 32, 3, "original", "matmul")

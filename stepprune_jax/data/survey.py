@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from stepprune_jax.data.corpus import Corpus, Limits
-from stepprune_jax.data.encoding import check_fast
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.image_files import MISSING, OUTSIDE, ImageFolder, ImagePathError
 from stepprune_jax.data.index import (
     MALFORMED,
@@ -51,7 +51,11 @@ class Source(NamedTuple):
 
 
 def open_corpus(
-    source: Source, tokenizer: Any, limits: Limits, identity: str, say: Callable[[str], Any] = print
+    source: Source,
+    encoder: ConversationEncoder,
+    limits: Limits,
+    identity: str,
+    say: Callable[[str], Any] = print,
 ) -> Corpus:
     """Reads a training file, and says what was found and what is left out.
 
@@ -61,7 +65,7 @@ def open_corpus(
 
     Args:
         source: the file, the pictures, and what to do about mistakes.
-        tokenizer: the model's, a fast one.
+        encoder: the model's, with a fast tokenizer.
         limits: what rows are cut to.
         identity: hash of the file's contents.
         say: takes the lines of the report.
@@ -75,15 +79,15 @@ def open_corpus(
         ValueError: a picture lies outside of the folder; a sample cannot be trained on, and
             `source` says to stop; or nothing is left. The message names file and sample.
     """
-    check_fast(tokenizer)
+    encoder.check()
     folder = ImageFolder(source.image_root, source.linked_folders)
-    path = index_path(source.index_folder, identity, tokenizer, source.split_turns, limits.ids)
+    path = index_path(source.index_folder, identity, encoder, source.split_turns, limits.ids)
     known = load_index(path)
     index = known or scan(source.file, source.split_turns, source.unusable == "skip")
     _refuse(index, source, limits)
     missing = _missing(index, source, folder)
     if known is None:
-        index = measure(index, source.file, tokenizer, limits.ids)
+        index = measure(index, source.file, encoder, limits.ids)
         save_index(index, path)
         _refuse(index, source, limits)
     used = np.flatnonzero((index.problem == USABLE) & ~missing)
@@ -91,7 +95,7 @@ def open_corpus(
         say(line)
     if not len(used):
         raise ValueError(f"{source.file}: expected a sample with a picture and an answer, got none")
-    corpus = Corpus(index, used, source.file, source.image_root, tokenizer, limits)
+    corpus = Corpus(index, used, source.file, source.image_root, encoder, limits)
     for line in _token_report(index, used, corpus, limits):
         say(line)
     return corpus

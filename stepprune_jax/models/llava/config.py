@@ -139,11 +139,6 @@ class LlavaConfig:
         """Visual tokens of the largest image; here of every image."""
         return self.vision.num_patches + (self.feature_select == "full")
 
-    @property
-    def num_image_tokens(self) -> int:
-        """The former name of `max_image_tokens`."""
-        return self.max_image_tokens
-
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlavaConfig":
         """Builds the config from the `config.json` of the Hugging Face LLaVA layout.
@@ -236,7 +231,7 @@ def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:
         "model_type": "llava",
         "dtype": dtype,
         "image_token_index": config.image_token_id,
-        "image_seq_length": config.num_image_tokens,
+        "image_seq_length": config.max_image_tokens,
         "projector_hidden_act": config.projector_activation,
         "multimodal_projector_bias": True,
         "vision_feature_layer": config.feature_layer,
