@@ -57,7 +57,7 @@ class Budget:
             raise ValueError(f"budget is {value!r}, expected {expected}")
 
     @classmethod
-    def parse(cls, text: str | float | None) -> "Budget":
+    def parse(cls, text: str | int | float | None) -> "Budget":
         """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
 
         Args:
