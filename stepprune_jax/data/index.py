@@ -26,7 +26,7 @@ _FORM = 1
 # Conversations that are tokenised in one call.
 _PART = 256
 
-USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER = range(4)
+USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
 
 
 class Index(NamedTuple):
@@ -39,8 +39,8 @@ class Index(NamedTuple):
         sample: number of the sample of each row.
         pair: number of the row's question in the sample; -1 for all of them.
         image: number of the row's picture among `names`; -1 without.
-        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`, or
-            `NO_ANSWER` within the context.
+        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
+            `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
         ids: ids of the whole row, its image as one of them.
         text: ids of the user's words.
         targets: supervised tokens within the context.
@@ -109,8 +109,8 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
                     raise
                 rows.append((number, -1, -1, MALFORMED))
                 continue
-            if found.image is None:
-                rows.append((number, -1, -1, TEXT_ONLY))
+            if found.image is None or not found.turns:
+                rows.append((number, -1, -1, NOTHING_SAID if found.image else TEXT_ONLY))
                 continue
             image = names.setdefault(found.image, len(names))
             pairs = range(len(found.turns) // 2) if split_turns and len(found.turns) > 2 else (-1,)

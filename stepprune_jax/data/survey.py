@@ -13,6 +13,7 @@ from stepprune_jax.data.image_files import MISSING, OUTSIDE, ImageFolder, ImageP
 from stepprune_jax.data.index import (
     MALFORMED,
     NO_ANSWER,
+    NOTHING_SAID,
     TEXT_ONLY,
     USABLE,
     Index,
@@ -169,6 +170,7 @@ def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -
         return _explain(index, row, source, limits)
 
     left_out(index.problem == TEXT_ONLY, "text alone, nothing to prune")
+    left_out(index.problem == NOTHING_SAID, "nothing but a first message of the assistant")
     left_out(missing, "the picture is missing", picture)
     left_out(index.problem == MALFORMED, "malformed", reason)
     left_out((index.problem == NO_ANSWER) & ~missing, "no answer within the context", reason)

@@ -124,6 +124,19 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
         opened(CHAT, gone, missing="skip")
 
 
+def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, tokenizer):
+    later = sample("<image>\nis this a dog ?", "no")
+    later["conversations"].insert(0, {"from": "gpt", "value": "left over"})
+    alone, chat = ({**row, "conversations": later["conversations"][:1]} for row in (later, CHAT))
+    corpus = opened(alone, chat, later)
+    assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
+    assert corpus.rows([0])[0].ids.tolist() == encode_conversation(tokenizer, TURNS[:2], 1).ids
+    assert opened.lines[1:3] == [
+        "  1 left out: text alone, nothing to prune",
+        "  1 left out: nothing but a first message of the assistant",
+    ]
+
+
 def test_rows_that_are_cut_are_counted(opened, tokenizer):
     encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     length, said = len(encoded.ids) + 7, len(encoded.text) - 1
