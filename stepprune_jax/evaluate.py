@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
+from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.generate_stage import (
     answers_folder,
@@ -60,6 +60,9 @@ def run(
         unknown = [stage for stage in stages if stage not in STAGES]
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
+        report, answers = workdir / "report", answers_folder(config, workdir)
+        if "score" in stages:  # now, as answering takes hours
+            distributed.main_first(lambda: report_folder.open_folder(report))
     shapes = SHAPES in settings.benchmark_names
     begin = time.monotonic()
     if "generate" in stages:
@@ -67,14 +70,12 @@ def run(
     if not distributed.is_main():
         return
     if "convert" in stages:
-        convert_answers(workdir, settings)
+        convert_answers(workdir, answers, settings)
     if "score" in stages:
         with user_input():
             roots = {name: Path(settings.data) for name in settings.public}
             if shapes:
                 roots[SHAPES] = split_folders(config, workdir)["test"]
-            report = report_folder.open_folder(workdir / "report")
-            answers = answers_folder(config, workdir)
             scores = score_answers(answers, roots, report)
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
@@ -82,16 +83,21 @@ def run(
             _report_shapes(config, settings, answers / SHAPES, roots[SHAPES], report, command)
         if settings.public:
             print(as_markdown(table), end="")
-            draw(workdir, settings, report, command)
+            draw(answers, settings, report, command)
     print(f"evaluated in {time.monotonic() - begin:.0f} s")
 
 
 def _report_shapes(
     config: Any, settings: Settings, folder: Path, data: Path, report: Path, command: str | None
 ) -> None:
-    """Reports on the shapes world, once every row of this run is complete."""
+    """Reports on the shapes world, once every row of this run's labels and budgets is complete."""
     labels = [*settings.labels, own_stop(DEFAULT)]
-    files = [f for f in read_files(folder) if f.provenance.method in labels]
+    files = [
+        f
+        for f in read_files(folder)
+        if f.provenance.method in labels
+        and f.provenance.budget in (None, f.provenance.num_tokens, *settings.budgets)
+    ]
     open_ends = [f for f in files if _answered(f) < f.provenance.asked]
     if open_ends or ALL not in [f.provenance.method for f in files]:
         what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"
@@ -111,7 +117,7 @@ def _report_shapes(
         print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
 
 
-def convert_answers(workdir: Path, settings: Settings) -> None:
+def convert_answers(workdir: Path, answers: Path, settings: Settings) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
 
     An answer file that cannot be converted, or is not complete, is reported, and leaves the others
@@ -119,11 +125,12 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
 
     Args:
         workdir: of the run.
+        answers: folder with a folder for each benchmark.
         settings: of the evaluation.
     """
     for name in settings.public:
         convert = BENCHMARKS[name].convert
-        for file in read_files(workdir / ANSWERS / name) if convert is not None else []:
+        for file in read_files(answers / name) if convert is not None else []:
             out = (
                 workdir / SUBMISSIONS / name / (file.path.stem + BENCHMARKS[name].submission_suffix)
             )
@@ -143,11 +150,11 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
             print(f"wrote {out}")
 
 
-def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -> Path:
+def draw(answers: Path, settings: Settings, report: Path, command: str | None) -> Path:
     """Draws figures of each public benchmark, and puts them behind the table.
 
     Args:
-        workdir: of the run.
+        answers: folder with a folder for each benchmark.
         settings: of the evaluation.
         report: folder with benchmarks.md.
         command: the command that this is.
@@ -163,9 +170,7 @@ def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -
 
     root, figures = Path(settings.data), []
     for name in settings.public:
-        files = [
-            f for f in read_files(workdir / ANSWERS / name) if _answered(f) == f.provenance.asked
-        ]
+        files = [f for f in read_files(answers / name) if _answered(f) == f.provenance.asked]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue

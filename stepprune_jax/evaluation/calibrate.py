@@ -19,7 +19,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.settings import Settings
 from stepprune_jax.inference.pipeline import place_method, rank_all
@@ -28,8 +28,6 @@ from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import make_method
 
 FILE = "stop_biases.json"
-# Questions that share a pass through the tower.
-_CHUNK = 1024
 # Row name to what is known of each policy that the row has had.
 _Entries = dict[str, list[dict[str, Any]]]
 
@@ -198,8 +196,9 @@ def stop_margins(
     questions = sample.questions
     progress, margins = Progress(len(questions)), []
     report = progress.task(f"stop biases, {name}", len(questions), len(questions))
-    for first in range(0, len(questions), _CHUNK):
-        part = questions[first : first + _CHUNK]
+    chunk = chunk_size(model, size)
+    for first in range(0, len(questions), chunk):
+        part = questions[first : first + chunk]
         encoded = encode_questions(model, part, batch_size=size, attention=attention)
         ranking, _ = rank_all(
             model, method, encoded.prompts, encoded.vision, steps=steps, batch_size=size

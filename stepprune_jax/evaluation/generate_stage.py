@@ -23,6 +23,7 @@ from stepprune_jax.benchmarks.answer_files import (
     append,
     check_claim,
     claim,
+    digest,
     outstanding,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -32,7 +33,13 @@ from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
-from stepprune_jax.evaluation.encode import WIDTHS, Encoded, cut_prompts, encode_questions
+from stepprune_jax.evaluation.encode import (
+    WIDTHS,
+    Encoded,
+    chunk_size,
+    cut_prompts,
+    encode_questions,
+)
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.rows import Conditions, TableRow, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import (
@@ -60,9 +67,6 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.pruning import Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
-
-# Bytes of features that questions of a chunk may bring, and the most questions.
-_CHUNK_BYTES, _CHUNK = 300_000_000, 1024
 
 
 class Benchmark(NamedTuple):
@@ -188,7 +192,7 @@ def read_benchmarks(
     asked = {name: public_questions(name, settings) for name in settings.public}
     benchmarks = []
     if SHAPES in settings.benchmark_names:
-        places = split_folders(config, workdir)
+        places = distributed.main_first(lambda: split_folders(config, workdir))
         benchmarks.append(shapes_benchmark(places, settings, stops))
     if asked:
         sample = None
@@ -217,7 +221,8 @@ def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool
     if stops:
         split = read_split(places["validation"], "validation")
         questions = thin(split, settings.validation_questions).questions
-        sample = Sample({"split": "validation"}, questions)
+        about = digest([f"{q.image.name} {q.text}" for q in questions])
+        sample = Sample({"split": "validation", "sample": about}, questions)
     asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
     return Benchmark(SHAPES, asked, sample, keep_order=True)
 
@@ -276,16 +281,26 @@ def answer_benchmarks(
     stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
     biases = StopBiases(folder, conditions.weights, stopping, settings)
 
-    def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
+    def planned(known: Mapping[str, Any]) -> list[TableRow]:
         return plan_rows(settings, source.config, policies, known, config.seed, untrained)
 
-    with user_input():
-        # What is known to be in vain is refused before the model is loaded.
+    def has_work() -> bool:
+        """Whether an answer or a stop bias is missing; refuses what was made otherwise."""
+        missing, claimed = False, []
         for benchmark in benchmarks:
             known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
-            rows = planned(benchmark, known)
-            for file in conditions.files(folder, rows, benchmark.name, benchmark.questions):
+            missing |= known.keys() < stopping.keys()
+            files = conditions.files(folder, planned(known), benchmark.name, benchmark.questions)
+            for file in files:
                 check_claim(file)
+            claimed += [(file, benchmark.questions) for file in files]
+        return missing or any(outstanding(file, questions) for file, questions in claimed)
+
+    answers = {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
+    with user_input():
+        # The processes agree on it, and nobody writes while another still reads.
+        if not distributed.any_process(distributed.main_first(has_work)):
+            return answers
         model = load_model(config) if model is None else model
     devices = row_count(mesh_of(model.params))
     size = -(-settings.batch_size // devices) * devices
@@ -296,12 +311,12 @@ def answer_benchmarks(
             known = {}
             if benchmark.sample is not None:
                 known = biases.compute(model, policies, benchmark.sample, stage.attention, size)
-            tasks.append(_task(stage, folder, benchmark, planned(benchmark, known)))
+            tasks.append(_task(stage, folder, benchmark, planned(known)))
     progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
         _answer_task(stage, task, progress)
     progress.close()
-    return {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
+    return answers
 
 
 def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> dict[str, Policy]:
@@ -339,20 +354,12 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
     missing = distributed.main_first(look)
     distributed.any_process(False)  # nobody writes while another still reads
     todo = sorted(frozenset().union(*missing))
-    chunk = _chunk_size(stage)
+    chunk = chunk_size(stage.model, stage.batch_size)
     chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
     most = len(shown) if benchmark.keep_order else min(stage.settings.samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
     return Task(benchmark, rows, files, missing, chunks, samples)
-
-
-def _chunk_size(stage: Stage) -> int:
-    """Questions of a chunk: whole batches, whose features fit into memory beside the model."""
-    config, dtype = stage.model.config, jax.tree.leaves(stage.model.params)[0].dtype
-    image = config.max_image_tokens * config.feature_width * dtype.itemsize
-    most = min(_CHUNK, _CHUNK_BYTES // image)
-    return max(1, most // stage.batch_size) * stage.batch_size
 
 
 def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
@@ -374,7 +381,7 @@ def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[i
 
 
 def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
-    """Answers what is missing; each process its share, chunk by chunk in step with the others."""
+    """Answers what is missing, chunk by chunk in step with the others; then sorts the lines."""
     for numbers in task.chunks:
         failure = None
         try:
@@ -392,8 +399,7 @@ def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
             for file in task.files:
                 outstanding(file, task.benchmark.questions)
 
-    if jax.process_count() > 1:
-        distributed.main_first(merge)
+    distributed.main_first(merge)
 
 
 def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progress) -> None:

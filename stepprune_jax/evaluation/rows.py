@@ -96,7 +96,7 @@ def plan_rows(
             try:
                 row.method.pruner.check(config, n)
             except ValueError:
-                if settings.methods:
+                if settings.methods and settings.wants(kind.label):
                     raise
                 continue
             rows.append(row)

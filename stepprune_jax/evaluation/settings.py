@@ -9,6 +9,7 @@ from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.models.vlm import check_positions
+from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import PRUNERS
 from stepprune_jax.user_input import nearest
 
@@ -139,10 +140,12 @@ def _check_rows(settings: Settings) -> None:
         good = isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())
         _require(good, name, settings, "a mapping from row names to policy files")
     names = [DEFAULT, *settings.rows, *settings.ablations]
-    known = {name.lower() for name in (*PRUNERS, *settings.labels)}
-    strange = [name for name in _listed(settings.methods) if name.lower() not in known]
-    expected = ", ".join(dict.fromkeys((*PRUNERS, *settings.labels)))
-    _require(not strange, "methods", settings, f"some of {expected}")
+    labels = settings.labels
+    known = [name for name, kind in PRUNERS.items() if kind.label in labels]
+    known = list(dict.fromkeys([*known, *labels]))
+    lower = {name.lower() for name in known}
+    strange = [name for name in _listed(settings.methods) if name.lower() not in lower]
+    _require(not strange, "methods", settings, f"some of {', '.join(known)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
@@ -222,7 +225,7 @@ def load_policies(settings: Settings, own: Path | None) -> dict[str, Policy]:
         try:
             paths[name] = find_policy(name, path)
         except FileNotFoundError:
-            print(f"no row {name!r}: there is no policy file {path}")
+            distributed.say(f"no row {name!r}: there is no policy file {path}")
     return {name: load_policy(path) for name, path in paths.items()}
 
 

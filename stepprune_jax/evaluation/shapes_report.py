@@ -13,6 +13,7 @@ from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation import report as reports
 from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
@@ -50,7 +51,7 @@ def write_report(
     """
     reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     test = read_split(data, "test")
-    records = [read_records(file, data) for file in files]
+    records = [read_records(file, data, test.questions) for file in files]
     table = accuracy_table(records, config.seed)
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
@@ -75,18 +76,27 @@ def write_report(
     return table
 
 
-def read_records(file: AnswerFile, data: Path) -> Records:
+def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
     """Reads what a row kept and answered, and has it judged.
 
     Args:
         file: complete.
         data: folder with the right answers.
+        questions: of the test split.
 
     Returns:
         The row's records.
+
+    Raises:
+        ValueError: a line is not the answer to the question in its place.
     """
     provenance, n = file.provenance, file.provenance.num_tokens
     lines = read_answers(file.path)
+    if [line.id for line in lines] != [question.question_id for question in questions]:
+        raise ValueError(
+            f"{file.path} does not answer the questions of {data} one by one: run the stage "
+            "generate again, which sorts its lines, or move the file away"
+        )
     count = np.array([line.fields["kept"] for line in lines], np.int32)
     order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int32)
     for row, line in zip(order, lines, strict=True):

@@ -182,15 +182,20 @@ def method_of(config: Any, options: Options) -> Method:
         options: the options.
 
     Raises:
+        TypeError: a pruner that is none.
         ValueError: an unknown pruner, a budget that it cannot keep, a policy of another model.
     """
-    if isinstance(options.pruner, Method):
-        method = options.pruner
-    elif isinstance(options.pruner, Pruner):
-        method = Method(options.pruner)
+    pruner = options.pruner
+    if isinstance(pruner, Method | Pruner):
+        for name in ("budget", "policy", "stop_bias", "pruner_options"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name} is given with a pruner that has its own")
+        method = pruner if isinstance(pruner, Method) else Method(pruner)
+    elif not isinstance(pruner, str | None):
+        raise TypeError(f"pruner is {pruner!r}, expected a name, a Pruner or a Method")
     else:
         method = make_method(
-            options.pruner,
+            pruner,
             options.budget,
             policy=options.policy,
             stop_bias=options.stop_bias,

@@ -160,7 +160,7 @@ def _view(
     words: Int[Array, "r w"],
     num_words: Int[Array, "r"],
     mesh: Mesh | None,
-) -> tuple[Any, ...]:
+) -> tuple[Array, tuple[Array, ...], Array, Array]:
     """Tokens, taps, text and text mask of each pair."""
     text = vlm.embed_text(params, config, words)
     mask = jnp.arange(words.shape[1]) < num_words[:, None]

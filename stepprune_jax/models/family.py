@@ -55,8 +55,8 @@ class ModelConfig(Protocol):
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
 
     @property
-    def has_class_token(self) -> bool:
-        """Whether "attention" taps of the tower are rows of a class token."""
+    def class_token_block(self) -> int | None:
+        """The tower's block whose class token ranks patches by attention; None without one."""
 
 
 @runtime_checkable

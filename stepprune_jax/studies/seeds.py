@@ -226,7 +226,7 @@ def evaluate_runs(
         if _known(run.folder / RESULTS, mark) is None
     ]
     if todo or _known(*first) is None:
-        _evaluate_missing(base, places, settings, todo, first)
+        _evaluate_missing(base, places, test, settings, todo, first)
     tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
@@ -244,6 +244,7 @@ def evaluate_runs(
 def _evaluate_missing(
     base: Any,
     places: dict[str, Path],
+    test: Split,
     settings: Settings,
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
@@ -255,7 +256,9 @@ def _evaluate_missing(
         check_policies({run.method: policies[run.folder]}, model.config, settings)
     benchmark = shapes_benchmark(places, settings, stops=bool(todo))
 
-    def records(folder: Path, seed: int, policies: dict[str, Policy]) -> list[Records]:
+    def records(path: Path, mark: str, seed: int, policies: dict[str, Policy]) -> list[Records]:
+        # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
+        folder = path.parent / f"{ANSWERS}_{mark}"
         with base.unlocked():
             config = base.copy_and_resolve_references()
             config.seed = seed
@@ -264,17 +267,18 @@ def _evaluate_missing(
             model=model,
         )  # fmt: skip
         files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
-        return [read_records(file, places["test"]) for file in files]
+        return [read_records(file, places["test"], test.questions) for file in files]
 
     path, mark = first
-    untrained = records(path.parent / ANSWERS, base.seed, {})
+    untrained = records(path, mark, base.seed, {})
     if _known(path, mark) is None:
         _save(path, mark, accuracy_table(untrained, base.seed))
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
-        trained = records(run.folder / ANSWERS, run.seed, {run.method: policies[run.folder]})
+        path = run.folder / RESULTS
+        trained = records(path, mark, run.seed, {run.method: policies[run.folder]})
         table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
-        _save(run.folder / RESULTS, mark, table)
+        _save(path, mark, table)
 
 
 def _mark(run: Run | None, test: Split, settings: Settings) -> str:

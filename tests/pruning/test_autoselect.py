@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
+from small_world import one_shot
 
 from stepprune_jax import FeatureStats, testing
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
-from stepprune_jax.inference import generate, policy_selector
+from stepprune_jax.inference import generate, read_request, trace_arrays
+from stepprune_jax.models import vlm
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
@@ -124,20 +127,23 @@ def test_a_scorer_comes_back_from_its_file(tmp_path, params, with_stats):
     jax.tree.map(np.testing.assert_array_equal, loaded, policy)
 
 
-def test_a_scorer_prunes_for_generation(tmp_path):
+def test_a_scorer_keeps_what_it_scores_best(tmp_path):
     model = load_vlm(testing.tiny_llava(tmp_path / "m"), dtype=jnp.float32, progress=False)
-    config = AutoSelectConfig(feature_width=32, text_width=48, width=8, num_heads=2)
-    policy = Policy(autoselect.init(jax.random.key(0), config), config)
-    with pytest.raises(ValueError, match="no stop of its own"):
-        policy_selector(model, policy)
-    select = policy_selector(model, policy, 3)
-    features, text = jnp.ones((2, 9, 32)), jnp.ones((2, 4, 48))
-    features = features + jax.random.normal(jax.random.key(1), features.shape)
-    pruned = select(features, text, jnp.ones((2, 4), bool))
-    scored = scores(policy.params, config, features, text)
-    best = np.sort(autoselect.order(scored)[:, :3], axis=1)
-    np.testing.assert_array_equal(pruned.index, best)
-    assert generate(model, ["dog"], policy=policy, budget=2, max_tokens=1)[0].kept == 0
+    policy, begun = one_shot(), []
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 24, 3), np.uint8))
+    answer = generate(
+        model, ["dog"], [image], policy=policy, budget=3, max_tokens=1, warm_up=False,
+        trace=begun.append,
+    )  # fmt: skip
+    request = read_request(model.tokenizer, model.image_settings, model.config, ["dog"], [image])
+    pixels = jnp.asarray(request.pixels)
+    features, _ = vlm.encode_image(model.params, model.config, pixels)
+    ids = jnp.asarray([request.question_ids[0]])
+    words = vlm.embed_text(model.params, model.config, ids)
+    scored = scores(policy.params, policy.config, features, words, stats=policy.stats)
+    best = np.sort(np.argsort(-np.asarray(scored[0]), kind="stable")[:3])
+    np.testing.assert_array_equal(trace_arrays(begun[0])["kept_0"], best)
+    assert answer[0].kept == 3
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_larger_buckets_change_nothing(model, run, name):
 
 
 @pytest.mark.parametrize("name", COUNTING)
-@pytest.mark.parametrize(("budget", "count"), [(K, K), (2, 2), ("22.2%", 4), ("1/3", 5)])
+@pytest.mark.parametrize(("budget", "count"), [(K, K), ("33.3%", 5), ("15/32", 8)])
 def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, count):
     result = run(name) if budget == K else answer(model, method(name, budget))
     assert [a.kept for a in result.answers] == [count, 2 * count, 0]
@@ -301,18 +301,22 @@ def _sizes(view):
     return np.full(len(view.tokens), n) if view.valid is None else np.asarray(view.valid.sum(1))
 
 
-def made_view(pruner, config, grids, seed=0, n=None):
+def made_view(pruner, config, grids, seed=0):
     """Random tokens of images with so many rows and columns, and junk behind the smaller ones."""
     random = np.random.default_rng(seed)
     sizes = np.prod(grids, axis=1)
-    r, n = len(grids), int(sizes.max()) if n is None else n
+    r, n = len(grids), int(sizes.max())
     tokens = random.standard_normal((r, n, 32), np.float32)
     valid = np.arange(n) < sizes[:, None]
     tokens = np.where(valid[..., None], tokens, 100)
     count = [pruner.entering(int(size)) for size in sizes]
     count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
-    shapes = {"attention": (r, 4, n + 1), "keys": (r, 4, n + 1, 8), "hidden": (r, n + 1, 32)}
-    taps = [random.standard_normal(shapes[tap.kind], np.float32) for tap in pruner.taps(config)]
+    made = {
+        "attention": random.random((r, 4, n + 1), np.float32),
+        "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
+        "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
+    }
+    taps = [made[tap.kind] for tap in pruner.taps(config)]
     return View(
         tokens=jnp.asarray(tokens),
         valid=None if valid.all() else jnp.asarray(valid),
@@ -353,7 +357,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget):
     kept = pipeline.choose(model, chosen, view, sizes)
     count = np.array(kept.count) if budget == "own" else np.array(view.count)
     check(kept, view, count)
-    assert (count <= [pruner.most(size) for size in sizes]).all()
+    assert (count <= [pruner.most(int(size)) for size in sizes]).all()
     for row, size in enumerate(sizes):
         by_itself = pipeline.choose(model, chosen, alone(view, row), sizes[row : row + 1])
         np.testing.assert_array_equal(by_itself.count[0], count[row])
@@ -450,10 +454,12 @@ def test_a_ranking_serves_every_budget(model, name):
         pipeline.run_rank(chosen.pruner.program(), chosen.params, view, steps)
     )
     np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
+    asked = [(1, None), (K, None), (N, None)]
+    if "own" in kind.budgets:  # a stop early, in the middle, and late
+        biases = -np.quantile(ranking.margin[:, 1:], [0.05, 0.5, 0.95])
+        asked += [("own", float(bias)) for bias in biases]
     counts = set()
-    for budget, bias in [(1, None), (K, None), (N, None), ("own", 0.0), ("own", 3.0)]:
-        if budget == "own" and "own" not in kind.budgets:
-            continue
+    for budget, bias in asked:
         chosen = method(name, budget, stop_bias=bias)
         exact = [chosen.pruner.entering(N) or N] * 3
         at_budget = view._replace(count=jnp.asarray(exact, jnp.int32))
@@ -463,7 +469,7 @@ def test_a_ranking_serves_every_budget(model, name):
         jax.tree.map(np.testing.assert_array_equal, ranked, selected)
         counts.add(tuple(ranked.count.tolist()))
         assert budget == "own" or counts >= {(budget,) * 3}
-    assert len(counts) >= 3 + 2 * ("own" in kind.budgets)
+    assert len(counts) == len(asked), counts
 
 
 @pytest.mark.parametrize("name", ["random", "stepprune"])
@@ -472,8 +478,8 @@ def test_prompts_of_any_length_share_few_programs(model, name):
         return sum(count() for count in pipeline._COMPILED)
 
     before = compiled()
-    for words in range(1, 13):
+    for words in range(1, 17, 2):
         answer(model, method(name), Batch(["dog " * words], [[A]]))
-    # Twelve prompts; a handful of programs for each of two or three buckets.
-    assert compiled() - before <= 16
+    # Eight prompts; a program of each of five kinds for each of two buckets.
+    assert compiled() - before <= 10
 

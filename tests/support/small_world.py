@@ -12,6 +12,7 @@ from PIL import Image
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.policy import FeatureStats, ParamSpec, param_specs
 from stepprune_jax.pruning import AutoSelectConfig, autoselect
 
@@ -106,3 +107,9 @@ def save_all(workdir: Path) -> dict[str, str]:
         name: str(save_policy(policy, workdir / "rows" / f"{number}.safetensors"))
         for number, (name, policy) in enumerate(rows.items())
     }
+
+
+def one_width(patch) -> None:
+    """One width for all prompts, which the tiny tokenizer makes long, to compile less."""
+    for module in (encode, generate_stage):
+        patch.setattr(module, "WIDTHS", (192,))

@@ -130,9 +130,10 @@ class LlavaConfig:
         return self.vision.hidden_size
 
     @property
-    def has_class_token(self) -> bool:
-        """Whether the tower has a class token, whose attention ranks patches."""
-        return True
+    def class_token_block(self) -> int | None:
+        """The tower's block whose output is projected; None if that is the embedding."""
+        state = self.feature_layer % (self.vision.num_layers + 1)
+        return state - 1 if state else None
 
     @property
     def max_image_tokens(self) -> int:
