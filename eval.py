@@ -26,7 +26,7 @@ _STAGES = flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}
 def main() -> None:
     """Reads the flags and evaluates."""
     with user_input():
-        command_line.use_cores(_CONFIG.value.get("cpu_devices", 0))
+        distributed.use_cores(_CONFIG.value.get("cpu_devices", 0))
         distributed.start()
     run(
         _CONFIG.value,
