@@ -4,15 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
-from small_world import one_shot
 
-from stepprune_jax import FeatureStats, testing
-from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax import FeatureStats
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
-from stepprune_jax.inference import generate, read_request, trace_arrays
-from stepprune_jax.models import vlm
-from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
@@ -127,23 +122,21 @@ def test_a_scorer_comes_back_from_its_file(tmp_path, params, with_stats):
     jax.tree.map(np.testing.assert_array_equal, loaded, policy)
 
 
-def test_a_scorer_keeps_what_it_scores_best(tmp_path):
-    model = load_vlm(testing.tiny_llava(tmp_path / "m"), dtype=jnp.float32, progress=False)
-    policy, begun = one_shot(), []
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 24, 3), np.uint8))
-    answer = generate(
-        model, ["dog"], [image], policy=policy, budget=3, max_tokens=1, warm_up=False,
-        trace=begun.append,
+def test_the_pruner_keeps_what_is_scored_best(params, inputs):
+    image, text = inputs
+    valid = jnp.arange(N) < jnp.array([[N], [7], [5]])
+    words = jnp.arange(L) < jnp.array([[L], [1], [2]])
+    view = View(
+        image, valid, jnp.ones((B, 2), jnp.int32), text, words, jnp.arange(B), jnp.array([3, 1, 5])
+    )
+    pruner = AutoSelect(Budget("count", 5), CONFIG)
+    kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
+    scored = scores(
+        params, CONFIG, image, text, image_mask=valid, text_mask=words, stats=STATS
     )  # fmt: skip
-    request = read_request(model.tokenizer, model.image_settings, model.config, ["dog"], [image])
-    pixels = jnp.asarray(request.pixels)
-    features, _ = vlm.encode_image(model.params, model.config, pixels)
-    ids = jnp.asarray([request.question_ids[0]])
-    words = vlm.embed_text(model.params, model.config, ids)
-    scored = scores(policy.params, policy.config, features, words, stats=policy.stats)
-    best = np.sort(np.argsort(-np.asarray(scored[0]), kind="stable")[:3])
-    np.testing.assert_array_equal(trace_arrays(begun[0])["kept_0"], best)
-    assert answer[0].kept == 3
+    for row, count in enumerate([3, 1, 5]):
+        best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])
+        np.testing.assert_array_equal(kept.index[row], [*best, *[-1] * (6 - count)])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stepprune_jax import testing
@@ -32,8 +33,9 @@ def test_ties_go_to_the_earlier_patch():
 
 @pytest.fixture(scope="module")
 def params():
-    config = LlavaConfig.from_hf(testing.tiny_hf_config())
-    return jax.jit(vlm.init_params, static_argnums=1)(jax.random.key(0), config)
+    shapes = vlm.abstract_params(LlavaConfig.from_hf(testing.tiny_hf_config()), jnp.float32)
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda x: 0.2 * random.standard_normal(x.shape, np.float32), shapes)
 
 
 @pytest.mark.parametrize("layer", [-2, 1, 3])

@@ -84,7 +84,9 @@ def test_a_hundred_images_equal_a_plain_loop():
         assert source == sources
         np.testing.assert_allclose(tokens, expected, atol=1e-5)
         # Dominant tokens, targets and those merged are all there are, each once.
-        assert sorted([*sources, *(i for members in given.values() for i in members)]) == [*range(m)]
+        assert sorted([*sources, *(i for members in given.values() for i in members)]) == [
+            *range(m)
+        ]
         # What was merged is given back by the mean times its number.
         for at, (target, members) in enumerate(given.items(), start=dominant):
             total = hidden[members].sum(0) if members else np.zeros(3)
@@ -100,7 +102,8 @@ def test_a_tie_between_targets_goes_to_the_first():
 
 
 @pytest.mark.parametrize(
-    ("count", "split"), [(192, (162, 30)), (128, (108, 20)), (64, (54, 10)), (4, (3, 1)), (2, (1, 1))]
+    ("count", "split"),
+    [(192, (162, 30)), (128, (108, 20)), (64, (54, 10)), (4, (3, 1)), (2, (1, 1))],
 )
 def test_five_of_32_are_contextual(count, split):
     assert VisionZip().split(count) == split

@@ -51,7 +51,7 @@ def fastv(pair, prompt, images, layer, count, max_tokens):
     model, core = pair.theirs, pair.theirs.model.language_model
     hidden, spans = prompted(pair, prompt, images, all_patches)
     cache, position = transformers.DynamicCache(), torch.arange(hidden.shape[1])[None]
-    following, kept, logits = hidden.shape[1], None, []
+    following, received, kept, logits = hidden.shape[1], None, None, []
     while True:
         for number, block in enumerate(core.layers):
             if number == layer and kept is None:
