@@ -130,9 +130,16 @@ def measure(
     compiled, policy_flops = _policy_alone(bench, batch)
     policy, _ = _repeated(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
     return Measured(
-        seconds, wait, fed, policy, model_flops, traced_flops(traced.jaxpr), policy_flops,
-        usage(update), peak,
-    )  # fmt: skip
+        seconds,
+        wait,
+        fed,
+        policy,
+        model_flops,
+        traced_flops(traced.jaxpr),
+        policy_flops,
+        usage(update),
+        peak,
+    )
 
 
 def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: Path) -> Run:

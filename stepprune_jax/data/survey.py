@@ -195,8 +195,10 @@ def _token_report(
         f"  {len(used):,} rows to train on, {total:,} supervised tokens",
         line(
             f"embeddings, {limits.image_tokens:,} of them visual",
-            lengths.ids + limits.image_tokens - 1, long, limits.context,
+            lengths.ids + limits.image_tokens - 1,
+            long,
+            limits.context,
         ),
         line("supervised tokens", lengths.targets),
         line("the user's words", lengths.text, wordy, limits.policy_text),
-    ]  # fmt: skip
+    ]

@@ -297,9 +297,13 @@ class Pruner:
         return ()
 
     def drop(
-        self, params: Any, cut: "LayerCut", sequence: Sequence, taps: dict[str, Array],
+        self,
+        params: Any,
+        cut: "LayerCut",
+        sequence: Sequence,
+        taps: dict[str, Array],
         count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:  # fmt: skip
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Chooses what stays behind a cut.
 
         Args:

@@ -172,13 +172,23 @@ class Validation:
         method = place_method(self._model, make_method(None, kept, policy=policy))
         prompts, vision = self._encoded.prompts, self._encoded.vision
         ranking, _ = rank_all(
-            self._model, method, prompts, vision,
-            steps=budget or method.pruner.most(n), batch_size=self._size,
-        )  # fmt: skip
+            self._model,
+            method,
+            prompts,
+            vision,
+            steps=budget or method.pruner.most(n),
+            batch_size=self._size,
+        )
         answers = answer_all(
-            self._model, method, prompts, vision, self._settings.max_new_tokens, self._run,
-            self._batching, ranking=ranking,
-        )  # fmt: skip
+            self._model,
+            method,
+            prompts,
+            vision,
+            self._settings.max_new_tokens,
+            self._run,
+            self._batching,
+            ranking=ranking,
+        )
         return answers, Selection(ranking.order, answers.kept)
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
