@@ -88,9 +88,11 @@ def evaluate(
 def _report_shapes(
     run: EvaluationRun, folder: Path, data: Path, report: Path, command: str | None
 ) -> None:
-    """Reports on the shapes world, once every row of this run's labels and budgets is complete."""
+    """Reports on the shapes world, once every row that this run asks for is complete."""
     settings = run.eval
-    labels = [*settings.labels, own_stop(DEFAULT)]
+    labels = [label for label in settings.labels if settings.wants(label)]
+    if DEFAULT in labels:
+        labels.append(own_stop(DEFAULT))
     files = [
         f
         for f in read_files(folder)
