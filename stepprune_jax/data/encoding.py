@@ -83,7 +83,7 @@ def encode_conversations(
     check_fast(tokenizer)
     written = [_write(turns, num_images) for turns in conversations]
     pieces = [split_at_images(prompt, num_images) for prompt, _ in written]
-    found = tokenizer(
+    tokenized = tokenizer(
         [piece for row in pieces for piece in row],
         return_offsets_mapping=True,
         return_attention_mask=False,
@@ -93,8 +93,8 @@ def encode_conversations(
     encoded, size = [], num_images + 1
     for number, (_, supervised) in enumerate(written):
         part = slice(number * size, (number + 1) * size)
-        ids = found.input_ids[part]
-        labels = _labels(pieces[number], ids, found.offset_mapping[part], supervised)
+        ids = tokenized.input_ids[part]
+        labels = _labels(pieces[number], ids, tokenized.offset_mapping[part], supervised)
         skip = start_tokens(tokenizer, ids[0])
         whole = join_at_images(ids, skip), join_at_images(labels, skip, IGNORE)
         encoded.append(Encoded(*whole, list(text[number]) if words[number] else []))
