@@ -133,10 +133,11 @@ class StopBiases:
             good = isinstance(known, list) and all(
                 isinstance(e, dict)
                 and isinstance(e.get("biases"), dict)
-                and all(isinstance(b, float | int) and math.isfinite(b)
-                        for b in e["biases"].values())
+                and all(
+                    isinstance(b, float | int) and math.isfinite(b) for b in e["biases"].values()
+                )
                 for e in known
-            )  # fmt: skip
+            )
             if not good:
                 raise ValueError(
                     f"{self._path}: {name!r} is not a list of stop biases; move the file away"

@@ -415,9 +415,13 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
     rows, config = [row for row, _, _ in lacking], stage.model.config
     taps = [tap for row in rows for tap in row.method.pruner.taps(config)]
     encoded = encode_questions(
-        stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
-        taps=taps, attention=stage.attention, numbers=numbers,
-    )  # fmt: skip
+        stage.model,
+        [questions[number] for number in numbers],
+        batch_size=stage.batch_size,
+        taps=taps,
+        attention=stage.attention,
+        numbers=numbers,
+    )
     encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
     plain = _answer_plain(stage, task, encoded)
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
@@ -444,9 +448,13 @@ def _rank(
             continue
         steps = max(other.steps(n) for other in task.rows if other.ranking == key)
         rankings[key] = rank_all(
-            stage.model, place_method(stage.model, row.method), seen.prompts, seen.vision,
-            steps=steps, batch_size=stage.batch_size,
-        )  # fmt: skip
+            stage.model,
+            place_method(stage.model, row.method),
+            seen.prompts,
+            seen.vision,
+            steps=steps,
+            batch_size=stage.batch_size,
+        )
     return rankings
 
 
@@ -494,9 +502,13 @@ def _answer(
     n = stage.conditions.num_tokens
     sizes = {row.steps(n) for row in task.rows}
     return answer_all(
-        stage.model, place_method(stage.model, method), seen.prompts, seen.vision,
+        stage.model,
+        place_method(stage.model, method),
+        seen.prompts,
+        seen.vision,
         settings.longest_answer(BENCHMARKS[name]),
         RunOptions(settings.positions, stage.attention),
         Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
-        ranking=ranking, report=report,
-    )  # fmt: skip
+        ranking=ranking,
+        report=report,
+    )

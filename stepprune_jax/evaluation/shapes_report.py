@@ -1,4 +1,4 @@
-"""The report on the shapes world and data folders of its form: tables, statistics and figures."""
+"""The report on the shapes world and data folders of its form: tables and statistics."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,6 @@ def write_report(
     files: Sequence[AnswerFile],
     data: Path,
     report: Path,
-    command: str | None,
 ) -> list[dict[str, Any]]:
     """Writes the report of a run from its answer files.
 
@@ -44,9 +43,7 @@ def write_report(
         files: complete ones, in the order of the table.
         data: folder with the test split.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
-            statistics.json, records/, report.json, and the figures and index.html of
-            `visualize.redraw`.
-        command: the command that this is, for the page.
+            statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
@@ -76,11 +73,6 @@ def write_report(
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
     print(markdown_table(table), end="")
-    # Imported here: drawing reads what is written here, and needs what nothing else does.
-    from stepprune_jax.visualize import redraw
-
-    page = redraw(report, command=command)
-    print(f"{len(test.questions)} questions, {len(table)} rows: {page}")
     return table
 
 

@@ -55,7 +55,12 @@ def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:
     other = Path(workdir) / f"data_test_{seed}"
     print(f"Test world of seed {seed}: {config.data.test_scenes} scenes in {other}", flush=True)
     write_world(
-        other, seed=config.data.seed, train=0, validation=0, test=config.data.test_scenes,
-        test_seed=seed, **world_size(config),
-    )  # fmt: skip
+        other,
+        seed=config.data.seed,
+        train=0,
+        validation=0,
+        test=config.data.test_scenes,
+        test_seed=seed,
+        **world_size(config),
+    )
     return {"validation": folder, "test": other}

@@ -263,9 +263,15 @@ def _evaluate_missing(
             config = base.copy_and_resolve_references()
             config.seed = seed
         answers = answer_benchmarks(
-            config, settings, [benchmark], policies, source, folder, untrained=not policies,
+            config,
+            settings,
+            [benchmark],
+            policies,
+            source,
+            folder,
+            untrained=not policies,
             model=model,
-        )  # fmt: skip
+        )
         files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
         return [read_records(file, places["test"], test.questions) for file in files]
 

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import ATTENTIONS
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
@@ -189,7 +189,7 @@ def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
     return mesh
 
 
-def make_setup(run: Run, model: LlavaConfig, mesh: Mesh | None = None) -> Setup:
+def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
     """Builds the static part of the update.
 
     Args:

@@ -19,8 +19,8 @@ SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 SIZES = SIZES | {"shapes": 9}
 METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
-    "benchmarks": "shapes,pope,mme", "methods": "all tokens,grid", "budgets": [2], "max_new_tokens": 2,
-    "batch_size": 1,
+    "benchmarks": "shapes,pope,mme", "methods": "all tokens,grid", "budgets": [2],
+    "max_new_tokens": 2, "batch_size": 1,
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ import pytest
 from benchmark_folders import write_benchmarks
 from small_world import save_all, small_config, tiny_model, write_split
 
+from stepprune_jax.evaluate import run
 from stepprune_jax.evaluation import generate_stage
-from stepprune_jax.evaluation.run import run
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")

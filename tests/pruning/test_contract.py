@@ -18,7 +18,7 @@ from stepprune_jax.inference import decoding, generate, pipeline, read_request, 
 from stepprune_jax.inference.answer import make_prompts
 from stepprune_jax.inference.pipeline import RunOptions
 from stepprune_jax.models import vlm
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Ranker, View, make_method
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Pruner, Ranker, View, make_method
 
 N, K, LAYERS, STEPS = 16, 5, 3, 4
 # A small random policy for each kind of trained method.
@@ -28,6 +28,7 @@ POLICIES = {
 }
 NAMES = tuple(PRUNERS)
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
+CUTTING = tuple(name for name in NAMES if PRUNERS[name].cuts is not Pruner.cuts)
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
 
@@ -130,8 +131,11 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
-    merges = PRUNERS[name].select is not Ranker.select and (arrays["kept_0"] < 0).any()
-    view_kept = seen_kept(model, method(name), batch) if merges else None
+    merges = (arrays["kept_0"] < 0).any()
+    if merges:
+        _, kept, pairs = seen_kept(model, method(name), batch)
+        project = jax.jit(vlm.project, static_argnums=1)
+        projected = np.asarray(project(model.params, model.config, kept.tokens))
     hidden, position, where, place, shown = [], [], [], 0, 0
     for token in (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1]):
         if token != vlm.IMAGE_TOKEN:
@@ -141,11 +145,9 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
             place += 1
             continue
         if merges:
-            _, kept, pairs = view_kept
             pair = pairs.slot[row, shown]
             count = int(kept.count[pair])
-            project = jax.jit(vlm.project, static_argnums=1)
-            hidden += list(np.asarray(project(model.params, model.config, kept.tokens))[pair, :count])
+            hidden += list(projected[pair, :count])
             position += (place + np.asarray(kept.place)[pair, :count]).tolist()
             where += [None] * count
         else:
@@ -258,7 +260,7 @@ def test_larger_buckets_change_nothing(model, run, name):
 
 
 @pytest.mark.parametrize("name", COUNTING)
-@pytest.mark.parametrize(("budget", "count"), [(K, K), (2, 2), ("22.2%", 4), ("1/3", 5)])
+@pytest.mark.parametrize(("budget", "count"), [(K, K), ("33.3%", 5), ("15/32", 8)])
 def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, count):
     result = run(name) if budget == K else answer(model, method(name, budget))
     assert [a.kept for a in result.answers] == [count, 2 * count, 0]
@@ -268,7 +270,7 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
     np.testing.assert_array_equal(result.arrays(1)[f"image_{last}"], [0] * count + [1] * count)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["random", *CUTTING])
 def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
     whole = run(name).begun
     limit = int(min(stage.length[0] for stage in whole.trace.stages)) - 17
@@ -287,7 +289,9 @@ def check(kept, view, count):
     np.testing.assert_array_equal(kept.count, count)
     np.testing.assert_array_equal(valid.sum(1), count)
     assert (np.diff(valid.astype(int), axis=1) <= 0).all()  # a prefix
-    assert (index[~valid] == -1).all() and (place[~valid] == 0).all() and (tokens[~valid] == 0).all()
+    assert (
+        (index[~valid] == -1).all() and (place[~valid] == 0).all() and (tokens[~valid] == 0).all()
+    )
     assert ((place >= 0) & (place < n)).all()
     for row in range(len(index)):
         own = index[row][index[row] >= 0]
@@ -301,18 +305,22 @@ def _sizes(view):
     return np.full(len(view.tokens), n) if view.valid is None else np.asarray(view.valid.sum(1))
 
 
-def made_view(pruner, config, grids, seed=0, n=None):
+def made_view(pruner, config, grids, seed=0):
     """Random tokens of images with so many rows and columns, and junk behind the smaller ones."""
     random = np.random.default_rng(seed)
     sizes = np.prod(grids, axis=1)
-    r, n = len(grids), int(sizes.max()) if n is None else n
+    r, n = len(grids), int(sizes.max())
     tokens = random.standard_normal((r, n, 32), np.float32)
     valid = np.arange(n) < sizes[:, None]
     tokens = np.where(valid[..., None], tokens, 100)
     count = [pruner.entering(int(size)) for size in sizes]
     count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
-    shapes = {"attention": (r, 4, n + 1), "keys": (r, 4, n + 1, 8), "hidden": (r, n + 1, 32)}
-    taps = [random.standard_normal(shapes[tap.kind], np.float32) for tap in pruner.taps(config)]
+    made = {
+        "attention": random.random((r, 4, n + 1), np.float32),
+        "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
+        "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
+    }
+    taps = [made[tap.kind] for tap in pruner.taps(config)]
     return View(
         tokens=jnp.asarray(tokens),
         valid=None if valid.all() else jnp.asarray(valid),
@@ -332,29 +340,28 @@ def alone(view, row):
     return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
 
 
-GRIDS = [(4, 4), (2, 3), (3, 4), (1, 5)]
-
-
-@pytest.mark.parametrize("budget", [K, 12, "1/3", "own"])
+@pytest.mark.parametrize("budget", [7, "1/3", "own"])
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_different_size_share_a_batch(model, name, budget):
     kind = PRUNERS[name]
     policy = stepprune() if kind.config_type is PolicyConfig else None  # T_max is half an image
     try:
-        chosen = method(name, budget, policy=policy)
+        bias = 2.0 if budget == "own" else None
+        chosen = method(name, budget, policy=policy, stop_bias=bias)
         chosen.pruner.check(model.config, N)
     except ValueError:
         pytest.skip("it cannot keep this budget")
     pruner = chosen.pruner
     if pruner.taps(model.config):
         pytest.skip("it needs a tower whose images are all of one size")
-    view = made_view(pruner, model.config, GRIDS)
+    view = made_view(pruner, model.config, [(4, 4), (2, 3), (3, 2)])
     sizes = _sizes(view)
     kept = pipeline.choose(model, chosen, view, sizes)
     count = np.array(kept.count) if budget == "own" else np.array(view.count)
     check(kept, view, count)
-    assert (count <= [pruner.most(size) for size in sizes]).all()
-    for row, size in enumerate(sizes):
+    most = [pruner.most(int(size)) for size in sizes]
+    assert (count <= most).all() and (budget != "own" or (count < most).any())
+    for row, size in list(enumerate(sizes))[1:]:
         by_itself = pipeline.choose(model, chosen, alone(view, row), sizes[row : row + 1])
         np.testing.assert_array_equal(by_itself.count[0], count[row])
         same = np.asarray(kept.index[row, : count[row]])
@@ -366,12 +373,11 @@ def test_images_of_different_size_share_a_batch(model, name, budget):
 def test_kept_tokens_keep_their_invariants(model, name, budget):
     chosen = method(name, budget)
     view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
-    for capacity in (N - 1, N):
-        if chosen.pruner.entering(N) > capacity:
-            continue
-        kept = pipeline.run_select(chosen.pruner, chosen.params, view, capacity)
+    count = chosen.pruner.entering(N)
+    for capacity in {max(count, N - 1), N}:
+        kept = pipeline.run_select(chosen.pruner.program(), chosen.params, view, capacity)
         assert kept.index.shape == (3, capacity)
-        check(kept, view, [chosen.pruner.entering(N)] * 3)
+        check(kept, view, [count] * 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -446,14 +452,14 @@ def test_a_ranking_serves_every_budget(model, name):
     chosen = method(name)
     view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
     steps = chosen.pruner.most(N)
-    ranking = jax.device_get(
-        pipeline.run_rank(chosen.pruner.program(), chosen.params, view, steps)
-    )
+    ranking = jax.device_get(pipeline.run_rank(chosen.pruner.program(), chosen.params, view, steps))
     np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
+    asked = [(1, None), (K, None), (N, None)]
+    if "own" in kind.budgets:
+        biases = -np.quantile(ranking.margin[:, 1:], [0.2, 0.5])
+        asked += [("own", float(bias)) for bias in biases]
     counts = set()
-    for budget, bias in [(1, None), (K, None), (N, None), ("own", 0.0), ("own", 3.0)]:
-        if budget == "own" and "own" not in kind.budgets:
-            continue
+    for budget, bias in asked:
         chosen = method(name, budget, stop_bias=bias)
         exact = [chosen.pruner.entering(N) or N] * 3
         at_budget = view._replace(count=jnp.asarray(exact, jnp.int32))
@@ -463,7 +469,7 @@ def test_a_ranking_serves_every_budget(model, name):
         jax.tree.map(np.testing.assert_array_equal, ranked, selected)
         counts.add(tuple(ranked.count.tolist()))
         assert budget == "own" or counts >= {(budget,) * 3}
-    assert len(counts) >= 3 + 2 * ("own" in kind.budgets)
+    assert any(len(set(count)) > 1 for count in counts) == ("own" in kind.budgets)
 
 
 @pytest.mark.parametrize("name", ["random", "stepprune"])
@@ -472,8 +478,7 @@ def test_prompts_of_any_length_share_few_programs(model, name):
         return sum(count() for count in pipeline._COMPILED)
 
     before = compiled()
-    for words in range(1, 13):
+    for words in range(1, 17, 2):
         answer(model, method(name), Batch(["dog " * words], [[A]]))
-    # Twelve prompts; a handful of programs for each of two or three buckets.
-    assert compiled() - before <= 16
-
+    # Eight prompts; a program of each of five kinds for each of two buckets.
+    assert compiled() - before <= 10

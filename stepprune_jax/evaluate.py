@@ -43,7 +43,7 @@ def run(
     """Evaluates a run on the benchmarks that its configuration names.
 
     Args:
-        config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
+        config: the run's `ConfigDict`; for the group `eval` see `evaluation.settings.Settings`.
         workdir: folder of the run. Answers are in workdir/answers/BENCHMARK, what official programs
             take in workdir/submissions/BENCHMARK, tables and figures in workdir/report.
         stages: of `STAGES`.
@@ -109,13 +109,18 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        write_report(config, settings, files, data, report, command)
+        table = write_report(config, settings, files, data, report)
+        # Imported here: drawing needs what nothing else does.
+        from stepprune_jax.visualize import redraw
+
+        page = redraw(report, command=command)
+        print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
 
 
 def convert_answers(workdir: Path, answers: Path, settings: Settings) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
 
-    An answer file that cannot be converted, or is not complete, is told, and leaves the others
+    An answer file that cannot be converted, or is not complete, is reported, and leaves the others
     alone.
 
     Args:
@@ -134,13 +139,13 @@ def convert_answers(workdir: Path, answers: Path, settings: Settings) -> None:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
                 continue
             try:
-                with warnings.catch_warnings(record=True) as told:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     convert(Path(settings.data), file.path, out)
             except (OSError, ValueError) as error:
                 print(f"not converted: {error}")
                 continue
-            for warning in told:
+            for warning in caught:
                 print(f"warning: {name}, {file.path.stem}: {warning.message}")
             print(f"wrote {out}")
 
@@ -157,26 +162,25 @@ def draw(answers: Path, settings: Settings, report: Path, command: str | None) -
     Returns:
         The page, report/benchmarks.md.
     """
-    # Imported here: drawing needs what nothing else does.
     from stepprune_jax.visualize.benchmarks import (
         default_file,
         draw_benchmark_counts,
         draw_benchmark_overlays,
     )
 
-    root, pictures = Path(settings.data), []
+    root, figures = Path(settings.data), []
     for name in settings.public:
         files = [f for f in read_files(answers / name) if _answered(f) == f.provenance.asked]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue
-        pictures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
+        figures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
         questions = public_questions(name, settings)
         if questions_digest(questions) == mine.provenance.questions:
             path = report / f"overlays_{name}.png"
-            pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
+            figures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
     page = report / f"{NAME}.md"
-    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in pictures if path is not None)
+    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures if path is not None)
     made = f"\nWritten by `{command}`.\n" if command else ""
     page.write_text(page.read_text(encoding="utf-8") + shown + made, encoding="utf-8")
     print(f"report: {page}")
