@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
@@ -21,7 +20,7 @@ from stepprune_jax.evaluation.generate_stage import (
 )
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
-from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
+from stepprune_jax.evaluation.settings import SHAPES, EvalSettings, EvaluationRun
 from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
@@ -32,8 +31,8 @@ STAGES = ("generate", "convert", "score")
 SUBMISSIONS = "submissions"
 
 
-def run(
-    config: Any,
+def evaluate(
+    run: EvaluationRun,
     workdir: str | Path,
     *,
     stages: Sequence[str] = STAGES,
@@ -43,7 +42,7 @@ def run(
     """Evaluates a run on the benchmarks that its configuration names.
 
     Args:
-        config: the run's `ConfigDict`; for the group `eval` see `evaluation.settings.Settings`.
+        run: the settings of the run.
         workdir: folder of the run. Answers are in workdir/answers/BENCHMARK, what official programs
             take in workdir/submissions/BENCHMARK, tables and figures in workdir/report.
         stages: of `STAGES`.
@@ -54,19 +53,18 @@ def run(
         FileNotFoundError: a policy, the model, data or answers are missing.
         ValueError: bad settings or files, as the stages say.
     """
-    workdir = Path(workdir)
+    workdir, settings = Path(workdir), run.eval
     with user_input():
-        settings = read_settings(config)
         unknown = [stage for stage in stages if stage not in STAGES]
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
-        report, answers = workdir / "report", answers_folder(config, workdir)
+        report, answers = workdir / "report", answers_folder(run, workdir)
         if "score" in stages:  # now, as answering takes hours
             distributed.main_first(lambda: report_folder.open_folder(report))
     shapes = SHAPES in settings.benchmark_names
     begin = time.monotonic()
     if "generate" in stages:
-        generate_answers(config, workdir, policy=policy)
+        generate_answers(run, workdir, policy=policy)
     if not distributed.is_main():
         return
     if "convert" in stages:
@@ -75,12 +73,12 @@ def run(
         with user_input():
             roots = {name: Path(settings.data) for name in settings.public}
             if shapes:
-                roots[SHAPES] = split_folders(config, workdir)["test"]
+                roots[SHAPES] = split_folders(run, workdir)["test"]
             scores = score_answers(answers, roots, report)
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if shapes:
-            _report_shapes(config, settings, answers / SHAPES, roots[SHAPES], report, command)
+            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, command)
         if settings.public:
             print(as_markdown(table), end="")
             draw(answers, settings, report, command)
@@ -88,9 +86,10 @@ def run(
 
 
 def _report_shapes(
-    config: Any, settings: Settings, folder: Path, data: Path, report: Path, command: str | None
+    run: EvaluationRun, folder: Path, data: Path, report: Path, command: str | None
 ) -> None:
     """Reports on the shapes world, once every row of this run's labels and budgets is complete."""
+    settings = run.eval
     labels = [*settings.labels, own_stop(DEFAULT)]
     files = [
         f
@@ -109,7 +108,7 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        table = write_report(config, settings, files, data, report)
+        table = write_report(run, files, data, report)
         # Imported here: drawing needs what nothing else does.
         from stepprune_jax.visualize import redraw
 
@@ -117,7 +116,7 @@ def _report_shapes(
         print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
 
 
-def convert_answers(workdir: Path, answers: Path, settings: Settings) -> None:
+def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
 
     An answer file that cannot be converted, or is not complete, is reported, and leaves the others
@@ -150,7 +149,7 @@ def convert_answers(workdir: Path, answers: Path, settings: Settings) -> None:
             print(f"wrote {out}")
 
 
-def draw(answers: Path, settings: Settings, report: Path, command: str | None) -> Path:
+def draw(answers: Path, settings: EvalSettings, report: Path, command: str | None) -> Path:
     """Draws figures of each public benchmark, and puts them behind the table.
 
     Args:

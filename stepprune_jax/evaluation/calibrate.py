@@ -21,7 +21,7 @@ from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.inference.pipeline import place_method, rank_all
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
@@ -53,7 +53,9 @@ class StopBiases:
     What other policies, models or samples have given stays in the file.
     """
 
-    def __init__(self, folder: Path, weights: str, policies: Mapping[str, str], settings: Settings):
+    def __init__(
+        self, folder: Path, weights: str, policies: Mapping[str, str], settings: EvalSettings
+    ):
         """Names the file.
 
         Args:

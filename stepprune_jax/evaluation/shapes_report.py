@@ -1,5 +1,6 @@
 """The report on the shapes world and data folders of its form: tables and statistics."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,13 @@ from stepprune_jax.evaluation.accuracy import (
 )
 from stepprune_jax.evaluation.names import ALL, own_stop
 from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
-from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, Settings
+from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
 
 
 def write_report(
-    config: Any,
-    settings: Settings,
+    run: EvaluationRun,
     files: Sequence[AnswerFile],
     data: Path,
     report: Path,
@@ -38,8 +38,7 @@ def write_report(
     """Writes the report of a run from its answer files.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         files: complete ones, in the order of the table.
         data: folder with the test split.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
@@ -52,19 +51,19 @@ def write_report(
     reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     test = read_split(data, "test")
     records = [read_records(file, data, test.questions) for file in files]
-    table = accuracy_table(records, config.seed)
+    table = accuracy_table(records, run.seed)
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
     save_records(report / RECORDS, records)
-    source = inspect_folder(*model_folders(config))
+    source = inspect_folder(*model_folders(run))
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
         "grid": source.config.grid,
-        "seed": config.seed,
+        "seed": run.seed,
         "model": str(source.folder),
-        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
+        "settings": {name: _plain(value) for name, value in dataclasses.asdict(run.eval).items()},
         "stop_biases": _stop_biases(files, records),
         "device": jax.devices()[0].device_kind,
     }

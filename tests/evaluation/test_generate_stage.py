@@ -9,7 +9,7 @@ from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from small_world import one_shot, one_width, small_config, stepprune, tiny_model, write_split
+from small_world import one_shot, one_width, small_run, stepprune, tiny_model, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import Provenance
@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(model, root, tmp_path_factory):
     other = save_policy(one_shot(), tmp_path_factory.mktemp("rows") / "other.safetensors")
-    return small_config(
+    return small_run(
         model.folder, root, benchmarks=",".join(NAMES), data=str(root), methods=METHODS,
         rows={"AutoSelect-like": str(other)}, max_new_tokens=3, validation_questions=8, samples=2,
     )  # fmt: skip
