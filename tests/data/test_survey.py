@@ -130,7 +130,7 @@ def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, token
     alone, chat = ({**row, "conversations": later["conversations"][:1]} for row in (later, CHAT))
     corpus = opened(alone, chat, later)
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
-    assert corpus.rows([0])[0].ids.tolist() == encode_conversation(tokenizer, TURNS[:2], 1).ids
+    assert corpus.rows([0])[0].ids.tolist() == llava_encoder(tokenizer).encode(TURNS[:2], 1).ids
     assert opened.lines[1:3] == [
         "  1 left out: text alone, nothing to prune",
         "  1 left out: nothing but a first message of the assistant",
