@@ -25,6 +25,8 @@ from stepprune_jax.user_input import user_input
 
 # Widths that prompts and the user's words are padded to, so that all sets share programs.
 WIDTHS = bucket_ladder(1 << 16)
+# Bytes of features that the questions of a chunk may bring, and the most questions.
+_CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
 class Encoded(NamedTuple):
@@ -43,6 +45,22 @@ class Encoded(NamedTuple):
     def take(self, rows: np.ndarray) -> "Encoded":
         """Returns some of the questions, with all images."""
         return self._replace(prompts=self.prompts.take(rows))
+
+
+def chunk_size(model: VLM, batch_size: int) -> int:
+    """Computes how many questions share a pass through the tower.
+
+    Args:
+        model: the model.
+        batch_size: questions that go through a program together.
+
+    Returns:
+        Questions of a chunk: whole batches, whose features fit into memory beside the model.
+    """
+    config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
+    image = config.max_image_tokens * config.feature_width * dtype.itemsize
+    most = min(CHUNK, _CHUNK_BYTES // image)
+    return max(1, most // batch_size) * batch_size
 
 
 def encode_questions(

@@ -289,10 +289,16 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
 
     begun = run()
     signature = (
-        model.config, mesh_of(model.params), jax.tree.leaves(model.params)[0].dtype,
-        jax.tree.map(np.shape, pixels), begun.batch.shapes, options.max_tokens,
-        sampling.stop_ids.shape, run_options, method.pruner.program(),
-    )  # fmt: skip
+        model.config,
+        mesh_of(model.params),
+        jax.tree.leaves(model.params)[0].dtype,
+        jax.tree.map(np.shape, pixels),
+        begun.batch.shapes,
+        options.max_tokens,
+        sampling.stop_ids.shape,
+        run_options,
+        method.pruner.program(),
+    )
     if options.warm_up and signature not in _WARM:
         if options.max_tokens > 1:
             jax.block_until_ready(_continue(model, begun, 0).token)

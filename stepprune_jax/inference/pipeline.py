@@ -143,9 +143,13 @@ class Begun(NamedTuple):
 
 
 def _encode(
-    params: dict[str, Any], config: Any, pixels: Any, taps: tuple[Tap, ...], attention: str,
+    params: dict[str, Any],
+    config: Any,
+    pixels: Any,
+    taps: tuple[Tap, ...],
+    attention: str,
     mesh: Mesh | None,
-) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
+) -> tuple[Array, tuple[Array, ...]]:
     features, tapped = vlm.encode_image(params, config, pixels, taps, attention)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(mesh, (features, chosen))
@@ -232,9 +236,13 @@ def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "
     mesh = mesh_of(model.params)
     taps = tuple(dict.fromkeys(taps))
     features, tapped = run_encode(
-        model.params, model.config, place_rows(mesh, pixels), taps=taps, attention=attention,
+        model.params,
+        model.config,
+        place_rows(mesh, pixels),
+        taps=taps,
+        attention=attention,
         mesh=mesh,
-    )  # fmt: skip
+    )
     family, config = model.config.family, model.config
     grid = np.asarray(family.grids(config, pixels), np.int32)
     sizes = np.asarray(family.num_tokens(config, grid), np.int32)
@@ -300,8 +308,9 @@ def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pair
 def _exact(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
     """Tokens to keep of images, where that follows from their sizes; else all."""
     count = [pruner.entering(int(size)) for size in image_sizes]
-    return np.array([size if c is None else c for c, size in zip(count, image_sizes, strict=True)],
-                    np.int32)  # fmt: skip
+    return np.array(
+        [size if c is None else c for c, size in zip(count, image_sizes, strict=True)], np.int32
+    )
 
 
 def choose(
@@ -412,17 +421,33 @@ def begin(
         mesh, (prompts.ids, prompts.length, pairs.slot, pairs.present, grid)
     )
     sequence = run_place(
-        model.params, config, ids, length, kept, grid, slot, present,
-        positions=options.positions, capacity=slots[0], mesh=mesh,
-    )  # fmt: skip
+        model.params,
+        config,
+        ids,
+        length,
+        kept,
+        grid,
+        slot,
+        present,
+        positions=options.positions,
+        capacity=slots[0],
+        mesh=mesh,
+    )
     stages = decoding.Stages(
         method.pruner.program() if layer_cuts else None, layer_cuts, tuple(slots[1:])
     )
     state, trace = decoding.run_start(
-        model.params, config, sequence, keys, sampling,
+        model.params,
+        config,
+        sequence,
+        keys,
+        sampling,
         (method.params, tuple(place_rows(mesh, after))) if layer_cuts else (),
-        stages=stages, max_tokens=max_tokens, attention=options.attention, mesh=mesh,
-    )  # fmt: skip
+        stages=stages,
+        max_tokens=max_tokens,
+        attention=options.attention,
+        mesh=mesh,
+    )
     last = after[-1] if after else of_image
     shapes = (ids.shape, prompts.words.shape, slot.shape, len(pairs.image), capacity, tuple(slots))
     return Begun(state, trace, before.sum(1), last.sum(1), shapes)
@@ -604,9 +629,18 @@ def answer_all(
             batch = prompts.take(rows).cut(width)
             known_rank = None if ranking is None else jax.tree.map(lambda x: x[rows], ranking)
             begun = begin(
-                model, method, batch, vision, greedy, keys, max_tokens, options,
-                ranking=known_rank, sizes=batching.sizes, width=width,
-            )  # fmt: skip
+                model,
+                method,
+                batch,
+                vision,
+                greedy,
+                keys,
+                max_tokens,
+                options,
+                ranking=known_rank,
+                sizes=batching.sizes,
+                width=width,
+            )
             state = finish(model, begun.state, greedy, max_tokens)
             tokens, counts = fetch((state.tokens, state.count))
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]

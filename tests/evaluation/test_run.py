@@ -3,10 +3,10 @@ import json
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import save_all, small_config, tiny_model, write_split
+from small_world import save_all, small_run, tiny_model, write_split
 
+from stepprune_jax.evaluate import run
 from stepprune_jax.evaluation import generate_stage
-from stepprune_jax.evaluation.run import run
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -30,7 +30,7 @@ def world(tmp_path_factory):
     write_split(base / "data", "test", 3, 0)
     write_split(base / "data", "validation", 2, 1)
     save_all(workdir)
-    config = small_config(
+    config = small_run(
         model.folder, base / "data", benchmarks=PUBLIC, data=str(root), methods=METHODS,
         max_new_tokens=2, validation_questions=6, samples=3, budgets=(2,),
     )  # fmt: skip

@@ -76,7 +76,7 @@ def test_greedy_ids_equal_the_reference(tmp_path, shape):
         for prompt, shown in zip(prompts, images, strict=True)
     ]
     assert ids(answers) == expected
-    n = both.ours.config.num_image_tokens
+    n = both.ours.config.max_image_tokens
     assert [a.visual_tokens for a in answers] == [n * len(row) for row in images]
     assert all(a.kept == a.visual_tokens for a in answers)
 

@@ -64,7 +64,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     """New ids of the reference's own generation, the stop id included."""
     ours, theirs = pair
     asked = request(ours, prompt, images)
-    n, token = ours.config.num_image_tokens, theirs.config.image_token_index
+    n, token = ours.config.max_image_tokens, theirs.config.image_token_index
     ids = [t for x in asked.ids[0] for t in ([token] * n if x == IMAGE_TOKEN else [x])]
     ids = torch.tensor([ids])
     pixels = {}
@@ -103,7 +103,7 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
     """Greedy ids from kept tokens at their position ids, everything recomputed for each token."""
     ours, theirs = pair
     asked, core = request(ours, prompt, images), theirs.model
-    n, table = ours.config.num_image_tokens, theirs.get_input_embeddings()
+    n, table = ours.config.max_image_tokens, theirs.get_input_embeddings()
     kept = chosen(n, len(asked.question_ids[0]))
     embeddings, places, place, image = [], [], 0, 0
     for token in asked.ids[0]:

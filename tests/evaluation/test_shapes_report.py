@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from small_world import (
     one_shot,
     save_all,
-    small_config,
+    small_run,
     stepprune,
     tiny_model,
     write_answers,
@@ -40,7 +40,7 @@ def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     rows = save_all(workdir)
     ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
-    config = small_config(*world, rows=rows, ablations=ablations)
+    config = small_run(*world, rows=rows, ablations=ablations)
     (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     evaluate(config, workdir)
     said = read_report(workdir / "report").records[0].answer
@@ -107,11 +107,11 @@ def test_a_second_run_gives_the_same_report(run):
 
 
 def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path):
-    config = small_config(*world)
+    config = small_run(*world)
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train.py"):
         evaluate(config, tmp_path)
     save_policy(stepprune(), tmp_path / "policy.safetensors")
-    bad = small_config(*world, rows={"mine": "absent.safetensors"})
+    bad = small_run(*world, rows={"mine": "absent.safetensors"})
     with pytest.raises(FileNotFoundError, match="for the row 'mine': looked for absent"):
         evaluate(bad, tmp_path)
     (tmp_path / "report").mkdir()
@@ -131,13 +131,13 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path):
         ({"budgets": (5,)}, "row 'StepPrune': config.eval.budgets holds 5, .* at most 4 steps"),
     ]:
         with pytest.raises(ValueError, match=message):
-            evaluate(small_config(*world, **fields), tmp_path)
+            evaluate(small_run(*world, **fields), tmp_path)
     save_policy(stepprune(text_width=8), tmp_path / "policy.safetensors")
     with pytest.raises(ValueError, match=r"row 'StepPrune': .*text_width is 8"):
-        evaluate(small_config(*world), tmp_path)
+        evaluate(small_run(*world), tmp_path)
     save_policy(one_shot(), tmp_path / "policy.safetensors")
     with pytest.raises(ValueError, match="adaptive names 'StepPrune', whose policy has no stop"):
-        evaluate(small_config(*world), tmp_path)
+        evaluate(small_run(*world), tmp_path)
 
 
 @pytest.mark.parametrize(
