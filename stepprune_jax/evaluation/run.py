@@ -61,8 +61,8 @@ def run(
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
         report, answers = workdir / "report", answers_folder(config, workdir)
-        if "score" in stages:  # now, as answering takes hours
-            distributed.main_first(lambda: report_folder.open_folder(report))
+        if "score" in stages and report.exists():  # refused now, as answering takes hours
+            report_folder.open_folder(report)
     shapes = SHAPES in settings.benchmark_names
     begin = time.monotonic()
     if "generate" in stages:
@@ -76,6 +76,7 @@ def run(
             roots = {name: Path(settings.data) for name in settings.public}
             if shapes:
                 roots[SHAPES] = split_folders(config, workdir)["test"]
+            report_folder.open_folder(report)
             scores = score_answers(answers, roots, report)
             table = merge_scores({workdir.name: scores})
         write_table(report, table)

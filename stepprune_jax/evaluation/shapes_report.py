@@ -52,10 +52,10 @@ def write_report(
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
         mean_k, questions and seed.
     """
-    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     test = read_split(data, "test")
     records = [read_records(file, data, test.questions) for file in files]
     table = accuracy_table(records, config.seed)
+    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)

@@ -128,8 +128,8 @@ def test_biases_meet_the_mean_on_the_questions_they_are_computed_on(margins):
     policy = stepprune()
     assert margins.shape == (9, STEPS)
     for mean, bias in zip((3, 2), stop_biases(policy, margins, [3, 2]), strict=True):
-        count = np.asarray(count_at_bias(margins, bias, policy.config.min_tokens))
-        assert count.mean() == pytest.approx(mean, abs=1 / 9) and count.std() > 0
+        count = np.asarray(count_at_bias(jnp.asarray(margins), bias, policy.config.min_tokens))
+        assert count.mean() == pytest.approx(mean, abs=0.25) and count.std() > 0
 
 
 @pytest.mark.parametrize("kind", ["no text", "one-shot"])
@@ -143,13 +143,16 @@ def test_other_policies_keep_what_they_rank_first(model, test, kind):
     assert ranked.texts == alone.texts
 
 
+OWN = Budget("own")
+
+
 @dataclasses.dataclass(frozen=True)
 class AnyOrder(Ranker):
     """Keeps what its parameters say: an order and a count for each question by its number."""
 
     name: ClassVar[str] = "any"
     budgets: ClassVar[tuple[str, ...]] = ("own",)
-    budget: Budget = Budget("own")
+    budget: Budget = OWN
 
     def counts(self, params, ranking, exact):
         del exact
@@ -207,7 +210,7 @@ def test_rows_come_in_the_order_of_the_table(model):
     assert [row.steps(N) for row in rows] == [9] + [4, 2] * 4 + [4, 2, 4, 4, 4, 4, 2]
     # Rows share a ranking with those of the same method or policy, and with no other.
     keys = [row.ranking for row in rows]
-    assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 5
+    assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 4
     assert len({*keys[9:14]}) == len({*keys[1:3]}) == 1
 
 

@@ -3,9 +3,9 @@ import json
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import save_all, small_config, tiny_model, write_split
+from small_world import one_width, save_all, small_config, tiny_model, write_split
 
-from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.evaluation.run import run
 
 # Random weights answer with characters that no font has.
@@ -17,7 +17,7 @@ PUBLIC = "pope,mme,vqav2"
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "WIDTHS", (192,))
+        one_width(patch)
         yield
 
 
@@ -150,7 +150,7 @@ def test_the_validation_split_of_vqav2_is_scored_here(done):
     assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2
 
 
-def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path):
+def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys):
     config, _ = world
     config = config.copy_and_resolve_references()
     config.eval.benchmarks = "shapes"
@@ -158,16 +158,78 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path):
     run(config, tmp_path)
     table = json.loads((tmp_path / "report" / "table.json").read_text())
     found = scores(tmp_path)
-    assert len(found) == len(table) == 7
+    assert len(found) == len(table) == 4
     key = lambda row: (row["method"], row["mode"], row["pruning_rate"])  # noqa: E731
     rows = {key(row): row for row in table}
     for score in found:
         assert round(score["headline"], 2) == rows[key(score)]["accuracy"]
         assert round(score["mean_k"], 2) == rows[key(score)]["mean_k"]
+    # The second time nothing is answered, so that no model is needed; the report is the same.
+    before = {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.json")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepprune_jax.evaluation.generate_stage.load_model", None)
+        run(config, tmp_path)
+        assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
+        # Answers in another order than the questions are put in it before they are reported.
+        path = tmp_path / "answers" / "shapes" / "stepprune-adaptive-77.8.jsonl"
+        text = path.read_text()
+        path.write_text("".join(text.splitlines(keepends=True)[::-1]))
+        with pytest.raises(ValueError, match="run the stage generate again, which sorts its lines"):
+            run(config, tmp_path, stages=["score"])
+        run(config, tmp_path)
+        assert path.read_text() == text
+        assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
+    # Rows of other budgets, as an interrupted run leaves them, do not hold the report up.
+    file = tmp_path / "answers" / "shapes" / "stepprune-exact-77.8.jsonl"
+    other = file.with_name("stepprune-exact-55.6.jsonl")
+    card = json.loads(file.with_suffix(".json").read_text())
+    other.with_suffix(".json").write_text(json.dumps(card | {"budget": 4}))
+    other.write_text(file.read_text().splitlines(keepends=True)[0])
+    capsys.readouterr()
+    run(config, tmp_path, stages=["score"])
+    assert "no report" not in capsys.readouterr().out
+    # One of this run's rows does.
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    run(config, tmp_path, stages=["score"])
+    assert f"no report on shapes: the answers of {file} are not" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report" / "table.json").read_text()) == table
 
 
-def test_mistakes_are_told_before_anything_is_loaded(world, tmp_path):
+def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
     config, _ = world
+    config = config.copy_and_resolve_references()
+    config.eval.benchmarks = "shapes"
+    save_all(tmp_path)
+    answers, report = tmp_path / "answers" / "shapes", tmp_path / "report"
+    answers.mkdir(parents=True)
+    for method, budget, name in (("all tokens", 9, "all-tokens"), ("grid", 2, "grid-exact-77.8")):
+        card = Provenance("shapes", "x", 9, method, "exact", budget, 9, None, "model")._asdict()
+        card["pruning_rate"] = 0.0 if budget == 9 else 77.8
+        del card["budget"], card["made"]
+        (answers / f"{name}.json").write_text(json.dumps(card))
+        lines = [
+            {"question_id": f"test-{n}", "prompt": "?", "text": "dog", "kept": budget, "ms": 1.0}
+            for n in range(9)
+        ]
+        (answers / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.mkdir()
+    manifest = '{"kind": "stepprune_report", "seed": 3}'
+    (report / "report.json").write_text(manifest)
+    (report / "table.json").write_text("[]")
+    run(config, tmp_path, stages=["score"])
+    said = capsys.readouterr().out
+    assert f"no report on shapes: {answers} holds answers of an older version" in said
+    assert "Move the folder away and run eval.py again\n" in said
+    assert (report / "report.json").read_text() == manifest
+    assert (report / "table.json").read_text() == "[]"
+    assert [score["headline"] for score in scores(tmp_path)] == [100.0, 100.0]
+    with pytest.raises(ValueError, match=r"all-tokens.jsonl holds answers that were made differ"):
+        run(config, tmp_path)
+
+
+def test_mistakes_are_reported_before_anything_is_loaded(world, tmp_path):
+    config, _ = world
+    save_all(tmp_path)
     with pytest.raises(ValueError, match=r"--stages is 'guess', expected generate, convert, score"):
         run(config, tmp_path, stages=["guess"])
     with pytest.raises(FileNotFoundError, match=r"no answers to pope, mme, vqav2 in .*: run the"):
