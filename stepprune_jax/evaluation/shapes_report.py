@@ -26,6 +26,7 @@ from stepprune_jax.evaluation.records import RECORDS, Records, save_records, tri
 from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, Settings
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
+from stepprune_jax.user_input import user_input
 
 
 def write_report(
@@ -76,6 +77,9 @@ def write_report(
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
     print(markdown_table(table), end="")
+    if DEFAULT not in [file.provenance.method for file in files]:
+        print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
+        return table
     # Imported here: drawing reads what is written here, and needs what nothing else does.
     from stepprune_jax.visualize import redraw
 
@@ -84,6 +88,7 @@ def write_report(
     return table
 
 
+@user_input()
 def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
     """Reads what a row kept and answered, and has it judged.
 

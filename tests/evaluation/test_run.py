@@ -140,17 +140,21 @@ def test_unfinished_answers_have_no_score(done, tmp_path, capsys):
         other.write_text(whole_mme)
 
 
-def test_the_validation_split_of_vqav2_is_scored_here(done):
+def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
     config, workdir, _ = done
     config = config.copy_and_resolve_references()
     config.eval.benchmarks, config.eval.methods = "vqav2", "all tokens"
     config.eval.questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    # With a test world of its own, all answers have a folder of their own.
+    config.data.test_seed = 5
     run(config, workdir.parent / "val")
+    assert (workdir.parent / "val" / "answers_test_5" / "vqav2" / "all-tokens.jsonl").is_file()
+    assert "all-tokens" in capsys.readouterr().out
     (found,) = scores(workdir.parent / "val")
     assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2
 
 
-def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys):
+def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, monkeypatch):
     config, _ = world
     config = config.copy_and_resolve_references()
     config.eval.benchmarks = "shapes"
@@ -168,6 +172,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.json")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stepprune_jax.evaluation.generate_stage.load_model", None)
+        patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
         run(config, tmp_path)
         assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
         # Answers in another order than the questions are put in it before they are reported.
@@ -180,6 +185,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys):
         assert path.read_text() == text
         assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
     # Rows of other budgets, as an interrupted run leaves them, do not hold the report up.
+    monkeypatch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
     file = tmp_path / "answers" / "shapes" / "stepprune-exact-77.8.jsonl"
     other = file.with_name("stepprune-exact-55.6.jsonl")
     card = json.loads(file.with_suffix(".json").read_text())
@@ -193,6 +199,17 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys):
     run(config, tmp_path, stages=["score"])
     assert f"no report on shapes: the answers of {file} are not" in capsys.readouterr().out
     assert json.loads((tmp_path / "report" / "table.json").read_text()) == table
+
+
+def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_path, capsys):
+    config, _ = world
+    config = config.copy_and_resolve_references()
+    config.eval.benchmarks, config.eval.methods = "shapes", "grid"
+    run(config, tmp_path)
+    assert "no figures: they are about the row 'StepPrune'" in capsys.readouterr().out
+    table = json.loads((tmp_path / "report" / "table.json").read_text())
+    assert [row["method"] for row in table] == ["all tokens", "grid"]
+    assert not (tmp_path / "report" / "index.html").exists()
 
 
 def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
