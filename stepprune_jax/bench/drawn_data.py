@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.testing import tiny_tokenizer
+from stepprune_jax.testing import llava_encoder, tiny_tokenizer
 
 # As most pictures of COCO, which most of LLaVA's are from.
 _WIDTH, _HEIGHT = 640, 480
@@ -55,8 +54,8 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
     Raises:
         ValueError: so many ids leave no room for answers.
     """
-    tokenizer, random = tiny_tokenizer(), np.random.default_rng(0)
-    bare = len(encode_conversation(tokenizer, _turns(questions, 1), 1).ids)
+    encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
+    bare = len(encoder.encode(_turns(questions, 1), 1).ids)
     words = 1 + (ids - bare) // questions
     if words < 1:
         raise ValueError(f"{questions} questions alone take {bare} ids, expected more than {ids}")

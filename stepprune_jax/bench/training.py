@@ -130,9 +130,16 @@ def measure(
     compiled, policy_flops = _policy_alone(bench, batch)
     policy, _ = _repeated(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
     return Measured(
-        seconds, wait, fed, policy, model_flops, traced_flops(traced.jaxpr), policy_flops,
-        usage(update), peak,
-    )  # fmt: skip
+        seconds,
+        wait,
+        fed,
+        policy,
+        model_flops,
+        traced_flops(traced.jaxpr),
+        policy_flops,
+        usage(update),
+        peak,
+    )
 
 
 def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: Path) -> Run:
@@ -272,7 +279,7 @@ def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
     """
     with user_input():
         run = read_run(config)
-        if ids > 1 + run.data.context_limit - model_config(model).num_image_tokens:
+        if ids > 1 + run.data.context_limit - model_config(model).max_image_tokens:
             raise ValueError(f"--ids is {ids}, more than config.data.context_limit allows")
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     fields = MODELS[model] if model in MODELS else json.loads(path.read_text())

@@ -132,7 +132,7 @@ def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> t
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Parses a folder's ``config.json`` and refuses what can be told from it at once."""
+    """Parses a folder's ``config.json`` and refuses what it shows to be unsupported."""
     path = folder / "config.json"
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():

@@ -26,7 +26,8 @@ class Conversation(NamedTuple):
     Attributes:
         id: from the file, where it need not be unique, or its number there.
         image: name of its picture as the file has it, or None.
-        turns: what was said, user first and then alternating, without image marks.
+        turns: what was said, user first and then alternating, without image marks; none if all
+            there was is a first message of the assistant, which is dropped.
     """
 
     id: str
@@ -83,8 +84,9 @@ def read_conversations(
 ) -> list[Sample]:
     """Reads training conversations.
 
-    A first message of the assistant is dropped, as in LLaVA's own training. The picture belongs to
-    the first question, wherever in it the mark stands.
+    A first message of the assistant is dropped, as in LLaVA's own training, and so is a
+    conversation that has nothing else. The image belongs to the first question, wherever in it the
+    mark stands.
 
     Args:
         file: JSON list of {"id", "image", "conversations": [{"from", "value"}, ...]}; "from" is
@@ -105,6 +107,8 @@ def read_conversations(
     for index, entry in enumerate(read_json_list(file, "sample")):
         where = f"{file}: sample {index}"
         name, image, turns = parse_conversation(entry, index, where)
+        if not turns:
+            continue
         path = None if image is None else existing_image(image_root, image, where)
         if not split_turns or len(turns) == 2:
             samples.append(Sample(name, path, turns, index))
@@ -231,7 +235,7 @@ def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...
                 f'{place}: "from" must be "{expected}" here, got {message.get("from")!r}'
             )
         turns.append(_without_marks(words(message, "value", place), place, number, has_image))
-    if not turns or len(turns) % 2:
+    if len(turns) % 2:
         raise ValueError(f'{where}: "conversations" ends with a question that has no answer')
     return tuple(turns)
 

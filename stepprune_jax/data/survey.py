@@ -8,11 +8,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from stepprune_jax.data.corpus import Corpus, Limits
-from stepprune_jax.data.encoding import check_fast
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.image_files import MISSING, OUTSIDE, ImageFolder, ImagePathError
 from stepprune_jax.data.index import (
     MALFORMED,
     NO_ANSWER,
+    NOTHING_SAID,
     TEXT_ONLY,
     USABLE,
     Index,
@@ -51,7 +52,11 @@ class Source(NamedTuple):
 
 
 def open_corpus(
-    source: Source, tokenizer: Any, limits: Limits, identity: str, say: Callable[[str], Any] = print
+    source: Source,
+    encoder: ConversationEncoder,
+    limits: Limits,
+    identity: str,
+    say: Callable[[str], Any] = print,
 ) -> Corpus:
     """Reads a training file, and says what was found and what is left out.
 
@@ -61,7 +66,7 @@ def open_corpus(
 
     Args:
         source: the file, the pictures, and what to do about mistakes.
-        tokenizer: the model's, a fast one.
+        encoder: the model's, with a fast tokenizer.
         limits: what rows are cut to.
         identity: hash of the file's contents.
         say: takes the lines of the report.
@@ -75,15 +80,15 @@ def open_corpus(
         ValueError: a picture lies outside of the folder; a sample cannot be trained on, and
             `source` says to stop; or nothing is left. The message names file and sample.
     """
-    check_fast(tokenizer)
+    encoder.check()
     folder = ImageFolder(source.image_root, source.linked_folders)
-    path = index_path(source.index_folder, identity, tokenizer, source.split_turns, limits.ids)
+    path = index_path(source.index_folder, identity, encoder, source.split_turns, limits.ids)
     known = load_index(path)
     index = known or scan(source.file, source.split_turns, source.unusable == "skip")
     _refuse(index, source, limits)
     missing = _missing(index, source, folder)
     if known is None:
-        index = measure(index, source.file, tokenizer, limits.ids)
+        index = measure(index, source.file, encoder, limits.ids)
         save_index(index, path)
         _refuse(index, source, limits)
     used = np.flatnonzero((index.problem == USABLE) & ~missing)
@@ -91,7 +96,7 @@ def open_corpus(
         say(line)
     if not len(used):
         raise ValueError(f"{source.file}: expected a sample with a picture and an answer, got none")
-    corpus = Corpus(index, used, source.file, source.image_root, tokenizer, limits)
+    corpus = Corpus(index, used, source.file, source.image_root, encoder, limits)
     for line in _token_report(index, used, corpus, limits):
         say(line)
     return corpus
@@ -165,6 +170,7 @@ def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -
         return _explain(index, row, source, limits)
 
     left_out(index.problem == TEXT_ONLY, "text alone, nothing to prune")
+    left_out(index.problem == NOTHING_SAID, "nothing but a first message of the assistant")
     left_out(missing, "the picture is missing", picture)
     left_out(index.problem == MALFORMED, "malformed", reason)
     left_out((index.problem == NO_ANSWER) & ~missing, "no answer within the context", reason)
@@ -189,8 +195,10 @@ def _token_report(
         f"  {len(used):,} rows to train on, {total:,} supervised tokens",
         line(
             f"embeddings, {limits.image_tokens:,} of them visual",
-            lengths.ids + limits.image_tokens - 1, long, limits.context,
+            lengths.ids + limits.image_tokens - 1,
+            long,
+            limits.context,
         ),
         line("supervised tokens", lengths.targets),
         line("the user's words", lengths.text, wordy, limits.policy_text),
-    ]  # fmt: skip
+    ]

@@ -21,7 +21,7 @@ from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.inference.pipeline import place_method, rank_all
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
@@ -53,7 +53,9 @@ class StopBiases:
     What other policies, models or samples have given stays in the file.
     """
 
-    def __init__(self, folder: Path, weights: str, policies: Mapping[str, str], settings: Settings):
+    def __init__(
+        self, folder: Path, weights: str, policies: Mapping[str, str], settings: EvalSettings
+    ):
         """Names the file.
 
         Args:
@@ -133,10 +135,11 @@ class StopBiases:
             good = isinstance(known, list) and all(
                 isinstance(e, dict)
                 and isinstance(e.get("biases"), dict)
-                and all(isinstance(b, float | int) and math.isfinite(b)
-                        for b in e["biases"].values())
+                and all(
+                    isinstance(b, float | int) and math.isfinite(b) for b in e["biases"].values()
+                )
                 for e in known
-            )  # fmt: skip
+            )
             if not good:
                 raise ValueError(
                     f"{self._path}: {name!r} is not a list of stop biases; move the file away"

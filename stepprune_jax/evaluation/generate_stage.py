@@ -5,6 +5,7 @@ once, and every row of the table is answered from that; each row's answers are o
 the next row begins. A run that was stopped continues with the questions that have no answer.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -46,11 +47,11 @@ from stepprune_jax.evaluation.settings import (
     DEFAULT,
     POLICY_FILE,
     SHAPES,
-    Settings,
+    EvalSettings,
+    EvaluationRun,
     check_policies,
     load_policies,
     own_policy,
-    read_settings,
 )
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import read_split, thin
@@ -101,7 +102,7 @@ class Stage(NamedTuple):
     attention: str
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> EvalSettings:
         """Of the evaluation."""
         return self.conditions.settings
 
@@ -134,12 +135,12 @@ class Task(NamedTuple):
 
 
 def generate_answers(
-    config: Any, workdir: str | Path, *, policy: str | Path | None = None
+    run: EvaluationRun, workdir: str | Path, *, policy: str | Path | None = None
 ) -> dict[str, Path]:
     """Answers the questions of all benchmarks that have no answer yet.
 
     Args:
-        config: the run's configuration; for the group `eval` see `settings.Settings`.
+        run: the settings of the run.
         workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl. Several
             processes must all see it.
         policy: a policy file, or folder of a run, for the default row; otherwise that of the
@@ -154,30 +155,28 @@ def generate_answers(
             were made otherwise.
     """
     workdir = Path(workdir)
-    folder = answers_folder(config, workdir)
+    folder, settings = answers_folder(run, workdir), run.eval
     with user_input():
-        settings = read_settings(config)
         policies = _policies(settings, workdir, policy)
-        source = inspect_folder(*model_folders(config))
+        source = inspect_folder(*model_folders(run))
         check_policies(policies, source.config, settings)
-        benchmarks = read_benchmarks(config, settings, workdir, policies)
-    return answer_benchmarks(config, settings, benchmarks, policies, source, folder)
+        benchmarks = read_benchmarks(run, workdir, policies)
+    return answer_benchmarks(run, benchmarks, policies, source, folder)
 
 
-def answers_folder(config: Any, workdir: Path) -> Path:
+def answers_folder(run: EvaluationRun, workdir: Path) -> Path:
     """Names the folder of a run's answers; a fresh test world has one of its own."""
-    seed = config.data.get("test_seed") if "data" in config else None
+    seed = run.data.test_seed
     return workdir / (ANSWERS if seed is None or seed < 0 else f"{ANSWERS}_test_{seed}")
 
 
 def read_benchmarks(
-    config: Any, settings: Settings, workdir: Path, policies: Mapping[str, Policy]
+    run: EvaluationRun, workdir: Path, policies: Mapping[str, Policy]
 ) -> list[Benchmark]:
     """Reads the questions of every benchmark, and those that stop biases are computed on.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         workdir: folder of the run.
         policies: by row name.
 
@@ -188,11 +187,12 @@ def read_benchmarks(
         FileNotFoundError: questions or images are missing.
         ValueError: a file is not what it should be.
     """
+    settings = run.eval
     stops = any(stops_itself(name, policy, settings) for name, policy in policies.items())
     asked = {name: public_questions(name, settings) for name in settings.public}
     benchmarks = []
     if SHAPES in settings.benchmark_names:
-        places = distributed.main_first(lambda: split_folders(config, workdir))
+        places = distributed.main_first(lambda: split_folders(run, workdir))
         benchmarks.append(shapes_benchmark(places, settings, stops))
     if asked:
         sample = None
@@ -202,7 +202,7 @@ def read_benchmarks(
     return benchmarks
 
 
-def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool) -> Benchmark:
+def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: bool) -> Benchmark:
     """Reads the test split of the shapes world, or of a data folder of its form.
 
     Args:
@@ -227,12 +227,12 @@ def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool
     return Benchmark(SHAPES, asked, sample, keep_order=True)
 
 
-def stops_itself(name: str, policy: Policy, settings: Settings) -> bool:
+def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
     """Whether the learned stop of a row is used as well."""
     return name in settings.adaptive and policy.method == "stepprune"
 
 
-def public_questions(name: str, settings: Settings) -> list[BenchmarkQuestion]:
+def public_questions(name: str, settings: EvalSettings) -> list[BenchmarkQuestion]:
     """Reads a public benchmark's questions."""
     return BENCHMARKS[name].read_questions(
         settings.data, settings.questions.get(name, ""), ocr=settings.textvqa_ocr
@@ -240,8 +240,7 @@ def public_questions(name: str, settings: Settings) -> list[BenchmarkQuestion]:
 
 
 def answer_benchmarks(
-    config: Any,
-    settings: Settings,
+    run: EvaluationRun,
     benchmarks: Sequence[Benchmark],
     policies: Mapping[str, Policy],
     source: Source,
@@ -253,8 +252,7 @@ def answer_benchmarks(
     """Answers what has no answer yet.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         benchmarks: from `read_benchmarks`.
         policies: by row name.
         source: of the model.
@@ -268,13 +266,14 @@ def answer_benchmarks(
     Raises:
         ValueError: answer files that were made otherwise, or questions that the model cannot take.
     """
+    settings = run.eval
     digests = {name: policy_digest(policy) for name, policy in policies.items()}
     conditions = Conditions(
         model=_model_name(source),
         weights=model_identity(source)[:16],
-        dtype=config.model.dtype,
+        dtype=run.model.dtype,
         num_tokens=source.config.max_image_tokens,
-        seed=config.seed,
+        seed=run.seed,
         settings=settings,
         policies=digests,
     )
@@ -282,7 +281,7 @@ def answer_benchmarks(
     biases = StopBiases(folder, conditions.weights, stopping, settings)
 
     def planned(known: Mapping[str, Any]) -> list[TableRow]:
-        return plan_rows(settings, source.config, policies, known, config.seed, untrained)
+        return plan_rows(settings, source.config, policies, known, run.seed, untrained)
 
     def has_work() -> bool:
         """Whether an answer or a stop bias is missing; refuses what was made otherwise."""
@@ -301,10 +300,10 @@ def answer_benchmarks(
         # The processes agree on it, and nobody writes while another still reads.
         if not distributed.any_process(distributed.main_first(has_work)):
             return answers
-        model = load_model(config) if model is None else model
+        model = load_model(run) if model is None else model
     devices = row_count(mesh_of(model.params))
     size = -(-settings.batch_size // devices) * devices
-    stage = Stage(model, conditions, size, config.model.attention)
+    stage = Stage(model, conditions, size, run.model.attention)
     tasks = []
     with user_input():
         for benchmark in benchmarks:
@@ -319,7 +318,9 @@ def answer_benchmarks(
     return answers
 
 
-def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> dict[str, Policy]:
+def _policies(
+    settings: EvalSettings, workdir: Path, policy: str | Path | None
+) -> dict[str, Policy]:
     """The policies whose rows are wanted. The default row may be left out, with a message."""
     wanted = {
         name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
@@ -332,7 +333,7 @@ def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> d
             own = own_policy(workdir, policy)
         else:
             distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
-    return load_policies(settings._replace(**wanted), own)
+    return load_policies(dataclasses.replace(settings, **wanted), own)
 
 
 def _model_name(source: Source) -> str:
@@ -415,10 +416,14 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
     rows, config = [row for row, _, _ in lacking], stage.model.config
     taps = [tap for row in rows for tap in row.method.pruner.taps(config)]
     encoded = encode_questions(
-        stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
-        taps=taps, attention=stage.attention, numbers=numbers,
-    )  # fmt: skip
-    encoded = cut_prompts(encoded)
+        stage.model,
+        [questions[number] for number in numbers],
+        batch_size=stage.batch_size,
+        taps=taps,
+        attention=stage.attention,
+        numbers=numbers,
+    )
+    encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
     plain = _answer_plain(stage, task, encoded)
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
     rankings = _rank(stage, task, seen, rows)
@@ -444,9 +449,13 @@ def _rank(
             continue
         steps = max(other.steps(n) for other in task.rows if other.ranking == key)
         rankings[key] = rank_all(
-            stage.model, place_method(stage.model, row.method), seen.prompts, seen.vision,
-            steps=steps, batch_size=stage.batch_size,
-        )  # fmt: skip
+            stage.model,
+            place_method(stage.model, row.method),
+            seen.prompts,
+            seen.vision,
+            steps=steps,
+            batch_size=stage.batch_size,
+        )
     return rankings
 
 
@@ -494,9 +503,13 @@ def _answer(
     n = stage.conditions.num_tokens
     sizes = {row.steps(n) for row in task.rows}
     return answer_all(
-        stage.model, place_method(stage.model, method), seen.prompts, seen.vision,
+        stage.model,
+        place_method(stage.model, method),
+        seen.prompts,
+        seen.vision,
         settings.longest_answer(BENCHMARKS[name]),
         RunOptions(settings.positions, stage.attention),
         Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
-        ranking=ranking, report=report,
-    )  # fmt: skip
+        ranking=ranking,
+        report=report,
+    )

@@ -1,5 +1,6 @@
-"""The report on the shapes world and data folders of its form: tables, statistics and figures."""
+"""The report on the shapes world and data folders of its form: tables and statistics."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,31 +24,26 @@ from stepprune_jax.evaluation.accuracy import (
 )
 from stepprune_jax.evaluation.names import ALL, own_stop
 from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
-from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, Settings
+from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
 from stepprune_jax.user_input import user_input
 
 
 def write_report(
-    config: Any,
-    settings: Settings,
+    run: EvaluationRun,
     files: Sequence[AnswerFile],
     data: Path,
     report: Path,
-    command: str | None,
 ) -> list[dict[str, Any]]:
     """Writes the report of a run from its answer files.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         files: complete ones, in the order of the table.
         data: folder with the test split.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
-            statistics.json, records/, report.json, and the figures and index.html of
-            `visualize.redraw`.
-        command: the command that this is, for the page.
+            statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
@@ -55,20 +51,20 @@ def write_report(
     """
     test = read_split(data, "test")
     records = [read_records(file, data, test.questions) for file in files]
-    table = accuracy_table(records, config.seed)
+    table = accuracy_table(records, run.seed)
     reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
     save_records(report / RECORDS, records)
-    source = inspect_folder(*model_folders(config))
+    source = inspect_folder(*model_folders(run))
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
         "grid": source.config.grid,
-        "seed": config.seed,
+        "seed": run.seed,
         "model": str(source.folder),
-        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
+        "settings": {name: _plain(value) for name, value in dataclasses.asdict(run.eval).items()},
         "stop_biases": _stop_biases(files, records),
         "device": jax.devices()[0].device_kind,
     }
@@ -77,14 +73,6 @@ def write_report(
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
     print(markdown_table(table), end="")
-    if DEFAULT not in [file.provenance.method for file in files]:
-        print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
-        return table
-    # Imported here: drawing reads what is written here, and needs what nothing else does.
-    from stepprune_jax.visualize import redraw
-
-    page = redraw(report, command=command)
-    print(f"{len(test.questions)} questions, {len(table)} rows: {page}")
     return table
 
 

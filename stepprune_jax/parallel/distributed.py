@@ -17,6 +17,23 @@ T = TypeVar("T")
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
+def use_cores(count: int) -> None:
+    """Makes `count` CPU devices before jax starts; 0 leaves their number to jax.
+
+    One device leaves most of a second core idle. Where jax sees accelerators it uses those.
+
+    Args:
+        count: `config.cpu_devices`.
+
+    Raises:
+        ValueError: not an integer from 0.
+    """
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
+    if count:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def start(environment: Mapping[str, str] = os.environ) -> None:
     """Joins this process to the others of its run, if the environment speaks of several.
 

@@ -12,7 +12,6 @@ from stepprune_jax import testing
 from stepprune_jax.bench import training
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.weights import random_weights
-from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
@@ -45,7 +44,7 @@ def test_conversations_have_the_length_that_is_asked_for(tmp_path, ids):
     folder = write_conversations(tmp_path / "data", 2, 4, ids)
     samples = read_conversations(folder / "train.json", folder / "images")
     assert [len(sample.turns) for sample in samples] == [8, 8]
-    encoded = encode_conversation(testing.tiny_tokenizer(), samples[0].turns, 1)
+    encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
     assert ids - 4 < len(encoded.ids) <= ids
     with pytest.raises(ValueError, match=r"4 questions alone take \d+ ids, expected more than 50"):
         write_conversations(tmp_path / "short", 1, 4, 50)
@@ -82,7 +81,7 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     run = read_run(config)
     setup = settings.make_setup(run, LlavaConfig.from_hf(FIELDS), settings.make_mesh(run))
     samples = read_conversations(tmp_path / "data/train.json", tmp_path / "data/images")
-    encoded = encode_conversation(testing.tiny_tokenizer(), samples[0].turns, 1)
+    encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
     targets = sum(label >= 0 for label in encoded.labels)
     widths = Bucket(-(-len(encoded.ids) // 8) * 8, -(-len(encoded.text) // 8) * 8, targets)
     traced = plan.trace_update(setup, jnp.float32, 4, widths)

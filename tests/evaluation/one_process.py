@@ -19,13 +19,13 @@ def main(model, root, workdir, settings):
     from stepprune_jax.parallel import distributed
 
     distributed.start()
-    from small_world import small_config
+    from small_world import small_run
 
     from stepprune_jax.evaluation import encode, generate_stage
 
     # Small chunks, so that answers come often.
     encode.CHUNK, encode.WIDTHS, generate_stage.WIDTHS = 2, (192,), (192,)
-    config = small_config(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
+    config = small_run(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
     generate_stage.generate_answers(config, workdir)
 
 

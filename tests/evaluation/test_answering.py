@@ -13,7 +13,7 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.calibrate import Sample, stop_biases, stop_margins
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.rows import plan_rows
-from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.inference import generate
 from stepprune_jax.inference.decoding import run_decode, run_start
@@ -34,7 +34,7 @@ from stepprune_jax.pruning.base import take
 from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
-SETTINGS = Settings(budgets=(4, 2), batch_size=4)
+SETTINGS = EvalSettings(budgets=(4, 2), batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_prompts_beyond_the_context_are_refused(test):
     length = test.prompts.length.copy()
     length[2] = CONTEXT_LIMIT
     with pytest.raises(ValueError, match=f"question 2 takes {CONTEXT_LIMIT - 1 + N} embeddings"):
-        check_lengths(test._replace(prompts=test.prompts._replace(length=length)))
+        check_lengths(test._replace(prompts=test.prompts._replace(length=length)), CONTEXT_LIMIT)
 
 
 def test_a_broken_image_is_named(model, tmp_path):

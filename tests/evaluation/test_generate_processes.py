@@ -11,7 +11,7 @@ import time
 
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
-from small_world import one_width, small_config, tiny_model, write_split
+from small_world import one_width, small_run, tiny_model, write_split
 
 from stepprune_jax.evaluation import generate_stage
 
@@ -41,7 +41,7 @@ def whole(world, tmp_path_factory):
 def answer_here(world, workdir):
     with pytest.MonkeyPatch.context() as patch:
         one_width(patch)
-        config = small_config(*world, data=str(world[1]), **SETTINGS)
+        config = small_run(*world, data=str(world[1]), **SETTINGS)
         generate_stage.generate_answers(config, workdir)
     return read(workdir)
 

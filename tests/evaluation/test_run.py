@@ -1,12 +1,13 @@
 import csv
+import dataclasses
 import json
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import one_width, save_all, small_config, tiny_model, write_split
+from small_world import changed, one_width, save_all, small_run, tiny_model, write_split
 
 from stepprune_jax.benchmarks.answer_files import Provenance
-from stepprune_jax.evaluation.run import run
+from stepprune_jax.evaluate import evaluate as run
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -30,7 +31,7 @@ def world(tmp_path_factory):
     write_split(base / "data", "test", 3, 0)
     write_split(base / "data", "validation", 2, 1)
     save_all(workdir)
-    config = small_config(
+    config = small_run(
         model.folder, base / "data", benchmarks=PUBLIC, data=str(root), methods=METHODS,
         max_new_tokens=2, validation_questions=6, samples=3, budgets=(2,),
     )  # fmt: skip
@@ -104,8 +105,8 @@ def test_figures_are_drawn(done):
 
 def test_scoring_alone_needs_no_model(done, monkeypatch):
     config, workdir, _ = done
-    config = config.copy_and_resolve_references()
-    config.model.folder = str(workdir / "nowhere")
+    model = dataclasses.replace(config.model, folder=str(workdir / "nowhere"))
+    config = dataclasses.replace(config, model=model)
     before = scores(workdir)
     for name in ("scores.json", "overlays_pope.png"):
         (workdir / "report" / name).unlink()
@@ -142,11 +143,10 @@ def test_unfinished_answers_have_no_score(done, tmp_path, capsys):
 
 def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
     config, workdir, _ = done
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods = "vqav2", "all tokens"
-    config.eval.questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    config = changed(config, benchmarks="vqav2", methods="all tokens", questions=questions)
     # With a test world of its own, all answers have a folder of their own.
-    config.data.test_seed = 5
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test_seed=5))
     run(config, workdir.parent / "val")
     assert (workdir.parent / "val" / "answers_test_5" / "vqav2" / "all-tokens.jsonl").is_file()
     assert "all-tokens" in capsys.readouterr().out
@@ -156,8 +156,7 @@ def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
 
 def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, monkeypatch):
     config, _ = world
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks = "shapes"
+    config = changed(config, benchmarks="shapes")
     save_all(tmp_path)
     run(config, tmp_path)
     table = json.loads((tmp_path / "report" / "table.json").read_text())
@@ -203,8 +202,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, 
 
 def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_path, capsys):
     config, _ = world
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods = "shapes", "grid"
+    config = changed(config, benchmarks="shapes", methods="grid")
     run(config, tmp_path)
     assert "no figures: they are about the row 'StepPrune'" in capsys.readouterr().out
     table = json.loads((tmp_path / "report" / "table.json").read_text())
@@ -214,8 +212,7 @@ def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_p
 
 def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
     config, _ = world
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks = "shapes"
+    config = changed(config, benchmarks="shapes")
     save_all(tmp_path)
     answers, report = tmp_path / "answers" / "shapes", tmp_path / "report"
     answers.mkdir(parents=True)
@@ -251,7 +248,6 @@ def test_mistakes_are_reported_before_anything_is_loaded(world, tmp_path):
         run(config, tmp_path, stages=["guess"])
     with pytest.raises(FileNotFoundError, match=r"no answers to pope, mme, vqav2 in .*: run the"):
         run(config, tmp_path, stages=["score"])
-    config = config.copy_and_resolve_references()
-    config.eval.data = str(tmp_path / "nowhere")
+    config = changed(config, data=str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere/pope/llava_pope_test"):
         run(config, tmp_path)

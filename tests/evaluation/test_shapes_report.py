@@ -1,14 +1,16 @@
 """The whole evaluation of a run on the shapes world: from policies to tables and a page."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from small_world import (
+    ROOT,
     one_shot,
     save_all,
-    small_config,
+    small_run,
     stepprune,
     tiny_model,
     write_answers,
@@ -16,12 +18,13 @@ from small_world import (
 )
 
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.generate_stage import answers_folder
 from stepprune_jax.evaluation.report import read_report
-from stepprune_jax.evaluation.run import run as evaluate
-from stepprune_jax.evaluation.settings import read_settings
+from stepprune_jax.evaluation.settings import read_evaluation
 from stepprune_jax.evaluation.sources import split_folders
+from stepprune_jax.studies.variants import load_config
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -44,7 +47,7 @@ def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     rows = save_all(workdir)
     ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
-    config = small_config(*world, rows=rows, ablations=ablations)
+    config = small_run(*world, rows=rows, ablations=ablations)
     (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.MonkeyPatch.context() as patch:  # not drawn: the next one is
         patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
@@ -124,11 +127,11 @@ def test_a_second_run_gives_the_same_report(run):
 
 def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
-    config = small_config(*world)
+    config = small_run(*world)
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train.py"):
         evaluate(config, tmp_path)
     save_policy(stepprune(), tmp_path / "policy.safetensors")
-    bad = small_config(*world, rows={"mine": "absent.safetensors"})
+    bad = small_run(*world, rows={"mine": "absent.safetensors"})
     with pytest.raises(FileNotFoundError, match="for the row 'mine': looked for absent"):
         evaluate(bad, tmp_path)
     (tmp_path / "report").mkdir()
@@ -136,7 +139,8 @@ def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypa
     with pytest.raises(ValueError, match="holds files that are not a report's"):
         evaluate(config, tmp_path)
     (tmp_path / "report" / "poem.txt").unlink()
-    config.data.folder = str(tmp_path / "absent")
+    data = dataclasses.replace(config.data, folder=str(tmp_path / "absent"))
+    config = dataclasses.replace(config, data=data)
     with pytest.raises(FileNotFoundError, match=r"config.data.folder: no folder .*absent"):
         evaluate(config, tmp_path)
 
@@ -149,19 +153,19 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
         ({"budgets": (5,)}, "row 'StepPrune': config.eval.budgets holds 5, .* at most 4 steps"),
     ]:
         with pytest.raises(ValueError, match=message):
-            evaluate(small_config(*world, **fields), tmp_path)
+            evaluate(small_run(*world, **fields), tmp_path)
     save_policy(stepprune(text_width=8), tmp_path / "policy.safetensors")
     with pytest.raises(ValueError, match=r"row 'StepPrune': .*text_width is 8"):
-        evaluate(small_config(*world), tmp_path)
+        evaluate(small_run(*world), tmp_path)
     save_policy(one_shot(), tmp_path / "policy.safetensors")
     with pytest.raises(ValueError, match="adaptive names 'StepPrune', whose policy has no stop"):
-        evaluate(small_config(*world), tmp_path)
+        evaluate(small_run(*world), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": 1}, r"config.eval has unknown field\(s\) colour; it has benchmarks"),
+        ({"colour": 1}, "config.eval.colour is no field"),
         ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
         ({"budgets": (3, 3)}, "expected distinct integers"),
         ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),
@@ -180,33 +184,39 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
 )
 def test_bad_settings_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        read_settings(ConfigDict({"eval": fields}))
+        small_run("model", "data", **fields)
 
 
 def test_settings_have_defaults():
-    assert read_settings(ConfigDict()).budgets == (48, 32, 16)
-    found = read_settings(ConfigDict({"eval": {"budgets": [3, 2]}}))
+    config = load_config(str(ROOT / "configs" / "shapes.py"))
+    with config.unlocked():
+        del config.eval
+    assert read_evaluation(config).eval.budgets == (48, 32, 16)
+    config.eval = ConfigDict({"budgets": (3, 2)})
+    found = read_evaluation(config).eval
     assert found.budgets == (3, 2) and found.benchmark_names == ["shapes"]
 
 
 def test_methods_are_named_by_pruners_or_labels():
     rows = {"AutoSelect-like": "x", "StepPrune literal": "y"}
     methods = "grid,fastv,visionzip,stepprune,AutoSelect"
-    settings = read_settings(
-        ConfigDict({"eval": {"methods": methods, "rows": rows, "benchmarks": "pope"}})
-    )
+    settings = small_run("model", "data", methods=methods, rows=rows, benchmarks="pope").eval
     wanted = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
     assert [label for label in settings.labels if settings.wants(label)] == wanted
     # Of the shapes world all tokens are answered too, for retention is measured against them.
-    assert settings._replace(benchmarks="pope,shapes").wants("all tokens")
+    assert dataclasses.replace(settings, benchmarks="pope,shapes").wants("all tokens")
     assert not settings.wants("all tokens")
 
 
+def with_data(run, **fields):
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
+
+
 def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
-    config = ConfigDict({"data": {
-        "name": "shapes", "folder": "", "train_scenes": 1, "validation_scenes": 1,
-        "test_scenes": 2, "seed": 0, "test_seed": 5,
-    }})  # fmt: skip
+    config = with_data(
+        small_run("model", ""), name="shapes", train_scenes=1, validation_scenes=1, test_scenes=2,
+        seed=0, test_seed=5,
+    )  # fmt: skip
     places = split_folders(config, tmp_path)
     assert places["test"] == tmp_path / "data_test_5"
     assert places["validation"] == tmp_path / "data"
@@ -214,9 +224,9 @@ def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
     assert fresh != (places["validation"] / "test.jsonl").read_text()
     assert not (places["test"] / "train.json").exists()
     assert answers_folder(config, tmp_path) == tmp_path / "answers_test_5"
-    config.data.test_seed = None
-    assert answers_folder(config, tmp_path) == tmp_path / "answers"
-    assert split_folders(config, tmp_path)["test"] == tmp_path / "data"
-    config.data.test_seed, config.data.folder = 5, str(tmp_path)
+    own = with_data(config, test_seed=None)
+    assert answers_folder(own, tmp_path) == tmp_path / "answers"
+    assert split_folders(own, tmp_path)["test"] == tmp_path / "data"
+    config = with_data(config, folder=str(tmp_path))
     with pytest.raises(ValueError, match=r"test_seed is 5, but the data of config.data.folder"):
         split_folders(config, tmp_path)

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax import FeatureStats, testing
-from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax import FeatureStats
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
-from stepprune_jax.inference import generate, policy_selector
-from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
@@ -124,20 +122,21 @@ def test_a_scorer_comes_back_from_its_file(tmp_path, params, with_stats):
     jax.tree.map(np.testing.assert_array_equal, loaded, policy)
 
 
-def test_a_scorer_prunes_for_generation(tmp_path):
-    model = load_vlm(testing.tiny_llava(tmp_path / "m"), dtype=jnp.float32, progress=False)
-    config = AutoSelectConfig(feature_width=32, text_width=48, width=8, num_heads=2)
-    policy = Policy(autoselect.init(jax.random.key(0), config), config)
-    with pytest.raises(ValueError, match="no stop of its own"):
-        policy_selector(model, policy)
-    select = policy_selector(model, policy, 3)
-    features, text = jnp.ones((2, 9, 32)), jnp.ones((2, 4, 48))
-    features = features + jax.random.normal(jax.random.key(1), features.shape)
-    pruned = select(features, text, jnp.ones((2, 4), bool))
-    scored = scores(policy.params, config, features, text)
-    best = np.sort(autoselect.order(scored)[:, :3], axis=1)
-    np.testing.assert_array_equal(pruned.index, best)
-    assert generate(model, ["dog"], policy=policy, budget=2, max_tokens=1)[0].kept == 0
+def test_the_pruner_keeps_what_is_scored_best(params, inputs):
+    image, text = inputs
+    valid = jnp.arange(N) < jnp.array([[N], [7], [5]])
+    words = jnp.arange(L) < jnp.array([[L], [1], [2]])
+    view = View(
+        image, valid, jnp.ones((B, 2), jnp.int32), text, words, jnp.arange(B), jnp.array([3, 1, 5])
+    )
+    pruner = AutoSelect(Budget("count", 5), CONFIG)
+    kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
+    scored = scores(
+        params, CONFIG, image, text, image_mask=valid, text_mask=words, stats=STATS
+    )  # fmt: skip
+    for row, count in enumerate([3, 1, 5]):
+        best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])
+        np.testing.assert_array_equal(kept.index[row], [*best, *[-1] * (6 - count)])
 
 
 @pytest.mark.parametrize(

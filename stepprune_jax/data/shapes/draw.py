@@ -157,10 +157,14 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
         place[hit] = (shape.x / half - 1, shape.y / half - 1, shape.radius / 10)
     ground = np.full(n, BACKGROUNDS.index(scene.background), np.int8)
     return {
-        "class_kind": kind, "class_color": color, "class_background": ground,
-        "class_middle": middle, "value_place": place,
-        "share_across": _share(place[:, 0]), "share_down": _share(place[:, 1]),
-    }  # fmt: skip
+        "class_kind": kind,
+        "class_color": color,
+        "class_background": ground,
+        "class_middle": middle,
+        "value_place": place,
+        "share_across": _share(place[:, 0]),
+        "share_down": _share(place[:, 1]),
+    }
 
 
 def _share(place: np.ndarray) -> np.ndarray:

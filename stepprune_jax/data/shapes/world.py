@@ -102,10 +102,12 @@ def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
     sample, exchange, word, number, place = zip(*rows, strict=True) if rows else [()] * 5
     unknown = (np.nan,) * 3
     return {
-        "sample": np.asarray(sample, np.int32), "exchange": np.asarray(exchange, np.int32),
-        "word": np.asarray(word, "U16"), "number": np.asarray(number, np.int32),
+        "sample": np.asarray(sample, np.int32),
+        "exchange": np.asarray(exchange, np.int32),
+        "word": np.asarray(word, "U16"),
+        "number": np.asarray(number, np.int32),
         "value": np.asarray([p or unknown for p in place], np.float32).reshape(-1, 3),
-    }  # fmt: skip
+    }
 
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
@@ -170,10 +172,17 @@ def write_world(
     """
     folder = Path(folder)
     settings = {
-        "version": VERSION, "seed": seed, "train": train, "validation": validation, "test": test,
-        "test_seed": seed if test_seed is None else test_seed, "patches": patches, "side": side,
-        "grid": grid, "emphasis": emphasis,
-    }  # fmt: skip
+        "version": VERSION,
+        "seed": seed,
+        "train": train,
+        "validation": validation,
+        "test": test,
+        "test_seed": seed if test_seed is None else test_seed,
+        "patches": patches,
+        "side": side,
+        "grid": grid,
+        "emphasis": emphasis,
+    }
     for name, value in settings.items():
         if value < 0:
             raise ValueError(f"{name} of the shapes world is {value}, expected a number >= 0")

@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import testing
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.pruning import Budget, Cls, View
+
+
+def view(tokens, attention):
+    r = len(tokens)
+    return View(
+        tokens, None, jnp.full((r, 2), 1), jnp.zeros((r, 1, 2)), jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32), jnp.full(r, 2), (attention,),
+    )  # fmt: skip
+
+
+def test_an_order_worked_by_hand():
+    attention = jnp.array([[[0.9, 0.02, 0.05, 0.03], [0.1, 0.2, 0.5, 0.2]]])
+    # Means 0.11, 0.275, 0.115 over the heads: the class token itself does not count.
+    assert Cls().rank((), view(jnp.zeros((1, 3, 2)), attention), 3).order.tolist() == [[1, 2, 0]]
+    # Where the class token is one of the features it is kept first.
+    assert Cls().rank((), view(jnp.zeros((1, 4, 2)), attention), 3).order.tolist() == [[0, 2, 3]]
+
+
+def test_ties_go_to_the_earlier_patch():
+    attention = jnp.array([[[0.1, 0.2, 0.3, 0.2, 0.3]], [[0.2] * 5]])
+    order = Cls().rank((), view(jnp.zeros((2, 4, 2)), attention), 4).order
+    assert order.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def params():
+    shapes = vlm.abstract_params(LlavaConfig.from_hf(testing.tiny_hf_config()), jnp.float32)
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda x: 0.2 * random.standard_normal(x.shape, np.float32), shapes)
+
+
+@pytest.mark.parametrize("layer", [-2, 1, 3])
+def test_the_tap_is_the_block_before_the_projected_state(params, layer):
+    config = LlavaConfig.from_hf(testing.tiny_hf_config() | {"vision_feature_layer": layer})
+    (tap,) = Cls().taps(config)
+    assert tap.layer == layer % 4 - 1
+    pixels = jax.random.normal(jax.random.key(1), (2, 3, 24, 24))
+
+    @jax.jit
+    def attention(factor):
+        """With the queries of every block times a factor."""
+        query = params["vision"]["layers"]["attention"]["query"]
+        kernel = query["kernel"] * factor[:, None, None]
+        layers = params["vision"]["layers"]
+        layers = layers | {"attention": layers["attention"] | {"query": query | {"kernel": kernel}}}
+        changed = params | {"vision": params["vision"] | {"layers": layers}}
+        return next(iter(vlm.encode_image(changed, config, pixels, [tap])[1].values()))
+
+    before = attention(jnp.ones(3))
+    assert before.shape == (2, 4, 10)
+    for block in range(3):  # this block's queries and earlier ones matter, later ones do not
+        after = attention(jnp.ones(3).at[block].set(3.0))
+        assert bool(jnp.abs(after - before).max() > 1e-6) == (block <= tap.layer), block
+
+
+def test_no_attention_before_the_embedding():
+    config = LlavaConfig.from_hf(testing.tiny_hf_config() | {"vision_feature_layer": 0})
+    with pytest.raises(ValueError, match=r"no \[CLS\] attention"):
+        Cls(Budget("count", 3)).check(config, 9)

@@ -1,0 +1,484 @@
+"""What every pruner of `PRUNERS` has to keep; a new one is tested by being in the list."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from plain_decoder import plain_logits
+from small_world import one_shot, stepprune
+
+from stepprune_jax import PolicyConfig, testing
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.inference import decoding, generate, pipeline, read_request, trace_arrays
+from stepprune_jax.inference.answer import make_prompts
+from stepprune_jax.inference.pipeline import RunOptions
+from stepprune_jax.models import vlm
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Pruner, Ranker, View, make_method
+
+N, K, LAYERS, STEPS = 16, 5, 3, 4
+# A small random policy for each kind of trained method.
+POLICIES = {
+    PolicyConfig: functools.partial(stepprune, max_steps=N),
+    AutoSelectConfig: one_shot,
+}
+NAMES = tuple(PRUNERS)
+COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
+CUTTING = tuple(name for name in NAMES if PRUNERS[name].cuts is not Pruner.cuts)
+RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
+
+
+def method(name, budget=K, policy=None, **more):
+    kind = PRUNERS[name]
+    if kind.config_type is not None and policy is None:
+        policy = POLICIES[kind.config_type]()
+    return make_method(name, budget if name in COUNTING else None, policy=policy, **more)
+
+
+class Batch(NamedTuple):
+    prompts: list[str]
+    images: list[list[Image.Image]]
+
+
+def image(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+IMAGES = [image(seed) for seed in range(4)]
+A, B, C, D = IMAGES
+# Row 1 is the same in both; what else there is, and so the padding, is not.
+BATCH = Batch(["What is this?", "is the red dog in a chat or no", "two"], [[A], [B, C], []])
+OTHER = Batch(
+    ["What is in this picture? " * 4, BATCH.prompts[1], "is a dog in a"], [[D], [B, C], [D]]
+)
+
+
+class Run(NamedTuple):
+    """An answered batch; `begun` is a copy, as decoding consumes the state."""
+
+    answers: list
+    begun: pipeline.Begun
+
+    def arrays(self, row):
+        return trace_arrays(self.begun, row)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = testing.tiny_llava(
+        tmp_path_factory.mktemp("model"),
+        text={"num_hidden_layers": LAYERS},
+        vision={"image_size": 32},
+    )
+    return load_vlm(folder, dtype=jnp.float32, progress=False)
+
+
+def answer(model, pruner, batch=BATCH, **options):
+    begun = []
+    answers = generate(
+        model, *batch, pruner=pruner, max_tokens=STEPS, warm_up=False, stop_ids=(),
+        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)), **options,
+    )  # fmt: skip
+    return Run(answers, begun[0])
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    """Answers by name, each batch once."""
+    known = {}
+
+    def answered(name, batch=BATCH):
+        if (name, id(batch)) not in known:
+            known[name, id(batch)] = answer(model, method(name), batch)
+        return known[name, id(batch)]
+
+    return answered
+
+
+@pytest.fixture(scope="module")
+def tokens_of(model):
+    """The projected tokens [n, e] of each image."""
+    asked = read_request(
+        model.tokenizer, model.image_settings, model.config, ["dog"] * 4, [[x] for x in IMAGES]
+    )
+    features = pipeline.encode(model, asked.pixels).features
+    projected = np.asarray(jax.jit(vlm.project, static_argnums=1)(model.params, model.config,
+                                                                  features))  # fmt: skip
+    return {id(x): tokens for x, tokens in zip(IMAGES, projected, strict=True)}
+
+
+def seen_kept(model, chosen, batch=BATCH):
+    """What a pruner sees of a batch, and what it keeps of it."""
+    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
+    prompts = make_prompts(request)
+    vision = pipeline.encode(model, request.pixels, chosen.pruner.taps(model.config))
+    pairs = pipeline.pair_up(prompts.image_of)
+    view = pipeline.make_view(model, chosen.pruner, vision, prompts, pairs)
+    return view, pipeline.choose(model, chosen, view, vision.sizes[pairs.image]), pairs
+
+
+def reference(model, name, result, row, tokens_of, batch=BATCH):
+    """Logits [STEPS, v] after the prompt and each new token, by masking, without a cache.
+
+    Nothing is dropped: the tokens that are have their own places and position ids, and are hidden
+    from the layer on at which they were dropped. Merged tokens stand for their image alone.
+    """
+    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
+    table = np.asarray(model.params["language"]["embed"]["embedding"])
+    arrays = result.arrays(row)
+    merges = (arrays["kept_0"] < 0).any()
+    if merges:
+        _, kept, pairs = seen_kept(model, method(name), batch)
+        project = jax.jit(vlm.project, static_argnums=1)
+        projected = np.asarray(project(model.params, model.config, kept.tokens))
+    hidden, position, where, place, shown = [], [], [], 0, 0
+    for token in (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1]):
+        if token != vlm.IMAGE_TOKEN:
+            hidden.append(table[token])
+            position.append(place)
+            where.append(None)
+            place += 1
+            continue
+        if merges:
+            pair = pairs.slot[row, shown]
+            count = int(kept.count[pair])
+            hidden += list(projected[pair, :count])
+            position += (place + np.asarray(kept.place)[pair, :count]).tolist()
+            where += [None] * count
+        else:
+            hidden += list(tokens_of[id(batch.images[row][shown])])
+            position += range(place, place + N)
+            where += [(shown, index) for index in range(N)]
+        place, shown = place + N, shown + 1
+    cuts = method(name).pruner.cuts(model.config, N)
+    visible = []
+    for stage in range(len(cuts) + 1):
+        kept = set(zip(arrays[f"image_{stage}"].tolist(), arrays[f"kept_{stage}"].tolist(),
+                       strict=True))  # fmt: skip
+        visible.append(np.array([at is None or at in kept for at in where]))
+        # The rows hold the kept tokens in their order, at the position ids they had.
+        np.testing.assert_array_equal(
+            arrays[f"position_{stage}"], np.array(position)[visible[-1]][: 1 - STEPS]
+        )
+    stage_of = [sum(cut.layer <= layer for cut in cuts) for layer in range(LAYERS)]
+    logits = plain_logits(
+        model.params["language"], model.config.text, hidden, position,
+        [visible[stage] for stage in stage_of],
+    )  # fmt: skip
+    return logits[-STEPS:]
+
+
+def test_the_list_is_keyed_by_name():
+    assert all(kind.name == name and kind.label for name, kind in PRUNERS.items())
+    assert len({kind.label for kind in PRUNERS.values()}) == len(PRUNERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_full_budget_is_the_unpruned_model(model, run, name):
+    full, unpruned = answer(model, method(name, N)), run("all")
+    difference = np.abs(full.begun.trace.logits - unpruned.begun.trace.logits).max(1)
+    if not PRUNERS[name].exact_when_full:
+        assert "not the unpruned model" in " ".join(PRUNERS[name].__doc__.split())
+        assert (difference[:2] > 0.01).all() and difference[2] < 1e-5
+        return
+    np.testing.assert_allclose(difference, 0, atol=1e-5)
+    assert [a.token_ids for a in full.answers] == [a.token_ids for a in unpruned.answers]
+    assert [a.kept for a in full.answers] == [N, 2 * N, 0]
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_pruning_changes_what_the_model_says(run, name):
+    """Without this most other tests here could not fail."""
+    pruned, unpruned = (run(x).begun.trace.logits for x in (name, "all"))
+    assert (np.abs(pruned - unpruned).max(1)[:2] > 0.1).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("row", [0, 1])
+def test_dropping_equals_masking(model, run, tokens_of, name, row):
+    result = run(name)
+    expected = reference(model, name, result, row, tokens_of)
+    np.testing.assert_allclose(result.begun.trace.logits[row], expected[0], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def decode_step():
+    return jax.jit(vlm.decode_step, static_argnums=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_from_caches_equals_recomputing(model, run, tokens_of, decode_step, name):
+    result = run(name)
+    cache, ids = result.begun.state.cache, np.array([a.token_ids for a in result.answers])
+    stages = len(method(name).pruner.cuts(model.config, N)) + 1
+    assert stages == 1 or len(cache) == stages
+    expected = [reference(model, name, result, row, tokens_of) for row in range(3)]
+    np.testing.assert_array_equal(ids, np.argmax(expected, axis=2))
+    for step in range(STEPS - 1):
+        token = jnp.asarray(ids[:, step], jnp.int32)
+        logits, cache = decode_step(model.params, model.config, token, cache)
+        np.testing.assert_allclose(logits, [row[step + 1] for row in expected], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_do_not_influence_each_other(run, name):
+    one, other = run(name), run(name, OTHER)
+    assert one.begun.shapes != other.begun.shapes
+    assert one.answers[1].token_ids == other.answers[1].token_ids
+    assert one.answers[1].kept == other.answers[1].kept
+    ours, theirs = one.arrays(1), other.arrays(1)
+    for part in ours:
+        np.testing.assert_allclose(ours[part], theirs[part], atol=1e-5, err_msg=part)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_larger_buckets_change_nothing(model, run, name):
+    chosen = method(name)
+    request = read_request(model.tokenizer, model.image_settings, model.config, *BATCH)
+    vision = pipeline.encode(model, request.pixels, chosen.pruner.taps(model.config))
+    greedy = decoding.Sampling(np.float32(0), np.float32(1), np.zeros(0, np.int32))
+    keys = decoding.row_keys(jax.random.key(0), 3)
+    begun = pipeline.begin(
+        model, chosen, make_prompts(request), vision, greedy, keys, STEPS, RunOptions(),
+        sizes=(K + 2, N), width=100,
+    )  # fmt: skip
+    small = run(name).begun
+    enters = chosen.pruner.entering(N)
+    assert begun.shapes[4] == (N if enters == N else K + 2)
+    assert begun.shapes[5] > small.shapes[5]
+    np.testing.assert_allclose(begun.trace.logits, small.trace.logits, atol=1e-5)
+    np.testing.assert_array_equal(begun.kept, small.kept)
+    for row in range(3):
+        ours, theirs = trace_arrays(begun, row), trace_arrays(small, row)
+        for part in set(ours) - {"logits"}:
+            np.testing.assert_array_equal(ours[part], theirs[part], err_msg=part)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.parametrize(("budget", "count"), [(K, K), ("33.3%", 5), ("15/32", 8)])
+def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, count):
+    result = run(name) if budget == K else answer(model, method(name, budget))
+    assert [a.kept for a in result.answers] == [count, 2 * count, 0]
+    assert [a.visual_tokens for a in result.answers] == [N, 2 * N, 0]
+    last = len(result.begun.trace.stages) - 1
+    np.testing.assert_array_equal(result.arrays(0)[f"image_{last}"], [0] * count)
+    np.testing.assert_array_equal(result.arrays(1)[f"image_{last}"], [0] * count + [1] * count)
+
+
+@pytest.mark.parametrize("name", ["random", *CUTTING])
+def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
+    whole = run(name).begun
+    limit = int(min(stage.length[0] for stage in whole.trace.stages)) - 17
+    with pytest.warns(UserWarning, match="was cut to its first"):
+        begun = answer(model, method(name), context_limit=limit).begun
+    assert (begun.kept[:2] > 0).all() and begun.kept[1] < whole.kept[1]
+    for stage in begun.trace.stages:
+        assert (stage.length <= limit).all()
+    np.testing.assert_array_equal((begun.trace.stages[-1].image >= 0).sum(1), begun.kept)
+
+
+def check(kept, view, count):
+    """The invariants of `Kept`."""
+    index, place, tokens, valid = (np.asarray(x) for x in kept[:4])
+    n, sizes = view.tokens.shape[1], _sizes(view)
+    np.testing.assert_array_equal(kept.count, count)
+    np.testing.assert_array_equal(valid.sum(1), count)
+    assert (np.diff(valid.astype(int), axis=1) <= 0).all()  # a prefix
+    assert (
+        (index[~valid] == -1).all() and (place[~valid] == 0).all() and (tokens[~valid] == 0).all()
+    )
+    assert ((place >= 0) & (place < n)).all()
+    for row in range(len(index)):
+        own = index[row][index[row] >= 0]
+        assert (np.diff(own) > 0).all() and (own < sizes[row]).all()
+        np.testing.assert_array_equal(place[row][index[row] >= 0], own)
+        np.testing.assert_array_equal(tokens[row][index[row] >= 0], view.tokens[row][own])
+
+
+def _sizes(view):
+    n = view.tokens.shape[1]
+    return np.full(len(view.tokens), n) if view.valid is None else np.asarray(view.valid.sum(1))
+
+
+def made_view(pruner, config, grids, seed=0):
+    """Random tokens of images with so many rows and columns, and junk behind the smaller ones."""
+    random = np.random.default_rng(seed)
+    sizes = np.prod(grids, axis=1)
+    r, n = len(grids), int(sizes.max())
+    tokens = random.standard_normal((r, n, 32), np.float32)
+    valid = np.arange(n) < sizes[:, None]
+    tokens = np.where(valid[..., None], tokens, 100)
+    count = [pruner.entering(int(size)) for size in sizes]
+    count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
+    made = {
+        "attention": random.random((r, 4, n + 1), np.float32),
+        "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
+        "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
+    }
+    taps = [made[tap.kind] for tap in pruner.taps(config)]
+    return View(
+        tokens=jnp.asarray(tokens),
+        valid=None if valid.all() else jnp.asarray(valid),
+        grid=jnp.asarray(grids, jnp.int32),
+        text=jnp.asarray(random.standard_normal((r, 4, 48), np.float32)),
+        text_valid=jnp.arange(4) < 1 + jnp.arange(r)[:, None] % 4,
+        number=jnp.arange(r, dtype=jnp.int32) + 7,
+        count=jnp.asarray(count, jnp.int32),
+        taps=tuple(map(jnp.asarray, taps)),
+    )
+
+
+def alone(view, row):
+    """One row without the padding."""
+    size = int(_sizes(view)[row])
+    of_row = jax.tree.map(lambda x: x[row : row + 1], view)
+    return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
+
+
+@pytest.mark.parametrize("budget", [7, "1/3", "own"])
+@pytest.mark.parametrize("name", NAMES)
+def test_images_of_different_size_share_a_batch(model, name, budget):
+    kind = PRUNERS[name]
+    policy = stepprune() if kind.config_type is PolicyConfig else None  # T_max is half an image
+    try:
+        bias = 2.0 if budget == "own" else None
+        chosen = method(name, budget, policy=policy, stop_bias=bias)
+        chosen.pruner.check(model.config, N)
+    except ValueError:
+        pytest.skip("it cannot keep this budget")
+    pruner = chosen.pruner
+    if pruner.taps(model.config):
+        pytest.skip("it needs a tower whose images are all of one size")
+    view = made_view(pruner, model.config, [(4, 4), (2, 3), (3, 2)])
+    sizes = _sizes(view)
+    kept = pipeline.choose(model, chosen, view, sizes)
+    count = np.array(kept.count) if budget == "own" else np.array(view.count)
+    check(kept, view, count)
+    most = [pruner.most(int(size)) for size in sizes]
+    assert (count <= most).all() and (budget != "own" or (count < most).any())
+    for row, size in list(enumerate(sizes))[1:]:
+        by_itself = pipeline.choose(model, chosen, alone(view, row), sizes[row : row + 1])
+        np.testing.assert_array_equal(by_itself.count[0], count[row])
+        same = np.asarray(kept.index[row, : count[row]])
+        np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
+
+
+@pytest.mark.parametrize("budget", [2, K, "2/3"])
+@pytest.mark.parametrize("name", COUNTING)
+def test_kept_tokens_keep_their_invariants(model, name, budget):
+    chosen = method(name, budget)
+    view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
+    count = chosen.pruner.entering(N)
+    for capacity in {max(count, N - 1), N}:
+        kept = pipeline.run_select(chosen.pruner.program(), chosen.params, view, capacity)
+        assert kept.index.shape == (3, capacity)
+        check(kept, view, [count] * 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_equals_plain_calls(model, name):
+    chosen = method(name)
+    pruner, params = chosen
+    view = made_view(pruner, model.config, [(4, 4)] * 2)
+    compiled = pipeline.run_select(pruner.program(), params, view, N)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        compiled, pruner.select(params, view, N),
+    )  # fmt: skip
+    for cut in pruner.cuts(model.config, N):
+        sequence, taps, count = before_cut(cut)
+        drop = functools.partial(pruner.drop, params, cut)
+        compiled = jax.jit(drop)(sequence, taps, count)
+        plain = drop(sequence, taps, count)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), compiled, plain)
+        stays = np.asarray(plain[1])
+        assert stays[sequence.image < 0].all()
+        for row, of_image in enumerate(np.asarray(count)):
+            for at, most in enumerate(of_image):
+                assert stays[row][sequence.image[row] == at].sum() == most
+
+
+def before_cut(cut):
+    """Two rows of two images between text, and random taps."""
+    random, s = np.random.default_rng(0), 2 * N + 8
+    image = np.array([-1, -1, *[0] * N, -1, *[1] * N, *[-1] * 5])
+    index = np.where(image < 0, -1, np.tile(np.arange(s) % N, 1))
+    rows = np.broadcast_to(np.arange(s), (2, 1, s))
+    hidden = random.standard_normal((2, s, 48), np.float32)
+    wide = {"last": 1, "all": s}[cut.rows]
+    shapes = {"attention": (2, 4, wide, s), "keys": (2, 2, s, 12), "hidden": (2, s, 48)}
+    taps = {
+        f"{tap.kind}.{tap.layer}": jnp.asarray(random.standard_normal(shapes[tap.kind], np.float32))
+        for tap in cut.taps
+    }
+    full = jnp.full(2, s, jnp.int32)
+    sequence = vlm.Sequence(
+        jnp.asarray(hidden), jnp.asarray(rows, jnp.int32), full, full,
+        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (2, s)) for x in (image, index)),
+    )  # fmt: skip
+    return sequence, taps, jnp.asarray([[3, 0], [N, 5]], jnp.int32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_do_not_know_the_number(name):
+    pruner = method(name).pruner
+    assert pruner.program() == pruner.program().program()
+    assert hash(pruner) == hash(dataclasses.replace(pruner))
+    if name in RANKERS:
+        others = {method(name, budget).pruner.program() for budget in (3, 4, "1/3")}
+        assert others == {pruner.program()}
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_all_budgets_share_few_programs(model, name):
+    n, before = 24, pipeline.run_select._cache_size()
+    policy = stepprune(max_steps=n) if PRUNERS[name].config_type is PolicyConfig else None
+    for budget in range(1, 21):
+        chosen = method(name, budget, policy=policy)
+        view = made_view(chosen.pruner, model.config, [(4, 6)] * 2)
+        kept = pipeline.choose(model, chosen, view, np.array([n, n]))
+        np.testing.assert_array_equal(kept.count, [budget, budget])
+    assert pipeline.run_select._cache_size() - before <= 2  # the buckets 16 and 24
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_a_ranking_serves_every_budget(model, name):
+    kind = PRUNERS[name]
+    chosen = method(name)
+    view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
+    steps = chosen.pruner.most(N)
+    ranking = jax.device_get(pipeline.run_rank(chosen.pruner.program(), chosen.params, view, steps))
+    np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
+    asked = [(1, None), (K, None), (N, None)]
+    if "own" in kind.budgets:
+        biases = -np.quantile(ranking.margin[:, 1:], [0.2, 0.5])
+        asked += [("own", float(bias)) for bias in biases]
+    counts = set()
+    for budget, bias in asked:
+        chosen = method(name, budget, stop_bias=bias)
+        exact = [chosen.pruner.entering(N) or N] * 3
+        at_budget = view._replace(count=jnp.asarray(exact, jnp.int32))
+        sizes = np.full(3, N, np.int32)
+        ranked = pipeline.choose(model, chosen, at_budget, sizes, ranking=ranking)
+        selected = pipeline.choose(model, chosen, at_budget, sizes)
+        jax.tree.map(np.testing.assert_array_equal, ranked, selected)
+        counts.add(tuple(ranked.count.tolist()))
+        assert budget == "own" or counts >= {(budget,) * 3}
+    assert any(len(set(count)) > 1 for count in counts) == ("own" in kind.budgets)
+
+
+@pytest.mark.parametrize("name", ["random", "stepprune"])
+def test_prompts_of_any_length_share_few_programs(model, name):
+    def compiled():
+        return sum(count() for count in pipeline._COMPILED)
+
+    before = compiled()
+    for words in range(1, 17, 2):
+        answer(model, method(name), Batch(["dog " * words], [[A]]))
+    # Eight prompts; a program of each of five kinds for each of two buckets.
+    assert compiled() - before <= 10

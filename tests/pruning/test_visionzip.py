@@ -1,0 +1,167 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_pruning
+from generation_reference import ask, pair
+
+from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.pruning import Budget, VisionZip
+from stepprune_jax.pruning.visionzip import merge
+from stepprune_jax.testing import tiny_hf_config
+
+run_merge = jax.jit(merge, static_argnums=(3, 4))
+
+
+def plain(attention, keys, hidden, dominant, contextual):
+    """One image in float64 loops: tokens, their sources, and which tokens each target was given."""
+    m = len(hidden)
+    by_attention = sorted(range(1, m), key=lambda i: (-attention[i], i))
+    chosen = sorted([0, *by_attention[: dominant - 1]])
+    rest = [i for i in range(m) if i not in chosen]
+    step = max(1, len(rest) // contextual)
+    targets = rest[::step][:contextual]
+    given = {target: [] for target in targets}
+    for i in rest:
+        if i in targets:
+            continue
+        best, likeness = None, -np.inf
+        for target in targets:
+            cosine = sum(keys[i] / np.sqrt(sum(keys[i] ** 2)) * (
+                keys[target] / np.sqrt(sum(keys[target] ** 2))))  # fmt: skip
+            if cosine > likeness:
+                best, likeness = target, cosine
+        given[best].append(i)
+    merged = [
+        hidden[target] + sum(hidden[i] for i in members) / max(1, len(members))
+        for target, members in given.items()
+    ]
+    return np.array([*(hidden[i] for i in chosen), *merged]), [*chosen, *targets], given
+
+
+# The class token and eight patches.
+HEADS = np.array(
+    [
+        [0.1, 0.05, 0.2, 0.1, 0.05, 0.25, 0.05, 0.05, 0.15],
+        [0.2, 0.05, 0.3, 0.05, 0.1, 0.05, 0.15, 0.05, 0.05],
+    ]
+)
+KEYS = [[9, 9], [1, 0], [0, 1], [1, 1], [2, 0], [0, 3], [1, 2], [3, 1], [1, -1]]
+HIDDEN = [[i, 10 * i] for i in range(9)]
+
+
+def merged(attention, keys, hidden, dominant, contextual):
+    arrays = (jnp.asarray(x, jnp.float32)[None] for x in (attention, keys, hidden))
+    tokens, source = run_merge(*arrays, dominant, contextual)
+    return np.asarray(tokens[0]), source[0].tolist()
+
+
+def test_an_image_worked_by_hand():
+    # The heads' sums over the patches are [.1 .5 .15 .15 .3 .2 .1 .2]: of three dominant tokens
+    # two are patches 1 and 4, tokens 2 and 5. Left are 1, 3, 4, 6, 7 and 8; every third is a
+    # target, 1 and 6. Token 3 is most like 6, tokens 4, 7 and 8 like 1.
+    tokens, source = merged(HEADS.sum(0), KEYS, HIDDEN, 3, 2)
+    assert source == [0, 2, 5, 1, 6]
+    expected = [[0, 0], [2, 20], [5, 50], [22 / 3, 220 / 3], [9, 90]]
+    np.testing.assert_allclose(tokens, expected, rtol=1e-6)
+    _, _, given = plain(HEADS.sum(0), np.array(KEYS), np.array(HIDDEN), 3, 2)
+    assert given == {1: [4, 7, 8], 6: [3]}
+
+
+def test_a_hundred_images_equal_a_plain_loop():
+    random = np.random.default_rng(0)
+    for case in range(100):
+        m, (dominant, contextual) = 10, [(3, 2), (1, 1), (4, 6), (8, 1), (2, 5)][case % 5]
+        # Few values, so that there are ties of attention; keys far apart or exactly alike.
+        attention = random.integers(0, 4, m) / 8
+        keys = random.standard_normal((m, 4))
+        keys[random.integers(1, m, 4)] = keys[random.integers(1, m, 4)]
+        keys, hidden = keys.astype(np.float32), random.standard_normal((m, 3)).astype(np.float32)
+        tokens, source = merged(attention, keys, hidden, dominant, contextual)
+        expected, sources, given = plain(attention, keys, hidden, dominant, contextual)
+        assert source == sources
+        np.testing.assert_allclose(tokens, expected, atol=1e-5)
+        # Dominant tokens, targets and those merged are all there are, each once.
+        assert sorted([*sources, *(i for members in given.values() for i in members)]) == [
+            *range(m)
+        ]
+        # What was merged is given back by the mean times its number.
+        for at, (target, members) in enumerate(given.items(), start=dominant):
+            total = hidden[members].sum(0) if members else np.zeros(3)
+            back = len(members) * (tokens[at] - hidden[target])
+            np.testing.assert_allclose(back, total, atol=1e-4)
+
+
+def test_a_tie_between_targets_goes_to_the_first():
+    keys = [[1, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
+    tokens, source = merged(np.zeros(5), keys, [[i] for i in range(5)], 1, 2)
+    assert source == [0, 1, 3]
+    np.testing.assert_allclose(tokens[:, 0], [0, 1 + (2 + 4) / 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("count", "split"),
+    [(192, (162, 30)), (128, (108, 20)), (64, (54, 10)), (4, (3, 1)), (2, (1, 1))],
+)
+def test_five_of_32_are_contextual(count, split):
+    assert VisionZip().split(count) == split
+    assert VisionZip(contextual=1).split(count) == (count - 1, 1)
+
+
+def config(layer=-2):
+    return LlavaConfig.from_hf(tiny_hf_config() | {"vision_feature_layer": layer})
+
+
+def test_budgets_that_leave_room_for_both_kinds_pass():
+    for count, contextual in ((2, None), (9, None), (9, 4), (6, 5), (9, 1)):
+        VisionZip(Budget("count", count), contextual=contextual).check(config(), 9)
+
+
+@pytest.mark.parametrize(
+    ("count", "contextual", "message"),
+    [
+        (1, None, "visionzip: 0 dominant and 1 contextual tokens of 9 patches"),
+        (5, 5, "visionzip: 0 dominant and 5 contextual tokens of 9 patches"),
+        (5, 0, "visionzip: 5 dominant and 0 contextual tokens of 9 patches"),
+        (5, -1, "visionzip: 6 dominant and -1 contextual tokens of 9 patches"),
+        (10, None, "budget is 10, expected an integer from 1 to 9"),
+    ],
+)
+def test_budgets_without_room_are_refused_in_one_line(count, contextual, message):
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        VisionZip(Budget("count", count), contextual=contextual).check(config(), 9)
+    assert "\n" not in str(caught.value)
+
+
+def test_towers_that_project_the_embedding_are_refused():
+    with pytest.raises(ValueError, match=r"no \[CLS\] attention"):
+        VisionZip(Budget("count", 4)).check(config(0), 9)
+
+
+@pytest.mark.parametrize(("count", "contextual"), [(5, 2), (4, None)])
+def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
+    both = pair(tmp_path)
+    prompts, images = ask(3, seed=count)  # with two images, none and one
+    split = VisionZip(contextual=contextual).split(count)
+    begun = []
+    generate(
+        both.ours, prompts, images, pruner="visionzip", budget=count, positions="compact",
+        pruner_options={"contextual": contextual}, max_tokens=1, warm_up=False, trace=begun.append,
+    )  # fmt: skip
+    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
+        sources = []
+
+        def zipped(tower, pixels, sources=sources):
+            hidden, attention, keys = torch_pruning.tower_signals(tower, pixels)
+            tokens, source, _ = plain(attention.sum(0), keys, hidden, *split)
+            sources += [i - 1 if at < split[0] else -1 for at, i in enumerate(source)]
+            return torch.tensor(tokens, dtype=torch.float32)
+
+        embeddings, _ = torch_pruning.prompted(both, prompt, shown, zipped)
+        arrays = trace_arrays(begun[0], row)
+        np.testing.assert_array_equal(arrays["kept_0"], sources)
+        np.testing.assert_array_equal(arrays["position_0"], np.arange(embeddings.shape[1]))
+        expected = torch_pruning.next_logits(both, embeddings)
+        np.testing.assert_allclose(arrays["logits"], expected, atol=1e-4)

@@ -1,0 +1,57 @@
+"""A Llama in plain float64 numpy: one row, no cache, and any token hidden from any layer on."""
+
+import jax
+import numpy as np
+
+
+def plain_logits(params, config, hidden, position, seen):
+    """Logits [s, v] of a row of embeddings [s, e].
+
+    Args:
+        params: weights of the language model.
+        config: its shape.
+        hidden: [s, e] embeddings.
+        position: [s] position ids.
+        seen: for each layer [s] True = may be attended to by itself and by what follows it.
+    """
+    hidden, position = np.asarray(hidden, np.float64), np.asarray(position)
+    for number, visible in enumerate(seen):
+        layer = jax.tree.map(lambda x, n=number: np.asarray(x[n], np.float64), params["layers"])
+        normed = _norm(hidden, layer["norm1"], config)
+        hidden = hidden + _attention(layer["attention"], config, normed, position, visible)
+        normed, mlp = _norm(hidden, layer["norm2"], config), layer["mlp"]
+        gate = normed @ mlp["gate"]["kernel"]
+        gate = gate / (1 + np.exp(-gate)) * (normed @ mlp["up"]["kernel"])
+        hidden = hidden + gate @ mlp["down"]["kernel"]
+    final = jax.tree.map(lambda x: np.asarray(x, np.float64), params["norm"])
+    return _norm(hidden, final, config) @ np.asarray(params["head"]["kernel"], np.float64)
+
+
+def _norm(x, weights, config):
+    root = np.sqrt(np.square(x).mean(-1, keepdims=True) + config.rms_norm_eps)
+    return x / root * weights["scale"]
+
+
+def _attention(weights, config, x, position, visible):
+    s, c = len(x), config.head_dim
+    heads = {name: config.num_kv_heads for name in ("key", "value")} | {"query": config.num_heads}
+    query, key, value = (
+        (x @ weights[name]["kernel"]).reshape(s, heads[name], c).swapaxes(0, 1)
+        for name in ("query", "key", "value")
+    )
+    angle = position[:, None] * config.rope_theta ** -(np.arange(0, c, 2) / c)
+    turn = np.exp(1j * angle)
+
+    def rotated(y):
+        turned = (y[..., : c // 2] + 1j * y[..., c // 2 :]) * turn
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    group = config.num_heads // config.num_kv_heads
+    query, key = rotated(query), np.repeat(rotated(key), group, axis=0)
+    scores = query @ key.swapaxes(1, 2) / np.sqrt(c)
+    allowed = np.tril(np.ones((s, s), bool)) & visible
+    # A hidden token's own result does not matter; it sees itself, so that it is finite.
+    scores = np.where(allowed | np.eye(s, dtype=bool), scores, -np.inf)
+    share = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = share / share.sum(-1, keepdims=True) @ np.repeat(value, group, axis=0)
+    return mixed.swapaxes(0, 1).reshape(s, -1) @ weights["out"]["kernel"]
