@@ -31,6 +31,7 @@ test: env
 lint: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 
 bench: env
 	$(PY) -m stepprune_jax.bench.policy --repeats 5

@@ -13,7 +13,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from stepprune_jax import command_line
-from stepprune_jax.evaluation.run import STAGES, run
+from stepprune_jax.evaluate import STAGES, evaluate
+from stepprune_jax.evaluation.settings import read_evaluation
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 
@@ -26,10 +27,11 @@ _STAGES = flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}
 def main() -> None:
     """Reads the flags and evaluates."""
     with user_input():
-        command_line.use_cores(_CONFIG.value.get("cpu_devices", 0))
+        run = read_evaluation(_CONFIG.value)
+        distributed.use_cores(_CONFIG.value.get("cpu_devices", 0))
         distributed.start()
-    run(
-        _CONFIG.value,
+    evaluate(
+        run,
         _WORKDIR.value,
         stages=_STAGES.value,
         policy=_POLICY.value,

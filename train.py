@@ -36,7 +36,7 @@ def main() -> None:
         return
     window = None
     with user_input():
-        command_line.use_cores(run.cpu_devices)
+        distributed.use_cores(run.cpu_devices)
         distributed.start()
         if _PROFILE.value is not None:
             window = read_window(_PROFILE.value, run.steps)

@@ -86,25 +86,6 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
     return rest
 
 
-def use_cores(count: int) -> None:
-    """Makes `count` CPU devices, before jax starts; 0 leaves their number to jax.
-
-    One device leaves most of a second core idle. Where jax sees accelerators it uses those.
-
-    Args:
-        count: `config.cpu_devices`.
-
-    Raises:
-        ValueError: not an integer from 0.
-    """
-    import jax  # not needed by the commands that only score files
-
-    if not isinstance(count, int) or count < 0:
-        raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
-    if count:
-        jax.config.update("jax_num_cpu_devices", count)
-
-
 def default_workdir(config: str) -> str:
     """Returns the folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal"."""
     file, _, argument = config.partition(":")

@@ -28,6 +28,7 @@ def setting(
     *,
     free: bool = False,
     optional: bool = False,
+    default: Any = dataclasses.MISSING,
     settings: "type[Settings] | None" = None,
 ) -> Any:
     """A field of `Settings`.
@@ -37,11 +38,14 @@ def setting(
         holds: whether a value is accepted.
         free: whether a run may be resumed with another value, because no result depends on it.
         optional: whether the field may be absent; it is None then.
+        default: value of a field that may be absent without being None.
         settings: the class of a group of fields.
     """
-    default = None if optional else dataclasses.MISSING
+    default = None if optional else default
     accepts = (lambda value: value is None or holds(value)) if optional else holds
     metadata = {"expected": expected, "holds": accepts, "free": free, "settings": settings}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -177,7 +181,7 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
             # Before the class gets it: a checker of annotations would not name the field.
             if not field.metadata["holds"](values[name]):
                 raise _refused(kind, name, value, field.metadata["expected"])
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{kind._path}.{name} is missing")
     return kind(**values)
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.models import vlm
+from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.models import llava, vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.weights import is_vision_name, weight_targets
 
@@ -65,6 +66,11 @@ def tiny_tokenizer(image_token: bool = True) -> Any:
     if image_token:
         tokenizer.add_tokens(["<image>"], special_tokens=True)
     return tokenizer
+
+
+def llava_encoder(tokenizer: Any) -> ConversationEncoder:
+    """Returns the encoder of LLaVA's conversations with this tokenizer."""
+    return ConversationEncoder(tokenizer, llava.place_images, llava.conversation)
 
 
 def tiny_hf_config(

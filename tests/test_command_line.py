@@ -10,7 +10,8 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from stepprune_jax.command_line import default_workdir, one_line_errors, parse_flags, use_cores
+from stepprune_jax.command_line import default_workdir, one_line_errors, parse_flags
+from stepprune_jax.parallel.distributed import use_cores
 from stepprune_jax.user_input import is_user_error, user_input
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,8 @@ def test_as_many_devices_as_cores_are_asked_for():
     use_cores(0)
     assert jax.config.jax_num_cpu_devices == before
     found = subprocess.run(
-        [sys.executable, "-c", "import jax\nfrom stepprune_jax.command_line import use_cores\n"
+        [sys.executable, "-c", "import jax\n"
+         "from stepprune_jax.parallel.distributed import use_cores\n"
          "use_cores(3); print(jax.device_count())"],
         capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip

@@ -38,7 +38,7 @@ def test_the_published_7b_file_gives_its_shape():
     assert config.text == LlamaConfig(
         32064, 4096, 11008, 32, 32, 32, 128, 10000.0, 1e-5, max_positions=4096
     )
-    assert config.num_image_tokens == config.vision.num_patches == 576
+    assert config.max_image_tokens == config.vision.num_patches == 576
     assert (config.image_token_id, config.pad_token_id) == (32000, 32001)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     assert hash(config) == hash(LlavaConfig.from_hf(LLAVA_7B))

@@ -3,14 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stepprune_jax.evaluation.answers import Answering, Selection, answer
 
 from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.frozen import ASSETS, SHAPES_MODEL
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.data.shapes import write_world
-from stepprune_jax.evaluation.split import encode_split, read_split
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.split import read_split
+from stepprune_jax.inference.pipeline import Batching, RunOptions, answer_all
+from stepprune_jax.pruning import Ranking, make_method
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +28,17 @@ def test_it_is_small():
 def test_it_answers_with_all_tokens_and_degrades_gracefully(model, tmp_path):
     folder = write_world(tmp_path / "w", seed=987654, train=0, validation=0, test=24)
     split = read_split(folder, "test")
-    encoded = encode_split(model, split.questions, batch_size=32)
-    n, total = model.config.num_image_tokens, len(split.questions)
+    encoded = encode_questions(model, split.questions, batch_size=32)
+    n, total = model.config.max_image_tokens, len(split.questions)
     assert n == 144
     order = np.stack([np.random.default_rng(0).permutation(n) for _ in range(total)])
-    how = Answering((36, n), 32, 3, "original", "matmul")
+    ranking = Ranking(order.astype(np.int32))
 
     def accuracy(kept):
-        selection = Selection(order.astype(np.int32), np.full(total, kept, np.int32))
-        said = answer(model, encoded, selection, how).texts
+        said = answer_all(
+            model, make_method("random", kept), encoded.prompts, encoded.vision, 3, RunOptions(),
+            Batching(32, (36, n)), ranking=ranking,
+        ).texts  # fmt: skip
         return np.mean([is_right(*pair) for pair in zip(said, split.answers, strict=True)])
 
     whole, quarter = accuracy(n), accuracy(36)

@@ -42,9 +42,10 @@ PRESETS = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
-    "7b": MODELS["llava-7b"]["text_config"] | {"hidden_size": 4096, "intermediate_size": 11008}
+    "7b": MODELS["llava-7b"]["text_config"]
+    | {"hidden_size": 4096, "intermediate_size": 11008}
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-}  # fmt: skip
+}
 
 
 class Case(NamedTuple):
@@ -112,19 +113,33 @@ def prefill_rows(
     work = batch * llm_flops(config.text, length).causal_flops
     return [
         [
-            str(sequence.hidden.dtype), batch, length, name, 1e3 * s,
-            best / s if best else "-", compile_seconds.get(name, "-"),
+            str(sequence.hidden.dtype),
+            batch,
+            length,
+            name,
+            1e3 * s,
+            best / s if best else "-",
+            compile_seconds.get(name, "-"),
             difference(outputs[name], base) if name in outputs else "-",
-            work / s / 1e12, f"{work / s / 1e12 / peak:.1%}" if peak else "N/A",
+            work / s / 1e12,
+            f"{work / s / 1e12 / peak:.1%}" if peak else "N/A",
         ]
         for name, s in seconds.items()
-    ]  # fmt: skip
+    ]
 
 
 PREFILL_HEADER = [
-    "prefill, dtype", "batch", "tokens", "program", "ms", "fastest torch / this", "compile s",
-    "relative difference", "TFLOP/s", "MFU",
-]  # fmt: skip
+    "prefill, dtype",
+    "batch",
+    "tokens",
+    "program",
+    "ms",
+    "fastest torch / this",
+    "compile s",
+    "relative difference",
+    "TFLOP/s",
+    "MFU",
+]
 
 
 def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
@@ -171,18 +186,30 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
     count = len(tokens)
     return [
         [
-            str(sequence.hidden.dtype), batch, f"{length} + {count}", name, 1e3 * s / count,
-            batch * count / s, best / s if best else "-",
+            str(sequence.hidden.dtype),
+            batch,
+            f"{length} + {count}",
+            name,
+            1e3 * s / count,
+            batch * count / s,
+            best / s if best else "-",
             *((compile_seconds, error) if name == "ours" else ("-", "-")),
         ]
         for name, s in seconds.items()
-    ]  # fmt: skip
+    ]
 
 
 DECODE_HEADER = [
-    "decode, dtype", "batch", "tokens", "program", "ms per token", "tokens/s",
-    "fastest torch / this", "compile s", "relative difference",
-]  # fmt: skip
+    "decode, dtype",
+    "batch",
+    "tokens",
+    "program",
+    "ms per token",
+    "tokens/s",
+    "fastest torch / this",
+    "compile s",
+    "relative difference",
+]
 
 
 def peak_tflops(given: float | None) -> float | None:

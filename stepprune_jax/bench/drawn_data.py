@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.testing import tiny_tokenizer
+from stepprune_jax.testing import llava_encoder, tiny_tokenizer
 
-# As most pictures of COCO, which most of LLaVA's are from.
+# As most images of COCO, which most of LLaVA's are from.
 _WIDTH, _HEIGHT = 640, 480
 # Patches of colour, in pixels, under noise of so many grey levels: files of about 140 kB.
 _PATCH, _NOISE = 40, 12.0
@@ -41,13 +40,13 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def write_conversations(folder: Path, count: int, questions: int, ids: int) -> Path:
-    """Writes conversations of one length about pictures of their own.
+    """Writes conversations of one length about images of their own.
 
     Args:
         folder: created.
         count: conversations, each with a JPEG file of 640 x 480.
         questions: of each; an answer of one length follows every one.
-        ids: of each, of `tiny_tokenizer`, the picture as one; met to within a question each.
+        ids: of each, of `tiny_tokenizer`, the image as one; met to within a question each.
 
     Returns:
         The folder: train.json and images/.
@@ -55,8 +54,8 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
     Raises:
         ValueError: so many ids leave no room for answers.
     """
-    tokenizer, random = tiny_tokenizer(), np.random.default_rng(0)
-    bare = len(encode_conversation(tokenizer, _turns(questions, 1), 1).ids)
+    encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
+    bare = len(encoder.encode(_turns(questions, 1), 1).ids)
     words = 1 + (ids - bare) // questions
     if words < 1:
         raise ValueError(f"{questions} questions alone take {bare} ids, expected more than {ids}")
@@ -67,7 +66,7 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
     said[0]["value"] = f"{IMAGE_MARK}\n{said[0]['value']}"
     (folder / "images").mkdir(parents=True)
     for number in range(count):
-        _picture(random).save(folder / "images" / f"{number}.jpg", quality=90)
+        _image(random).save(folder / "images" / f"{number}.jpg", quality=90)
     samples = [
         {"id": number, "image": f"{number}.jpg", "conversations": said} for number in range(count)
     ]
@@ -81,7 +80,7 @@ def _turns(questions: int, words: int) -> list[str]:
     return [question, answer] * questions
 
 
-def _picture(random: np.random.Generator) -> Image.Image:
+def _image(random: np.random.Generator) -> Image.Image:
     coarse = random.integers(0, 256, (_HEIGHT // _PATCH, _WIDTH // _PATCH, 3), np.uint8)
     smooth = Image.fromarray(coarse).resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC)
     noisy = np.asarray(smooth) + _NOISE * random.standard_normal((_HEIGHT, _WIDTH, 1))

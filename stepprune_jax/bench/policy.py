@@ -82,11 +82,14 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
     same = {"saved scan": "plain scan", "parallel": "saved scan, feedback cut"}
     rows = [
         [
-            name, 1e3 * s, seconds["plain scan"] / s, same.get(name, "-"),
+            name,
+            1e3 * s,
+            seconds["plain scan"] / s,
+            same.get(name, "-"),
             relative_difference(grads[name], grads[same[name]]) if name in same else "-",
         ]
         for name, s in seconds.items()
-    ]  # fmt: skip
+    ]
     header = ["gradient", "ms", "plain scan / this", "compared with", "relative difference"]
     return table(header, rows)
 

@@ -1,23 +1,58 @@
-"""The frozen model that a run's configuration names."""
+"""The frozen model that a run's configuration names, and how it is run."""
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+
+from stepprune_jax.models.layers import ATTENTIONS
+from stepprune_jax.settings import Settings, choice, count, switch, text
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 # The model of the shapes world, used when no folder is given.
 SHAPES_MODEL = ASSETS / "shapes_llava"
+DTYPES = ("float32", "bfloat16")
 
 
-def model_folders(config: Any) -> tuple[str, str | None]:
-    """The frozen model's folder or hub id (without one, the model of the shapes world), and CLIP's.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings, group="model"):
+    """The frozen model, and how it is run.
 
-    The second is for the original LLaVA layout, where the tower lies elsewhere, and None otherwise.
+    Attributes:
+        folder: its folder or hub id; empty for the small LLaVA of the shapes world.
+        vision_folder: the CLIP folder of the original LLaVA layout; empty otherwise.
+        dtype: dtype of its weights.
+        attention: implementation of attention, of `models.layers.ATTENTIONS`.
+        remat: whether the backward pass recomputes the language model's blocks.
+        rows_at_once: rows that it runs at a time on each device; 0 for all of them.
     """
-    return config.model.folder or str(SHAPES_MODEL), config.model.vision_folder or None
+
+    folder: str = text(free=True)
+    vision_folder: str = text(free=True)
+    dtype: str = choice(DTYPES)
+    attention: str = choice(ATTENTIONS)
+    remat: bool = switch()
+    rows_at_once: int = count(0)
 
 
-def model_dtype(config: Any) -> Any:
-    """The floating dtype of the frozen weights."""
-    return jnp.dtype(config.model.dtype)
+@runtime_checkable
+class HasModel(Protocol):
+    """Settings with the group `model`, such as those of a training run."""
+
+    @property
+    def model(self) -> Any:
+        """The group, `ModelSettings` or what has its fields."""
+
+
+def model_folders(settings: HasModel) -> tuple[str, str | None]:
+    """Returns the frozen model's folder or hub id, and that of its tower if it lies elsewhere.
+
+    Without a folder it is the model of the shapes world.
+    """
+    return settings.model.folder or str(SHAPES_MODEL), settings.model.vision_folder or None
+
+
+def model_dtype(settings: HasModel) -> Any:
+    """Returns the floating dtype of the frozen weights."""
+    return jnp.dtype(settings.model.dtype)

@@ -8,6 +8,7 @@ weights are put together on the host, which saves compiling a program for each o
 import collections
 import concurrent.futures
 import math
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints import progress_bar, safetensors
+from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.weights import Target
@@ -93,7 +95,7 @@ def load_vlm(
         dtype: floating dtype of the parameters.
         vision_folder: for checkpoints whose tower lies elsewhere: its folder, in place of the
             configured one.
-        progress: whether to show a progress bar (a line, if not a terminal) on stderr.
+        progress: whether to show a progress bar on stderr.
 
     Returns:
         The model.
@@ -146,7 +148,7 @@ def load_params(
     ]
     pieces: dict[str, list[Array]] = collections.defaultdict(list)
     total = sum(_block_bytes(block) for part in parts for block in part.blocks)
-    with progress_bar.ByteBar(source.folder, total, progress) as bar:
+    with _byte_bar(source.folder, total, progress) as bar:
         for part, arrays in _fill(parts, jnp.dtype(dtype), block_bytes, bar):
             pieces[part.target.path] += arrays
     flat = {
@@ -156,6 +158,19 @@ def load_params(
         for target in targets
     }
     return weights.unflatten({path: flat[path] for path in weights.flatten(abstract)})
+
+
+def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
+    """A progress bar of bytes on stderr; in a file it is drawn only at the start and the end."""
+    interval = 0.1 if sys.stderr.isatty() else float("inf")
+    return tqdm.tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=f"loading {folder.name}",
+        disable=not show,
+        mininterval=interval,
+    )
 
 
 def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str, Sharding]:
@@ -169,24 +184,24 @@ def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str
 def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
     """Finds the tensor of every name, and reports everything that does not fit in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
-    found: dict[str, safetensors.TensorEntry] = {}
+    entries: dict[str, safetensors.TensorEntry] = {}
     family = source.config.family
 
     def add(name: str, entry: safetensors.TensorEntry) -> None:
-        if name in found:
-            problems["stored twice"].append(f"{found[name].name} and {entry.name}")
-        found[name] = entry
+        if name in entries:
+            problems["stored twice"].append(f"{entries[name].name} and {entry.name}")
+        entries[name] = entry
 
     for name, entry in safetensors.read_folder(source.folder).items():
         add(family.canonical_name(name), entry)
-    if source.vision_folder and not any(map(family.is_vision_name, found)):
+    if source.vision_folder and not any(map(family.is_vision_name, entries)):
         for name, entry in safetensors.read_folder(source.vision_folder).items():
             canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
     wanted = {name: target for target in targets for name in target.names}
     for name, target in wanted.items():
-        entry = found.get(name)
+        entry = entries.get(name)
         if entry is None:
             problems["missing"].append(f"{name} (for {target.path})")
         elif entry.shape != target.tensor_shape:
@@ -198,7 +213,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
             problems["wrong dtype"].append(
                 f"{entry.name} is {entry.dtype}, expected floating point"
             )
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if name not in wanted and not family.is_harmless(name, source.config):
             problems["unused"].append(f"{entry.name} in {entry.path.name}")
     if problems:
@@ -206,7 +221,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
         for kind, items in problems.items():
             lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items)]
         raise ValueError("\n".join(lines))
-    return found
+    return entries
 
 
 def _parts(
@@ -259,7 +274,7 @@ def _cut(
 
 
 def _fill(
-    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: progress_bar.ByteBar
+    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: tqdm.tqdm
 ) -> Iterator[tuple[_Part, list[Array]]]:
     """Reads every part and yields it with one array per device, in order."""
     reads = _read_ahead([block for part in parts for block in part.blocks])
@@ -270,13 +285,13 @@ def _fill(
 
 
 def _fill_on_host(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: tqdm.tqdm
 ) -> list[Array]:
     """Puts a small part together on the host and copies it to its devices."""
     host = np.empty(part.shape, dtype)
     for block in part.blocks:
         data = next(reads)
-        bar.add(data.nbytes)
+        bar.update(data.nbytes)
         data = data if part.patches is None else data[part.patches]
         lead = (block.start[0],) if part.target.stacked else ()
         inner = block.start[len(lead) :]
@@ -286,7 +301,7 @@ def _fill_on_host(
 
 
 def _fill_on_device(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: progress_bar.ByteBar
+    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: tqdm.tqdm
 ) -> list[Array]:
     """Allocates a large part on its devices and writes the blocks into it there."""
     buffers = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
@@ -299,7 +314,7 @@ def _fill_on_device(
         ]
         # The host block is free once the copies are done; without this wait they would pile up.
         jax.block_until_ready(buffers)
-        bar.add(data.nbytes)
+        bar.update(data.nbytes)
     return buffers
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.encoding import IGNORE, Encoded, encode_conversations
+from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded
 from stepprune_jax.data.index import Index, row_turns
 from stepprune_jax.data.json_array import JsonEntries
 from stepprune_jax.data.prompts import IMAGE_TOKEN
@@ -22,8 +22,8 @@ class Limits(NamedTuple):
     """How long a row may be.
 
     Attributes:
-        image_tokens: visual tokens of a picture.
-        context: embeddings of a conversation with those of its picture; the end is cut off.
+        image_tokens: visual tokens of an image.
+        context: embeddings of a conversation with those of its image; the end is cut off.
         policy_text: tokens of the user's words that the policy sees; the end is cut off.
     """
 
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One conversation as numbers; its picture is read when it is needed.
+    """One conversation as numbers; its image is read when it is needed.
 
     Attributes:
         ids: with `IMAGE_TOKEN` at the image.
@@ -84,24 +84,29 @@ class Corpus:
     """Rows of a training file by number. May be used by threads and sent to another process."""
 
     def __init__(
-        self, index: Index, used: Int[np.ndarray, " u"], file: Path, root: Path, tokenizer: Any,
+        self,
+        index: Index,
+        used: Int[np.ndarray, " u"],
+        file: Path,
+        root: Path,
+        encoder: ConversationEncoder,
         limits: Limits,
-    ):  # fmt: skip
-        """Takes what was found in the file.
+    ):
+        """Takes what was read from the file.
 
         Args:
             index: of the file.
             used: numbers of its rows that are trained on; the corpus counts these from 0.
             file: the training file.
             root: the image folder.
-            tokenizer: the model's.
+            encoder: the model's.
             limits: what rows are cut to.
         """
         self._entries = JsonEntries(file, index.start, index.end)
         self._names, self._root = index.names, root
         self._sample, self._pair = index.sample[used], index.pair[used]
         self._image = index.image[used]
-        self._tokenizer, self._limits = tokenizer, limits
+        self._encoder, self._limits = encoder, limits
         self.lengths = Lengths(
             np.minimum(index.ids[used], limits.ids),
             np.minimum(index.text[used], limits.policy_text),
@@ -127,8 +132,8 @@ class Corpus:
         parts = [(int(self._sample[number]), int(self._pair[number])) for number in numbers]
         turns = [row_turns(self._entries, *part) for part in parts]
         with _TOKENIZER:
-            encoded = encode_conversations(self._tokenizer, turns, 1)
-        return [make_row(found, self._limits) for found in encoded]
+            encoded = self._encoder.encode_all(turns, 1)
+        return [make_row(row, self._limits) for row in encoded]
 
     @property
     def file(self) -> Path:
@@ -136,11 +141,11 @@ class Corpus:
         return self._entries.file
 
     def image(self, number: int) -> Path:
-        """The picture of a row."""
+        """The image of a row."""
         return self._root / self._names[self._image[number]]
 
     def describe(self, number: int) -> dict[str, Any]:
-        """A row as its file has it: number and id of its sample, number of its question, picture.
+        """A row as its file has it: number and id of its sample, number of its question, image.
 
         The question is None if the row is the whole conversation.
         """

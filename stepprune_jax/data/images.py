@@ -1,10 +1,14 @@
-"""Image files, opened safely and converted to RGB."""
+"""Image files, opened safely and converted to RGB, and padded to squares."""
 
 import warnings
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+
+# Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
+STRIP_PIXELS = 1 << 24
+_STRIP_ROWS = 256
 
 
 def open_image(source: str | Path | Image.Image) -> Image.Image:
@@ -59,3 +63,45 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # The same colours as the direct way, without Pillow's warning about byte transparency.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def pad_to_square(
+    image: Image.Image,
+    fill: tuple[int, ...],
+    size: tuple[int, int] | None = None,
+    resample: int = Image.Resampling.BICUBIC,
+) -> Image.Image:
+    """Pads an image to a square and resizes it, without ever holding a very large square.
+
+    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square
+    can be resampled along their rows one after another, and the stack of strips along its columns,
+    with the same bytes as a result.
+
+    Args:
+        image: an RGB image, which is put in the middle.
+        fill: the colour around it.
+        size: (height, width) of the result; None for the square as it is.
+        resample: number of the Pillow filter.
+
+    Returns:
+        The RGB image.
+    """
+    side = max(image.size)
+    left, top = (side - image.width) // 2, (side - image.height) // 2
+    if size is None or side * side <= STRIP_PIXELS:
+        square = Image.new("RGB", (side, side), fill)
+        square.paste(image, (left, top))
+        return square if size is None else square.resize(size[::-1], resample)
+    height, width = size
+    narrow = Image.new("RGB", (width, side))
+    blank = Image.new("RGB", (side, _STRIP_ROWS), fill)
+    blank = blank.resize((width, _STRIP_ROWS), resample)
+    for row in range(0, side, _STRIP_ROWS):
+        rows = min(_STRIP_ROWS, side - row)
+        if row + rows <= top or row >= top + image.height:
+            narrow.paste(blank, (0, row))
+            continue
+        strip = Image.new("RGB", (side, rows), fill)
+        strip.paste(image, (left, top - row))
+        narrow.paste(strip.resize((width, rows), resample), (0, row))
+    return narrow.resize((width, height), resample)

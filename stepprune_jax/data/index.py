@@ -1,4 +1,4 @@
-"""What stands in a training file, found in one pass and kept beside the run.
+"""The index of a training file, made in one pass and kept beside the run.
 
 An index holds a few numbers for each row: where it is in the file, how many tokens it has, whether
 it can be trained on. A row is a conversation, or a question of one with its answer.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
-from stepprune_jax.data.encoding import IGNORE, encode_conversations
+from stepprune_jax.data.encoding import IGNORE, ConversationEncoder
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_array import JsonEntries, scan_json_list
 from stepprune_jax.data.llava import parse_conversation
@@ -26,7 +26,7 @@ _FORM = 1
 # Conversations that are tokenised in one call.
 _PART = 256
 
-USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER = range(4)
+USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
 
 
 class Index(NamedTuple):
@@ -35,12 +35,12 @@ class Index(NamedTuple):
     Attributes:
         start: offset of each sample in the file.
         end: offset after it.
-        names: of the distinct pictures, as the file has them.
+        names: of the distinct images, as the file has them.
         sample: number of the sample of each row.
         pair: number of the row's question in the sample; -1 for all of them.
-        image: number of the row's picture among `names`; -1 without.
-        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`, or
-            `NO_ANSWER` within the context.
+        image: number of the row's image among `names`; -1 without.
+        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
+            `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
         ids: ids of the whole row, its image as one of them.
         text: ids of the user's words.
         targets: supervised tokens within the context.
@@ -89,7 +89,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON list; a picture's path leaves the image folder; or a malformed
+        ValueError: it is no JSON list; an image's path leaves the image folder; or a malformed
             sample, unless they are marked. The message names file, sample and field.
     """
     places, rows, names = [], [], {}
@@ -101,7 +101,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
             places.append((start, end))
             bar.update(end - bar.n)
             try:
-                found = parse_conversation(value, number, f"{file}: sample {number}")
+                record = parse_conversation(value, number, f"{file}: sample {number}")
             except ImagePathError:
                 raise
             except ValueError:
@@ -109,11 +109,13 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
                     raise
                 rows.append((number, -1, -1, MALFORMED))
                 continue
-            if found.image is None:
-                rows.append((number, -1, -1, TEXT_ONLY))
+            if record.image is None or not record.turns:
+                rows.append((number, -1, -1, NOTHING_SAID if record.image else TEXT_ONLY))
                 continue
-            image = names.setdefault(found.image, len(names))
-            pairs = range(len(found.turns) // 2) if split_turns and len(found.turns) > 2 else (-1,)
+            image = names.setdefault(record.image, len(names))
+            pairs = (
+                range(len(record.turns) // 2) if split_turns and len(record.turns) > 2 else (-1,)
+            )
             rows += [(number, pair, image, USABLE) for pair in pairs]
     start, end = np.array(places, np.int64).reshape(-1, 2).T
     sample, pair, image, problem = np.array(rows, np.int32).reshape(-1, 4).T
@@ -121,13 +123,13 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
     return Index(start, end, tuple(names), sample, pair, image, problem, zero, zero, zero)
 
 
-def measure(index: Index, file: Path, tokenizer: Any, context_ids: int) -> Index:
+def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids: int) -> Index:
     """Tokenises every row once and notes the counts.
 
     Args:
         index: from `scan`.
         file: the training file.
-        tokenizer: the model's.
+        encoder: the model's.
         context_ids: ids that a row may have; what is beyond is cut off.
 
     Returns:
@@ -140,30 +142,33 @@ def measure(index: Index, file: Path, tokenizer: Any, context_ids: int) -> Index
         for begin in range(0, len(rows), _PART):
             part = rows[begin : begin + _PART]
             turns = [row_turns(entries, int(index.sample[i]), int(index.pair[i])) for i in part]
-            for row, found in zip(part, encode_conversations(tokenizer, turns, 1), strict=True):
-                ids[row], text[row] = len(found.ids), len(found.text)
-                labels = np.array(found.labels[:context_ids])
+            for row, encoded in zip(part, encoder.encode_all(turns, 1), strict=True):
+                ids[row], text[row] = len(encoded.ids), len(encoded.text)
+                labels = np.array(encoded.labels[:context_ids])
                 targets[row] = np.count_nonzero(labels != IGNORE)
             bar.update(len(part))
     problem = np.where((index.problem == USABLE) & (targets == 0), NO_ANSWER, index.problem)
     return index._replace(problem=problem, ids=ids, text=text, targets=targets)
 
 
-def index_path(folder: Path, data: str, tokenizer: Any, *choices: Any) -> Path:
+def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: Any) -> Path:
     """Where the index of a file lies: its name says of which contents and choices it is.
 
     Args:
         folder: where indices lie.
         data: hash of the training file.
-        tokenizer: a fast one.
+        encoder: the model's, with a fast tokenizer.
         choices: whatever else the index depends on.
 
     Returns:
         The path.
     """
+    tokenizer = encoder.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()
-    told = json.dumps([_FORM, data, backend, tokenizer.bos_token_id, *choices])
-    return folder / f"index-{hashlib.sha256(told.encode()).hexdigest()[:16]}.npz"
+    prompt = encoder.conversation([encoder.place_images("Q", 1), "A", "Q", "A"])
+    determined_by = [_FORM, data, backend, tokenizer.bos_token_id, prompt, *choices]
+    digest = hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()
+    return folder / f"index-{digest[:16]}.npz"
 
 
 def save_index(index: Index, path: Path) -> None:
@@ -180,8 +185,8 @@ def load_index(path: Path) -> Index | None:
     """Reads an index; None if there is none, or a damaged one, which can be made anew."""
     try:
         with path.open("rb") as opened, np.load(opened) as file:
-            found = {name: file[name] for name in Index._fields}
-        names = tuple(json.loads(found.pop("names").tobytes()))
-        return Index(names=names, **found)
+            arrays = {name: file[name] for name in Index._fields}
+        names = tuple(json.loads(arrays.pop("names").tobytes()))
+        return Index(names=names, **arrays)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None

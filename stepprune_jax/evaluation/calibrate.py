@@ -19,17 +19,15 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.inference.pipeline import place_method, rank_all
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import make_method
 
 FILE = "stop_biases.json"
-# Questions that share a pass through the tower.
-_CHUNK = 1024
 # Row name to what is known of each policy that the row has had.
 _Entries = dict[str, list[dict[str, Any]]]
 
@@ -55,7 +53,9 @@ class StopBiases:
     What other policies, models or samples have given stays in the file.
     """
 
-    def __init__(self, folder: Path, weights: str, policies: Mapping[str, str], settings: Settings):
+    def __init__(
+        self, folder: Path, weights: str, policies: Mapping[str, str], settings: EvalSettings
+    ):
         """Names the file.
 
         Args:
@@ -135,10 +135,11 @@ class StopBiases:
             good = isinstance(known, list) and all(
                 isinstance(e, dict)
                 and isinstance(e.get("biases"), dict)
-                and all(isinstance(b, float | int) and math.isfinite(b)
-                        for b in e["biases"].values())
+                and all(
+                    isinstance(b, float | int) and math.isfinite(b) for b in e["biases"].values()
+                )
                 for e in known
-            )  # fmt: skip
+            )
             if not good:
                 raise ValueError(
                     f"{self._path}: {name!r} is not a list of stop biases; move the file away"
@@ -198,8 +199,9 @@ def stop_margins(
     questions = sample.questions
     progress, margins = Progress(len(questions)), []
     report = progress.task(f"stop biases, {name}", len(questions), len(questions))
-    for first in range(0, len(questions), _CHUNK):
-        part = questions[first : first + _CHUNK]
+    chunk = chunk_size(model, size)
+    for first in range(0, len(questions), chunk):
+        part = questions[first : first + chunk]
         encoded = encode_questions(model, part, batch_size=size, attention=attention)
         ranking, _ = rank_all(
             model, method, encoded.prompts, encoded.vision, steps=steps, batch_size=size

@@ -19,13 +19,14 @@ from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input
 
 # Widths that prompts and the user's words are padded to, so that all sets share programs.
-WIDTHS = bucket_ladder(CONTEXT_LIMIT)
+WIDTHS = bucket_ladder(1 << 16)
+# Bytes of features that the questions of a chunk may bring, and the most questions.
+_CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
 class Encoded(NamedTuple):
@@ -44,6 +45,22 @@ class Encoded(NamedTuple):
     def take(self, rows: np.ndarray) -> "Encoded":
         """Returns some of the questions, with all images."""
         return self._replace(prompts=self.prompts.take(rows))
+
+
+def chunk_size(model: VLM, batch_size: int) -> int:
+    """Computes how many questions share a pass through the tower.
+
+    Args:
+        model: the model.
+        batch_size: questions that go through a program together.
+
+    Returns:
+        Questions of a chunk: whole batches, whose features fit into memory beside the model.
+    """
+    config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
+    image = config.max_image_tokens * config.feature_width * dtype.itemsize
+    most = min(CHUNK, _CHUNK_BYTES // image)
+    return max(1, most // batch_size) * batch_size
 
 
 def encode_questions(
@@ -86,8 +103,9 @@ def encode_questions(
 
         def run(rows=rows):
             request = _request(model, [questions[row] for row in rows])
-            count = len(request.pixels)
-            pixels = request.pixels[np.arange(batch_size) % count]
+            count = len(jax.tree.leaves(request.pixels)[0])
+            repeated = np.arange(batch_size) % count
+            pixels = jax.tree.map(lambda part: part[repeated], request.pixels)
             vision = fetch(encode(model, pixels, taps, attention))
             return request, jax.tree.map(lambda part: part[:count], vision)
 
@@ -110,7 +128,7 @@ def encode_questions(
 
 def _no_images(model: VLM) -> Vision:
     """Stands for the images of questions that have none."""
-    shape = (1, model.config.max_image_tokens, model.config.vision.hidden_size)
+    shape = (1, model.config.max_image_tokens, model.config.feature_width)
     features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
     return Vision(features, np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32), {})
 
@@ -149,23 +167,24 @@ def _width(rows: Sequence[Sequence[int]]) -> int:
     return next((size for size in WIDTHS if size >= longest), 8)
 
 
-def cut_prompts(encoded: Encoded) -> Encoded:
+def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
     """Cuts prompts at the right end that are too long with all visual tokens, as LLaVA does.
 
     Args:
         encoded: the questions.
+        limit: of the model's family.
 
     Returns:
         The questions; a `UserWarning` says which were cut.
     """
     prompts, shown = encoded.prompts, encoded.prompts.has_image
     sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
-    most = CONTEXT_LIMIT - np.where(shown, sizes - 1, 0)
+    most = limit - np.where(shown, sizes - 1, 0)
     long = np.flatnonzero(prompts.length > most)
     if len(long):
         warnings.warn(
             f"question {int(prompts.number[long[0]])} and {len(long) - 1} more take more than "
-            f"{CONTEXT_LIMIT} embeddings: the ends of their prompts were cut",
+            f"{limit} embeddings: the ends of their prompts were cut",
             stacklevel=2,
         )
     length = np.minimum(prompts.length, most).astype(np.int32)
@@ -173,11 +192,12 @@ def cut_prompts(encoded: Encoded) -> Encoded:
 
 
 @user_input()
-def check_lengths(encoded: Encoded) -> None:
+def check_lengths(encoded: Encoded, limit: int) -> None:
     """Refuses prompts that are too long for the model with all their visual tokens.
 
     Args:
         encoded: the questions.
+        limit: of the model's family.
 
     Raises:
         ValueError: the number of the first such question and its length.
@@ -186,8 +206,8 @@ def check_lengths(encoded: Encoded) -> None:
     sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
     total = prompts.length + np.where(prompts.has_image, sizes - 1, 0)
     longest = int(np.argmax(total))
-    if total[longest] > CONTEXT_LIMIT:
+    if total[longest] > limit:
         raise ValueError(
             f"question {longest} takes {total[longest]} embeddings with all visual tokens, more "
-            f"than {CONTEXT_LIMIT}: its end would be cut"
+            f"than {limit}: its end would be cut"
         )

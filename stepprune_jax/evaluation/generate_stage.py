@@ -5,6 +5,7 @@ once, and every row of the table is answered from that; each row's answers are o
 the next row begins. A run that was stopped continues with the questions that have no answer.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from stepprune_jax.benchmarks.answer_files import (
     append,
     check_claim,
     claim,
+    digest,
     outstanding,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -32,18 +34,24 @@ from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
-from stepprune_jax.evaluation.encode import WIDTHS, Encoded, cut_prompts, encode_questions
+from stepprune_jax.evaluation.encode import (
+    WIDTHS,
+    Encoded,
+    chunk_size,
+    cut_prompts,
+    encode_questions,
+)
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.rows import Conditions, TableRow, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import (
     DEFAULT,
     POLICY_FILE,
     SHAPES,
-    Settings,
+    EvalSettings,
+    EvaluationRun,
     check_policies,
     load_policies,
     own_policy,
-    read_settings,
 )
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import read_split, thin
@@ -60,9 +68,6 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.pruning import Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
-
-# Bytes of features that questions of a chunk may bring, and the most questions.
-_CHUNK_BYTES, _CHUNK = 300_000_000, 1024
 
 
 class Benchmark(NamedTuple):
@@ -97,7 +102,7 @@ class Stage(NamedTuple):
     attention: str
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> EvalSettings:
         """Of the evaluation."""
         return self.conditions.settings
 
@@ -130,12 +135,12 @@ class Task(NamedTuple):
 
 
 def generate_answers(
-    config: Any, workdir: str | Path, *, policy: str | Path | None = None
+    run: EvaluationRun, workdir: str | Path, *, policy: str | Path | None = None
 ) -> dict[str, Path]:
     """Answers the questions of all benchmarks that have no answer yet.
 
     Args:
-        config: the run's configuration; for the group `eval` see `settings.Settings`.
+        run: the settings of the run.
         workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl. Several
             processes must all see it.
         policy: a policy file, or folder of a run, for the default row; otherwise that of the
@@ -150,30 +155,28 @@ def generate_answers(
             were made otherwise.
     """
     workdir = Path(workdir)
-    folder = answers_folder(config, workdir)
+    folder, settings = answers_folder(run, workdir), run.eval
     with user_input():
-        settings = read_settings(config)
         policies = _policies(settings, workdir, policy)
-        source = inspect_folder(*model_folders(config))
+        source = inspect_folder(*model_folders(run))
         check_policies(policies, source.config, settings)
-        benchmarks = read_benchmarks(config, settings, workdir, policies)
-    return answer_benchmarks(config, settings, benchmarks, policies, source, folder)
+        benchmarks = read_benchmarks(run, workdir, policies)
+    return answer_benchmarks(run, benchmarks, policies, source, folder)
 
 
-def answers_folder(config: Any, workdir: Path) -> Path:
+def answers_folder(run: EvaluationRun, workdir: Path) -> Path:
     """Names the folder of a run's answers; a fresh test world has one of its own."""
-    seed = config.data.get("test_seed") if "data" in config else None
+    seed = run.data.test_seed
     return workdir / (ANSWERS if seed is None or seed < 0 else f"{ANSWERS}_test_{seed}")
 
 
 def read_benchmarks(
-    config: Any, settings: Settings, workdir: Path, policies: Mapping[str, Policy]
+    run: EvaluationRun, workdir: Path, policies: Mapping[str, Policy]
 ) -> list[Benchmark]:
     """Reads the questions of every benchmark, and those that stop biases are computed on.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         workdir: folder of the run.
         policies: by row name.
 
@@ -184,11 +187,12 @@ def read_benchmarks(
         FileNotFoundError: questions or images are missing.
         ValueError: a file is not what it should be.
     """
+    settings = run.eval
     stops = any(stops_itself(name, policy, settings) for name, policy in policies.items())
     asked = {name: public_questions(name, settings) for name in settings.public}
     benchmarks = []
     if SHAPES in settings.benchmark_names:
-        places = split_folders(config, workdir)
+        places = distributed.main_first(lambda: split_folders(run, workdir))
         benchmarks.append(shapes_benchmark(places, settings, stops))
     if asked:
         sample = None
@@ -198,7 +202,7 @@ def read_benchmarks(
     return benchmarks
 
 
-def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool) -> Benchmark:
+def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: bool) -> Benchmark:
     """Reads the test split of the shapes world, or of a data folder of its form.
 
     Args:
@@ -217,17 +221,18 @@ def shapes_benchmark(places: Mapping[str, Path], settings: Settings, stops: bool
     if stops:
         split = read_split(places["validation"], "validation")
         questions = thin(split, settings.validation_questions).questions
-        sample = Sample({"split": "validation"}, questions)
+        about = digest([f"{q.image.name} {q.text}" for q in questions])
+        sample = Sample({"split": "validation", "sample": about}, questions)
     asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
     return Benchmark(SHAPES, asked, sample, keep_order=True)
 
 
-def stops_itself(name: str, policy: Policy, settings: Settings) -> bool:
+def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
     """Whether the learned stop of a row is used as well."""
     return name in settings.adaptive and policy.method == "stepprune"
 
 
-def public_questions(name: str, settings: Settings) -> list[BenchmarkQuestion]:
+def public_questions(name: str, settings: EvalSettings) -> list[BenchmarkQuestion]:
     """Reads a public benchmark's questions."""
     return BENCHMARKS[name].read_questions(
         settings.data, settings.questions.get(name, ""), ocr=settings.textvqa_ocr
@@ -235,8 +240,7 @@ def public_questions(name: str, settings: Settings) -> list[BenchmarkQuestion]:
 
 
 def answer_benchmarks(
-    config: Any,
-    settings: Settings,
+    run: EvaluationRun,
     benchmarks: Sequence[Benchmark],
     policies: Mapping[str, Policy],
     source: Source,
@@ -248,8 +252,7 @@ def answer_benchmarks(
     """Answers what has no answer yet.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         benchmarks: from `read_benchmarks`.
         policies: by row name.
         source: of the model.
@@ -263,48 +266,61 @@ def answer_benchmarks(
     Raises:
         ValueError: answer files that were made otherwise, or questions that the model cannot take.
     """
+    settings = run.eval
     digests = {name: policy_digest(policy) for name, policy in policies.items()}
     conditions = Conditions(
         model=_model_name(source),
         weights=model_identity(source)[:16],
-        dtype=config.model.dtype,
+        dtype=run.model.dtype,
         num_tokens=source.config.max_image_tokens,
-        seed=config.seed,
+        seed=run.seed,
         settings=settings,
         policies=digests,
     )
     stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
     biases = StopBiases(folder, conditions.weights, stopping, settings)
 
-    def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
-        return plan_rows(settings, source.config, policies, known, config.seed, untrained)
+    def planned(known: Mapping[str, Any]) -> list[TableRow]:
+        return plan_rows(settings, source.config, policies, known, run.seed, untrained)
 
-    with user_input():
-        # What is known to be in vain is refused before the model is loaded.
+    def has_work() -> bool:
+        """Whether an answer or a stop bias is missing; refuses what was made otherwise."""
+        missing, claimed = False, []
         for benchmark in benchmarks:
             known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
-            rows = planned(benchmark, known)
-            for file in conditions.files(folder, rows, benchmark.name, benchmark.questions):
+            missing |= known.keys() < stopping.keys()
+            files = conditions.files(folder, planned(known), benchmark.name, benchmark.questions)
+            for file in files:
                 check_claim(file)
-        model = load_model(config) if model is None else model
+            claimed += [(file, benchmark.questions) for file in files]
+        return missing or any(outstanding(file, questions) for file, questions in claimed)
+
+    answers = {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
+    with user_input():
+        # The processes agree on it, and nobody writes while another still reads.
+        if not distributed.any_process(distributed.main_first(has_work)):
+            return answers
+        model = load_model(run) if model is None else model
     devices = row_count(mesh_of(model.params))
     size = -(-settings.batch_size // devices) * devices
-    stage = Stage(model, conditions, size, config.model.attention)
+    stage = Stage(model, conditions, size, run.model.attention)
     tasks = []
     with user_input():
         for benchmark in benchmarks:
             known = {}
             if benchmark.sample is not None:
                 known = biases.compute(model, policies, benchmark.sample, stage.attention, size)
-            tasks.append(_task(stage, folder, benchmark, planned(benchmark, known)))
+            tasks.append(_task(stage, folder, benchmark, planned(known)))
     progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
         _answer_task(stage, task, progress)
     progress.close()
-    return {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
+    return answers
 
 
-def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> dict[str, Policy]:
+def _policies(
+    settings: EvalSettings, workdir: Path, policy: str | Path | None
+) -> dict[str, Policy]:
     """The policies whose rows are wanted. The default row may be left out, with a message."""
     wanted = {
         name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
@@ -317,7 +333,7 @@ def _policies(settings: Settings, workdir: Path, policy: str | Path | None) -> d
             own = own_policy(workdir, policy)
         else:
             distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
-    return load_policies(settings._replace(**wanted), own)
+    return load_policies(dataclasses.replace(settings, **wanted), own)
 
 
 def _model_name(source: Source) -> str:
@@ -339,20 +355,12 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
     missing = distributed.main_first(look)
     distributed.any_process(False)  # nobody writes while another still reads
     todo = sorted(frozenset().union(*missing))
-    chunk = _chunk_size(stage)
+    chunk = chunk_size(stage.model, stage.batch_size)
     chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
     most = len(shown) if benchmark.keep_order else min(stage.settings.samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
     return Task(benchmark, rows, files, missing, chunks, samples)
-
-
-def _chunk_size(stage: Stage) -> int:
-    """Questions of a chunk: whole batches, whose features fit into memory beside the model."""
-    config, dtype = stage.model.config, jax.tree.leaves(stage.model.params)[0].dtype
-    image = config.max_image_tokens * config.vision.hidden_size * dtype.itemsize
-    most = min(_CHUNK, _CHUNK_BYTES // image)
-    return max(1, most // stage.batch_size) * stage.batch_size
 
 
 def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
@@ -374,7 +382,7 @@ def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[i
 
 
 def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
-    """Answers what is missing; each process its share, chunk by chunk in step with the others."""
+    """Answers what is missing, chunk by chunk in step with the others; then sorts the lines."""
     for numbers in task.chunks:
         failure = None
         try:
@@ -392,8 +400,7 @@ def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
             for file in task.files:
                 outstanding(file, task.benchmark.questions)
 
-    if jax.process_count() > 1:
-        distributed.main_first(merge)
+    distributed.main_first(merge)
 
 
 def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progress) -> None:
@@ -409,10 +416,14 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
     rows, config = [row for row, _, _ in lacking], stage.model.config
     taps = [tap for row in rows for tap in row.method.pruner.taps(config)]
     encoded = encode_questions(
-        stage.model, [questions[number] for number in numbers], batch_size=stage.batch_size,
-        taps=taps, attention=stage.attention, numbers=numbers,
-    )  # fmt: skip
-    encoded = cut_prompts(encoded)
+        stage.model,
+        [questions[number] for number in numbers],
+        batch_size=stage.batch_size,
+        taps=taps,
+        attention=stage.attention,
+        numbers=numbers,
+    )
+    encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
     plain = _answer_plain(stage, task, encoded)
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
     rankings = _rank(stage, task, seen, rows)
@@ -438,9 +449,13 @@ def _rank(
             continue
         steps = max(other.steps(n) for other in task.rows if other.ranking == key)
         rankings[key] = rank_all(
-            stage.model, place_method(stage.model, row.method), seen.prompts, seen.vision,
-            steps=steps, batch_size=stage.batch_size,
-        )  # fmt: skip
+            stage.model,
+            place_method(stage.model, row.method),
+            seen.prompts,
+            seen.vision,
+            steps=steps,
+            batch_size=stage.batch_size,
+        )
     return rankings
 
 
@@ -488,9 +503,13 @@ def _answer(
     n = stage.conditions.num_tokens
     sizes = {row.steps(n) for row in task.rows}
     return answer_all(
-        stage.model, place_method(stage.model, method), seen.prompts, seen.vision,
+        stage.model,
+        place_method(stage.model, method),
+        seen.prompts,
+        seen.vision,
         settings.longest_answer(BENCHMARKS[name]),
         RunOptions(settings.positions, stage.attention),
         Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
-        ranking=ranking, report=report,
-    )  # fmt: skip
+        ranking=ranking,
+        report=report,
+    )

@@ -1,7 +1,6 @@
 """Names of table rows that several packages tell apart."""
 
 ALL = "all tokens"
-RANDOM, GRID, CLS = "random", "grid", "[CLS] top-K"
 # The policy that the run in the working directory trained.
 DEFAULT = "StepPrune"
 

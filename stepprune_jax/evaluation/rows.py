@@ -14,7 +14,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questi
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.names import own_stop
-from stepprune_jax.evaluation.settings import DEFAULT, Settings
+from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Ranker, make_method
 
 
@@ -63,7 +63,7 @@ class TableRow(NamedTuple):
 
 
 def plan_rows(
-    settings: Settings,
+    settings: EvalSettings,
     config: Any,
     policies: Mapping[str, Policy],
     biases: Mapping[str, Mapping[int, float]],
@@ -96,7 +96,7 @@ def plan_rows(
             try:
                 row.method.pruner.check(config, n)
             except ValueError:
-                if settings.methods:
+                if settings.methods and settings.wants(kind.label):
                     raise
                 continue
             rows.append(row)
@@ -134,7 +134,7 @@ class Conditions:
     dtype: str
     num_tokens: int
     seed: int
-    settings: Settings
+    settings: EvalSettings
     policies: Mapping[str, str]
 
     def files(

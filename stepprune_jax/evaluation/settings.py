@@ -1,24 +1,67 @@
-"""The `eval` group of a configuration, read and checked before anything is loaded."""
+"""What an evaluation reads of a configuration, checked before anything is loaded."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
 from stepprune_jax.benchmarks.score import DATA
+from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
+from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
-from stepprune_jax.models.vlm import check_positions
+from stepprune_jax.models.vlm import POSITIONS
+from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import PRUNERS
-from stepprune_jax.user_input import nearest
+from stepprune_jax.settings import (
+    Settings,
+    choice,
+    count,
+    group,
+    is_count,
+    read,
+    setting,
+    switch,
+    text,
+)
 
 SHAPES = shapes.BENCHMARK.name
 POLICY_FILE = "policy.safetensors"
 _PACKAGE = Path(__file__).parents[1]
 
 
-class Settings(NamedTuple):
-    """How to evaluate; each field is `config.eval` of that name.
+def _distinct_counts(value: Any) -> bool:
+    """Whether a value is some integers from 1, each once."""
+    good = isinstance(value, tuple) and bool(value) and all(map(is_count, value))
+    return good and len(set(value)) == len(value)
+
+
+def _policy_files() -> Any:
+    """A field that maps row names to policy files."""
+    return setting(
+        "a mapping from row names to policy files",
+        lambda value: (
+            isinstance(value, Mapping) and all(isinstance(p, str) for p in value.values())
+        ),
+        default={},
+    )
+
+
+def _question_files() -> Any:
+    """A field that maps benchmarks to question files."""
+    return setting(
+        f"files by name of {', '.join(BENCHMARKS)}",
+        lambda value: isinstance(value, Mapping) and BENCHMARKS.keys() >= {*value},
+        default={},
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSettings(Settings, group="eval"):
+    """The group `eval` of a configuration: docs/evaluation.md.
 
     Attributes:
         benchmarks: names of `benchmarks.BENCHMARKS`, separated by commas.
@@ -40,20 +83,44 @@ class Settings(NamedTuple):
         validation_questions: most questions that biases are calibrated on; 0 for all.
     """
 
-    benchmarks: str = SHAPES
-    data: str = DATA
-    questions: Mapping[str, str] = {}
-    textvqa_ocr: bool = True
-    methods: str = ""
-    samples: int = 12
-    budgets: tuple[int, ...] = (48, 32, 16)
-    batch_size: int = 32
-    max_new_tokens: int | None = None
-    positions: str = "original"
-    rows: Mapping[str, str] = {}
-    ablations: Mapping[str, str] = {}
-    adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
-    validation_questions: int = 1000
+    benchmarks: str = setting(
+        f"some of {', '.join(BENCHMARKS)}",
+        lambda value: isinstance(value, str) and {*_listed(value)} <= BENCHMARKS.keys(),
+        default=SHAPES,
+    )
+    data: str = text(default=DATA)
+    questions: Mapping[str, str] = _question_files()
+    textvqa_ocr: bool = switch(default=True)
+    methods: str = text(default="")
+    samples: int = count(0, default=12)
+    budgets: tuple[int, ...] = setting(
+        "distinct integers from 1", _distinct_counts, default=(48, 32, 16)
+    )
+    batch_size: int = count(default=32)
+    max_new_tokens: int | None = count(optional=True)
+    positions: str = choice(POSITIONS, default="original")
+    rows: Mapping[str, str] = _policy_files()
+    ablations: Mapping[str, str] = _policy_files()
+    adaptive: tuple[str, ...] = setting(
+        "names of rows",
+        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
+        default=(DEFAULT, "StepPrune literal"),
+    )
+    validation_questions: int = count(0, default=1000)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
+        names = [DEFAULT, *self.rows, *self.ablations]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
+        labels = self.labels
+        known = [name for name, kind in PRUNERS.items() if kind.label in labels]
+        known = list(dict.fromkeys([*known, *labels]))
+        lower = {name.lower() for name in known}
+        strange = [name for name in _listed(self.methods) if name.lower() not in lower]
+        self.require("methods", not strange, f"some of {', '.join(known)}")
 
     @property
     def benchmark_names(self) -> list[str]:
@@ -90,72 +157,40 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def read_settings(config: Any) -> Settings:
-    """The settings of a run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationRun(Settings):
+    """The settings of a run of `eval.py`.
+
+    Attributes:
+        seed: seed of random rows.
+        mesh: preset of `build_mesh`, or sizes by axis.
+        model: the frozen model.
+        data: the data.
+        eval: what is evaluated, and how.
+    """
+
+    seed: int = count(0)
+    mesh: str = text()
+    model: ModelSettings = group(ModelSettings)
+    data: DataSettings = group(DataSettings)
+    eval: EvalSettings = group(EvalSettings)
+
+
+def read_evaluation(config: ConfigDict) -> EvaluationRun:
+    """Reads what an evaluation needs of a run's configuration.
 
     Args:
-        config: its `ConfigDict`; fields that `config.eval` lacks take their defaults.
+        config: what a file of `configs/` returns, with the changes of the command line.
 
     Returns:
-        The settings.
+        The settings; fields that `config.eval` lacks have their defaults.
 
     Raises:
-        ValueError: a field that is unknown or has a bad value; the message names it.
+        ValueError: a field is unknown, missing, or has a bad value; the message names it.
     """
-    given = config.eval.to_dict() if "eval" in config else {}
-    unknown = sorted(set(given) - set(Settings._fields))
-    if unknown:
-        raise ValueError(
-            f"config.eval has unknown field(s) {', '.join(unknown)}; it has "
-            f"{', '.join(Settings._fields)}.{nearest(unknown[0], Settings._fields)}"
-        )
-    given |= {name: tuple(given[name]) for name in ("budgets", "adaptive") if name in given}
-    settings = Settings(**given)
-    _require(_is_count(settings.batch_size), "batch_size", settings, "an integer from 1")
-    longest = settings.max_new_tokens
-    good = longest is None or _is_count(longest)
-    _require(good, "max_new_tokens", settings, "an integer from 1, or nothing")
-    for name in ("validation_questions", "samples"):
-        many = getattr(settings, name)
-        _require(many == 0 or _is_count(many), name, settings, "an integer from 0")
-    budgets = settings.budgets
-    good = bool(budgets) and all(map(_is_count, budgets)) and len(set(budgets)) == len(budgets)
-    _require(good, "budgets", settings, "distinct integers from 1")
-    check_positions(settings.positions)
-    known = settings.benchmark_names
-    good = bool(known) and BENCHMARKS.keys() >= {*known}
-    _require(good, "benchmarks", settings, f"some of {', '.join(BENCHMARKS)}")
-    files = settings.questions
-    good = isinstance(files, Mapping) and BENCHMARKS.keys() >= {*files}
-    _require(good, "questions", settings, f"files by name of {', '.join(BENCHMARKS)}")
-    _check_rows(settings)
-    return settings
-
-
-def _check_rows(settings: Settings) -> None:
-    """Refuses rows that have no file or no name of their own, and methods that are no rows."""
-    for name in ("rows", "ablations"):
-        paths = getattr(settings, name)
-        good = isinstance(paths, Mapping) and all(isinstance(p, str) for p in paths.values())
-        _require(good, name, settings, "a mapping from row names to policy files")
-    names = [DEFAULT, *settings.rows, *settings.ablations]
-    known = {name.lower() for name in (*PRUNERS, *settings.labels)}
-    strange = [name for name in _listed(settings.methods) if name.lower() not in known]
-    expected = ", ".join(dict.fromkeys((*PRUNERS, *settings.labels)))
-    _require(not strange, "methods", settings, f"some of {expected}")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _require(holds: bool, name: str, settings: Settings, expected: str):
-    if not holds:
-        found = getattr(settings, name)
-        raise ValueError(f"config.eval.{name} is {found!r}, expected {expected}")
+    fields = {"eval": {}} | config.to_dict()
+    names = [field.name for field in dataclasses.fields(EvaluationRun)]
+    return read(EvaluationRun, {name: fields[name] for name in names if name in fields})
 
 
 def find_policy(name: str, path: str) -> Path:
@@ -201,7 +236,7 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
     return own
 
 
-def load_policies(settings: Settings, own: Path | None) -> dict[str, Policy]:
+def load_policies(settings: EvalSettings, own: Path | None) -> dict[str, Policy]:
     """Reads the policy of every trained row: further rows first, then the default, ablations.
 
     Args:
@@ -222,11 +257,11 @@ def load_policies(settings: Settings, own: Path | None) -> dict[str, Policy]:
         try:
             paths[name] = find_policy(name, path)
         except FileNotFoundError:
-            print(f"no row {name!r}: there is no policy file {path}")
+            distributed.say(f"no row {name!r}: there is no policy file {path}")
     return {name: load_policy(path) for name, path in paths.items()}
 
 
-def check_policies(policies: Mapping[str, Policy], config: Any, settings: Settings) -> None:
+def check_policies(policies: Mapping[str, Policy], config: Any, settings: EvalSettings) -> None:
     """Refuses policies that do not fit the model or cannot keep to the budgets.
 
     Args:

@@ -1,5 +1,6 @@
-"""The report on the shapes world and data folders of its form: tables, statistics and figures."""
+"""The report on the shapes world and data folders of its form: tables and statistics."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation import report as reports
 from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
@@ -22,51 +24,47 @@ from stepprune_jax.evaluation.accuracy import (
 )
 from stepprune_jax.evaluation.names import ALL, own_stop
 from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
-from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, Settings
+from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
+from stepprune_jax.user_input import user_input
 
 
 def write_report(
-    config: Any,
-    settings: Settings,
+    run: EvaluationRun,
     files: Sequence[AnswerFile],
     data: Path,
     report: Path,
-    command: str | None,
 ) -> list[dict[str, Any]]:
     """Writes the report of a run from its answer files.
 
     Args:
-        config: the run's configuration.
-        settings: of the evaluation.
+        run: the settings of the run.
         files: complete ones, in the order of the table.
         data: folder with the test split.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
-            statistics.json, records/, report.json, and the figures and index.html of
-            `visualize.redraw`.
-        command: the command that this is, for the page.
+            statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
         mean_k, questions and seed.
     """
-    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     test = read_split(data, "test")
-    records = [read_records(file, data) for file in files]
-    table = accuracy_table(records, config.seed)
+    records = [read_records(file, data, test.questions) for file in files]
+    table = accuracy_table(records, run.seed)
+    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
     save_records(report / RECORDS, records)
-    source = inspect_folder(*model_folders(config))
+    source = inspect_folder(*model_folders(run))
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
         "grid": source.config.grid,
-        "seed": config.seed,
+        "seed": run.seed,
         "model": str(source.folder),
-        "settings": {name: _plain(value) for name, value in settings._asdict().items()},
+        "settings": {name: _plain(value) for name, value in dataclasses.asdict(run.eval).items()},
         "stop_biases": _stop_biases(files, records),
         "device": jax.devices()[0].device_kind,
     }
@@ -75,26 +73,31 @@ def write_report(
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
     print(markdown_table(table), end="")
-    # Imported here: drawing reads what is written here, and needs what nothing else does.
-    from stepprune_jax.visualize import redraw
-
-    page = redraw(report, command=command)
-    print(f"{len(test.questions)} questions, {len(table)} rows: {page}")
     return table
 
 
-def read_records(file: AnswerFile, data: Path) -> Records:
+@user_input()
+def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
     """Reads what a row kept and answered, and has it judged.
 
     Args:
         file: complete.
         data: folder with the right answers.
+        questions: of the test split.
 
     Returns:
         The row's records.
+
+    Raises:
+        ValueError: a line is not the answer to the question in its place.
     """
     provenance, n = file.provenance, file.provenance.num_tokens
     lines = read_answers(file.path)
+    if [line.id for line in lines] != [question.question_id for question in questions]:
+        raise ValueError(
+            f"{file.path} does not answer the questions of {data} one by one: run the stage "
+            "generate again, which sorts its lines, or move the file away"
+        )
     count = np.array([line.fields["kept"] for line in lines], np.int32)
     order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int32)
     for row, line in zip(order, lines, strict=True):

@@ -1,7 +1,6 @@
 """The model and the data that a configuration names."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -9,21 +8,22 @@ from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
+from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.parallel.sharding import build_mesh
 
 
-def load_model(config: Any) -> VLM:
-    """The frozen model of a run; each process of several has all of it, on its own devices."""
-    folder, vision = model_folders(config)
-    mesh = None if config.mesh == "single" else build_mesh(config.mesh, jax.local_devices())
-    return load_vlm(folder, mesh, model_dtype(config), vision_folder=vision)
+def load_model(run: EvaluationRun) -> VLM:
+    """Loads the model of a run; each process of several has all of it, on its own devices."""
+    folder, vision = model_folders(run)
+    mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
+    return load_vlm(folder, mesh, model_dtype(run), vision_folder=vision)
 
 
-def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:
+def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
     """Where the validation and the test split lie.
 
     Args:
-        config: the run's `ConfigDict`. `data.test_seed` asks for a test world of its own, which is
+        run: the settings of the run. `data.test_seed` asks for a test world of its own, which is
             written to workdir/data_test_SEED.
         workdir: folder of the run.
 
@@ -34,28 +34,33 @@ def split_folders(config: Any, workdir: str | Path) -> dict[str, Path]:
         FileNotFoundError: `data.folder` does not exist.
         ValueError: a test seed for data that are not drawn, or what `data_folder` refuses.
     """
-    seed = config.data.get("test_seed")
+    seed = run.data.test_seed
     fresh = seed is not None and seed >= 0
-    if config.data.folder:
+    if run.data.folder:
         if fresh:
             raise ValueError(
                 f"config.data.test_seed is {seed}, but the data of config.data.folder "
-                f"({config.data.folder}) are files, not drawn from a seed"
+                f"({run.data.folder}) are files, not drawn from a seed"
             )
-        folder = Path(config.data.folder).expanduser()
+        folder = Path(run.data.folder).expanduser()
         if not folder.is_dir():
             raise FileNotFoundError(f"config.data.folder: no folder {folder}")
         return {"validation": folder, "test": folder}
-    folder = data_folder(config, workdir)
+    folder = data_folder(run, workdir)
     if not fresh:
         return {"validation": folder, "test": folder}
     # Imported here: it draws pictures, which a run on a folder of data does not need.
     from stepprune_jax.data.shapes import write_world
 
     other = Path(workdir) / f"data_test_{seed}"
-    print(f"Test world of seed {seed}: {config.data.test_scenes} scenes in {other}", flush=True)
+    print(f"Test world of seed {seed}: {run.data.test_scenes} scenes in {other}", flush=True)
     write_world(
-        other, seed=config.data.seed, train=0, validation=0, test=config.data.test_scenes,
-        test_seed=seed, **world_size(config),
-    )  # fmt: skip
+        other,
+        seed=run.data.seed,
+        train=0,
+        validation=0,
+        test=run.data.test_scenes,
+        test_seed=seed,
+        **world_size(run),
+    )
     return {"validation": folder, "test": other}

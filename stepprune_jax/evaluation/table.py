@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.command_line import Parser
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.evaluation.names import ALL, CLS, DEFAULT, GRID, RANDOM
+from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.scores import read_scores
+from stepprune_jax.pruning import PRUNERS
 
 NAME = "benchmarks"
 Score = Mapping[str, Any]
@@ -136,7 +137,7 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
 def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
     """Sorts rows: all tokens, then each budget: untrained rows, other policies, the default."""
     method, mode, budget = key
-    untrained = (RANDOM, GRID, CLS)
+    untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
     kind = untrained.index(method) if method in untrained else len(untrained)
     return method != ALL, -(budget or 0), kind, method.startswith(DEFAULT), method, mode != "exact"
 

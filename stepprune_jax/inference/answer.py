@@ -18,7 +18,6 @@ from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_req
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.layers import check_attention
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.models.vlm import check_positions
 from stepprune_jax.parallel.placement import fetch, mesh_of
 from stepprune_jax.pruning import Budget, Method, Pruner, make_method
@@ -66,7 +65,7 @@ class Options(NamedTuple):
         seed: an integer or a PRNG key. The same seed gives the same answer.
         stop_ids: ids that end an answer; by default those of the configuration.
         context_limit: longest prompt after expansion, with the counts that were kept; longer ones
-            are cut at the right end, with a warning.
+            are cut at the right end, with a warning. None for that of the model's family.
         attention: "matmul", "xla" or "cudnn".
         warm_up: runs a batch of new shapes once before the one that is timed, so that times hold
             no compilation.
@@ -84,7 +83,7 @@ class Options(NamedTuple):
     top_p: float | int = 1.0
     seed: int | Array = 0
     stop_ids: Sequence[int] | None = None
-    context_limit: int = CONTEXT_LIMIT
+    context_limit: int | None = None
     attention: str = "matmul"
     warm_up: bool = True
     trace: Callable[[Begun], None] | None = None
@@ -183,15 +182,20 @@ def method_of(config: Any, options: Options) -> Method:
         options: the options.
 
     Raises:
+        TypeError: a pruner that is none.
         ValueError: an unknown pruner, a budget that it cannot keep, a policy of another model.
     """
-    if isinstance(options.pruner, Method):
-        method = options.pruner
-    elif isinstance(options.pruner, Pruner):
-        method = Method(options.pruner)
+    pruner = options.pruner
+    if isinstance(pruner, Method | Pruner):
+        for name in ("budget", "policy", "stop_bias", "pruner_options"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name} is given with a pruner that has its own")
+        method = pruner if isinstance(pruner, Method) else Method(pruner)
+    elif not isinstance(pruner, str | None):
+        raise TypeError(f"pruner is {pruner!r}, expected a name, a Pruner or a Method")
     else:
         method = make_method(
-            options.pruner,
+            pruner,
             options.budget,
             policy=options.policy,
             stop_bias=options.stop_bias,
@@ -223,7 +227,7 @@ def check_options(config: Any, options: Options) -> Method:
         raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
-    if options.context_limit < 1:
+    if options.context_limit is not None and options.context_limit < 1:
         raise ValueError(f"context_limit is {options.context_limit}, expected at least 1")
     return method_of(config, options)
 
@@ -245,13 +249,13 @@ def _padded(rows: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
     return pad_batch(rows, multiple=next(size for size in sizes if size >= longest))
 
 
-def _pixels(request: Request) -> np.ndarray | None:
+def _pixels(request: Request) -> Any:
     """The pixels of the request's images, padded to a bucket."""
-    pixels, b = request.pixels, len(request.ids)
-    if pixels is None:
+    if request.pixels is None:
         return None
-    padding = row_bucket(len(pixels), range(b, len(pixels) + b, b)) - len(pixels)
-    return np.concatenate([pixels, np.repeat(pixels[:1], padding, axis=0)])
+    b, count = len(request.ids), len(jax.tree.leaves(request.pixels)[0])
+    rows = np.arange(row_bucket(count, range(b, count + b, b)))
+    return jax.tree.map(lambda part: part[np.where(rows < count, rows, 0)], request.pixels)
 
 
 def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
@@ -285,10 +289,16 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
 
     begun = run()
     signature = (
-        model.config, mesh_of(model.params), jax.tree.leaves(model.params)[0].dtype,
-        None if pixels is None else pixels.shape, begun.batch.shapes, options.max_tokens,
-        sampling.stop_ids.shape, run_options, method.pruner.program(),
-    )  # fmt: skip
+        model.config,
+        mesh_of(model.params),
+        jax.tree.leaves(model.params)[0].dtype,
+        jax.tree.map(np.shape, pixels),
+        begun.batch.shapes,
+        options.max_tokens,
+        sampling.stop_ids.shape,
+        run_options,
+        method.pruner.program(),
+    )
     if options.warm_up and signature not in _WARM:
         if options.max_tokens > 1:
             jax.block_until_ready(_continue(model, begun, 0).token)

@@ -171,8 +171,10 @@ def start(
         tokens=jnp.full((b, max_tokens), -1, jnp.int32),
     )
     rows = (sequence, *result.cuts)
-    trace = Trace(result.logits, tuple(Places(*(getattr(row, name) for name in Places._fields))
-                                       for row in rows))  # fmt: skip
+    trace = Trace(
+        result.logits,
+        tuple(Places(*(getattr(row, name) for name in Places._fields)) for row in rows),
+    )
     return constrain_rows(mesh, (_record(state, result.logits, sampling), trace))
 
 

@@ -9,6 +9,7 @@ where the pruner cuts between its layers, and draws the first tokens; `finish` d
 buckets, so that the number of compiled programs is bounded whatever is asked.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,6 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
@@ -39,7 +39,7 @@ from stepprune_jax.parallel.placement import (
     replicate_like,
 )
 from stepprune_jax.policy import bucket_ladder, choose_bucket
-from stepprune_jax.pruning import Kept, Method, Pruner, Ranking, View
+from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
 from stepprune_jax.pruning.base import take
 
 
@@ -49,12 +49,13 @@ class RunOptions(NamedTuple):
     Attributes:
         positions: position ids of kept tokens, "original" or "compact"; see `vlm.assemble`.
         attention: "matmul", "xla" or "cudnn".
-        context_limit: longest row after expansion; longer ones are cut at the right end.
+        context_limit: longest row after expansion; longer ones are cut at the right end. None for
+            that of the model's family.
     """
 
     positions: str = "original"
     attention: str = "matmul"
-    context_limit: int = CONTEXT_LIMIT
+    context_limit: int | None = None
 
 
 class Prompts(NamedTuple):
@@ -143,9 +144,13 @@ class Begun(NamedTuple):
 
 
 def _encode(
-    params: dict[str, Any], config: Any, pixels: Any, taps: tuple[Tap, ...], attention: str,
+    params: dict[str, Any],
+    config: Any,
+    pixels: Any,
+    taps: tuple[Tap, ...],
+    attention: str,
     mesh: Mesh | None,
-) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
+) -> tuple[Array, tuple[Array, ...]]:
     features, tapped = vlm.encode_image(params, config, pixels, taps, attention)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(mesh, (features, chosen))
@@ -160,7 +165,7 @@ def _view(
     words: Int[Array, "r w"],
     num_words: Int[Array, "r"],
     mesh: Mesh | None,
-) -> tuple[Any, ...]:
+) -> tuple[Array, tuple[Array, ...], Array, Array]:
     """Tokens, taps, text and text mask of each pair."""
     text = vlm.embed_text(params, config, words)
     mask = jnp.arange(words.shape[1]) < num_words[:, None]
@@ -217,9 +222,7 @@ def _narrow(kept: Kept, capacity: int) -> Kept:
     return Kept(*(part[:, :capacity] for part in kept[:-1]), count)
 
 
-def encode(
-    model: VLM, pixels: np.ndarray, taps: Sequence[Tap] = (), attention: str = "matmul"
-) -> Vision:
+def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "matmul") -> Vision:
     """Runs the tower.
 
     Args:
@@ -234,12 +237,17 @@ def encode(
     mesh = mesh_of(model.params)
     taps = tuple(dict.fromkeys(taps))
     features, tapped = run_encode(
-        model.params, model.config, place_rows(mesh, pixels), taps=taps, attention=attention,
+        model.params,
+        model.config,
+        place_rows(mesh, pixels),
+        taps=taps,
+        attention=attention,
         mesh=mesh,
-    )  # fmt: skip
-    i, n = features.shape[:2]
-    grid = np.tile(np.array(model.config.grid, np.int32), (i, 1))
-    return Vision(features, grid, np.full(i, n, np.int32), dict(zip(taps, tapped, strict=True)))
+    )
+    family, config = model.config.family, model.config
+    grid = np.asarray(family.grids(config, pixels), np.int32)
+    sizes = np.asarray(family.num_tokens(config, grid), np.int32)
+    return Vision(features, grid, sizes, dict(zip(taps, tapped, strict=True)))
 
 
 def place_method(model: VLM, method: Method) -> Method:
@@ -301,8 +309,9 @@ def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pair
 def _exact(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
     """Tokens to keep of images, where that follows from their sizes; else all."""
     count = [pruner.entering(int(size)) for size in image_sizes]
-    return np.array([size if c is None else c for c, size in zip(count, image_sizes, strict=True)],
-                    np.int32)  # fmt: skip
+    return np.array(
+        [size if c is None else c for c, size in zip(count, image_sizes, strict=True)], np.int32
+    )
 
 
 def choose(
@@ -348,7 +357,7 @@ def choose(
 
 def _no_tokens(model: VLM, features: Any) -> Kept:
     """Stands for the kept tokens of a batch without images."""
-    width = model.config.vision.hidden_size if features is None else features.shape[2]
+    width = model.config.feature_width if features is None else features.shape[2]
     dtype = jax.tree.leaves(model.params)[0].dtype
     one = np.zeros((1, 1), np.int32)
     return Kept(one, one, np.zeros((1, 1, width), dtype), one > 0, one[0])
@@ -401,28 +410,45 @@ def begin(
     before = np.where(pairs.present, image_sizes[pairs.slot], 0)
     layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
     after = [_counts_behind(cut.budget, before, of_image) for cut in layer_cuts]
-    of_image, after, lengths = _fit(prompts, of_image, after, options.context_limit)
+    limit = options.context_limit or config.family.CONTEXT_LIMIT
+    of_image, after, lengths = _fit(prompts, of_image, after, limit)
     j, capacity = pairs.slot.shape[1], kept.tokens.shape[1]
     stage_sizes = [capacity, *(int(count.max(initial=0)) for count in after)]
     slots = [
-        width + j * most if width is not None else _bucket(int(length.max()), options.context_limit)
+        width + j * most if width is not None else _bucket(int(length.max()), limit)
         for most, length in zip(stage_sizes, lengths, strict=True)
     ]
     ids, length, slot, present, grid = place_rows(
         mesh, (prompts.ids, prompts.length, pairs.slot, pairs.present, grid)
     )
     sequence = run_place(
-        model.params, config, ids, length, kept, grid, slot, present,
-        positions=options.positions, capacity=slots[0], mesh=mesh,
-    )  # fmt: skip
+        model.params,
+        config,
+        ids,
+        length,
+        kept,
+        grid,
+        slot,
+        present,
+        positions=options.positions,
+        capacity=slots[0],
+        mesh=mesh,
+    )
     stages = decoding.Stages(
         method.pruner.program() if layer_cuts else None, layer_cuts, tuple(slots[1:])
     )
     state, trace = decoding.run_start(
-        model.params, config, sequence, keys, sampling,
+        model.params,
+        config,
+        sequence,
+        keys,
+        sampling,
         (method.params, tuple(place_rows(mesh, after))) if layer_cuts else (),
-        stages=stages, max_tokens=max_tokens, attention=options.attention, mesh=mesh,
-    )  # fmt: skip
+        stages=stages,
+        max_tokens=max_tokens,
+        attention=options.attention,
+        mesh=mesh,
+    )
     last = after[-1] if after else of_image
     shapes = (ids.shape, prompts.words.shape, slot.shape, len(pairs.image), capacity, tuple(slots))
     return Begun(state, trace, before.sum(1), last.sum(1), shapes)
@@ -532,7 +558,8 @@ def rank_all(
     Returns:
         The ranking, on the host, and the mean seconds of a prompt.
     """
-    pruner = method.pruner.program()
+    # One program serves every budget: an order does not depend on it.
+    pruner = dataclasses.replace(method.pruner, budget=Budget())
     parts, seconds = [], 0.0
     for rows, count in batches(len(prompts.length), batch_size):
 
@@ -604,9 +631,18 @@ def answer_all(
             batch = prompts.take(rows).cut(width)
             known_rank = None if ranking is None else jax.tree.map(lambda x: x[rows], ranking)
             begun = begin(
-                model, method, batch, vision, greedy, keys, max_tokens, options,
-                ranking=known_rank, sizes=batching.sizes, width=width,
-            )  # fmt: skip
+                model,
+                method,
+                batch,
+                vision,
+                greedy,
+                keys,
+                max_tokens,
+                options,
+                ranking=known_rank,
+                sizes=batching.sizes,
+                width=width,
+            )
             state = finish(model, begun.state, greedy, max_tokens)
             tokens, counts = fetch((state.tokens, state.count))
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]

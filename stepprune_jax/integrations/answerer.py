@@ -174,20 +174,28 @@ def _answer_chunk(
     """Answers questions that share a pass through the tower."""
     model, method = answerer.model, answerer.method
     encoded = encode_questions(
-        model, asked, batch_size=answerer.batch_size, taps=method.pruner.taps(model.config),
+        model,
+        asked,
+        batch_size=answerer.batch_size,
+        taps=method.pruner.taps(model.config),
         attention=answerer.options.attention,
         numbers=[question.question_id for question in asked],
-    )  # fmt: skip
-    encoded = cut_prompts(encoded)
+    )
+    encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)
     shown = encoded.prompts.has_image
     texts = [""] * len(asked)
     for rows, how in ((np.flatnonzero(shown), method), (np.flatnonzero(~shown), NO_PRUNING)):
         if not len(rows):
             continue
         answers = answer_all(
-            model, how, encoded.prompts.take(rows), encoded.vision, longest, answerer.options,
+            model,
+            how,
+            encoded.prompts.take(rows),
+            encoded.vision,
+            longest,
+            answerer.options,
             Batching(answerer.batch_size, widths=WIDTHS),
-        )  # fmt: skip
+        )
         for row, text in zip(rows, answers.texts, strict=True):
             texts[row] = text
     return texts

@@ -80,6 +80,10 @@ class Context(NamedTuple):
     mask: Bool[Array, "b s s"]
     cached_mask: Bool[Array, "b 1 capacity"] | None
 
+    def past(self, cached: tuple[Array, Array] | None) -> list[Segment]:
+        """Returns what may be attended to of a layer's cached keys and values."""
+        return [] if cached is None else [Segment(*cached, self.cached_mask)]
+
 
 class LlamaAttention(nn.Module):
     """Causal attention with rotary positions and grouped key heads, optionally over a cache."""
@@ -96,17 +100,15 @@ class LlamaAttention(nn.Module):
     ) -> BlockOutput:
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
-        counts = {"query": config.num_heads, "key": config.num_kv_heads}
-        counts["value"] = config.num_kv_heads
-        query, key, value = (
-            split_heads(nn.Dense(heads * config.head_dim, use_bias=False, name=name)(x), heads)
-            for name, heads in counts.items()
-        )
-        query, key = (rotate(y, context.cosine, context.sine) for y in (query, key))
+        heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
+        query = split_heads(nn.Dense(heads * c, use_bias=False, name="query")(x), heads)
+        key = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
+        value = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
+        query = rotate(query, context.cosine, context.sine)
+        key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
             own = Segment(key, value, context.mask)
-            past = [] if cached is None else [Segment(*cached, context.cached_mask)]
-            mixed = attend(query, [*past, own])
+            mixed = attend(query, [*context.past(cached), own])
         else:
             mixed = fused_attend(query, key, value, causal=True, implementation=attention)
         mixed = nn.Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
@@ -121,13 +123,11 @@ class LlamaMlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Applies the MLP."""
-        gate, up = (
-            nn.Dense(self.config.intermediate_size, use_bias=False, name=name)(x)
-            for name in ("gate", "up")
-        )
-        return nn.Dense(self.config.hidden_size, use_bias=False, name="down")(
-            jax.nn.silu(gate) * up
-        )
+        width = self.config.intermediate_size
+        gate = nn.Dense(width, use_bias=False, name="gate")(x)
+        up = nn.Dense(width, use_bias=False, name="up")(x)
+        down = nn.Dense(self.config.hidden_size, use_bias=False, name="down")
+        return down(jax.nn.silu(gate) * up)
 
 
 class LlamaBlock(nn.Module):
@@ -180,48 +180,85 @@ def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
     return params
 
 
-def _extended(
-    cache: Cache | None, key: Array, value: Array, position: Array, valid: Array
+def init_cache(
+    config: LlamaConfig, num_layers: int, batch_size: int, capacity: int, dtype: Any
 ) -> Cache:
-    """A new cache of [layers, b, h_kv, s, c], or one that they are appended to.
+    """Makes an empty cache.
+
+    Args:
+        config: the model's shape.
+        num_layers: layers of the stage.
+        batch_size: rows.
+        capacity: slots of each row.
+        dtype: of keys and values.
+
+    Returns:
+        The cache, of length 0.
+    """
+    shape = (num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
+    none = jnp.zeros(batch_size, jnp.int32)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), none, none)
+
+
+def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput) -> Cache:
+    """Writes a layer's keys and values to the first slots.
+
+    In place, layer by layer: stacking the outputs of a scan would need padding afterwards, and so a
+    second copy of the cache.
+    """
+    start = (layer, 0, 0, 0, 0)
+    key = jax.lax.dynamic_update_slice(cache.key, output.key[None], start)
+    value = jax.lax.dynamic_update_slice(cache.value, output.value[None], start)
+    return cache._replace(key=key, value=value)
+
+
+def _extend(cache: Cache | None, new: Cache, position: Array, valid: Array) -> Cache:
+    """Appends what was written to an earlier cache, or makes it one, counting its tokens.
 
     Each row is written at its own length; what lies beyond the capacity is lost.
     """
     count = valid.sum(-1, dtype=jnp.int32)
     following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
     if cache is None:
-        return Cache(key, value, count, following)
-    slots = cache.length[:, None] + jnp.arange(key.shape[3])
-    key, value = append_slots(cache.key, key, slots), append_slots(cache.value, value, slots)
-    following = jnp.maximum(following, cache.next_position)
-    return Cache(key, value, cache.length + count, following)
+        return Cache(new.key, new.value, count, following)
+    slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
+    return Cache(
+        append_slots(cache.key, new.key, slots),
+        append_slots(cache.value, new.value, slots),
+        cache.length + count,
+        jnp.maximum(following, cache.next_position),
+    )
 
 
-def _collect_taps(
-    named: dict[str, tuple[str, int]],
-    states: dict[int, Array],
-    outputs: dict[int, BlockOutput],
-    segments: dict[int, list[Segment]],
-    query_index: Array | None,
-) -> dict[str, Array]:
-    """Forms the named intermediates from what the scan was cut for."""
-    found = {}
-    for name, (kind, at) in named.items():
-        if kind == "hidden":
-            found[name] = states[at]
-        elif kind == "keys":
-            found[name] = outputs[at].key
-        else:
-            rows = query_index[:, None, :, None]
-            query = jnp.take_along_axis(outputs[at].query, rows, axis=2)
-            chosen = [
-                s
-                if s.mask.shape[1] == 1
-                else s._replace(mask=jnp.take_along_axis(s.mask, query_index[..., None], axis=1))
-                for s in segments[at]
-            ]
-            found[name] = attention_weights(query, chosen)
-    return found
+def _make_context(
+    config: LlamaConfig,
+    position: Int[Array, "b s"],
+    valid: Bool[Array, "b s"],
+    segment: Int[Array, "b s"] | None,
+    cache: Cache | None,
+) -> Context:
+    """Builds the angles and masks of a stage."""
+    s = position.shape[1]
+    mask = jnp.tril(jnp.ones((s, s), bool)) & valid[:, None]
+    if segment is not None:
+        mask &= (segment[:, None] == 0) | (segment[:, None] == segment[..., None])
+    cached_mask = None
+    if cache is not None:
+        cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
+    return Context(*rotary(config, position), mask, cached_mask)
+
+
+def _attention_rows(
+    output: BlockOutput,
+    context: Context,
+    cached: tuple[Array, Array] | None,
+    query_index: Int[Array, "b q"],
+) -> Float[Array, "b h q t"]:
+    """Softmax weights of a block's queries at some slots."""
+    query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
+    mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
+    own = Segment(output.key, output.value, mask)
+    return attention_weights(query, [*context.past(cached), own])
 
 
 def run_layers(
@@ -289,69 +326,44 @@ def run_layers(
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and query_index is None:
             raise ValueError(f"tap {name} needs query_index")
-    return _run_stage(
-        params, config, hidden, position, valid, (first, last), cache, capacity, named,
-        query_index, remat, attention, segment,
-    )  # fmt: skip
 
-
-def _run_stage(
-    params, config, hidden, position, valid, span, cache, capacity, named, query_index, remat,
-    attention, segment,
-):  # fmt: skip
-    """`run_layers` after its checks; `span` are the first layer and the one to stop before."""
-    (first, last), (b, s, _) = span, hidden.shape
-    block, stack = LlamaBlock(config), params["layers"]
-    seen = jnp.tril(jnp.ones((s, s), bool)) & valid[:, None]
-    if segment is not None:
-        seen &= (segment[:, None] == 0) | (segment[:, None] == segment[..., None])
-    cached_mask = None
-    if cache is not None:
-        cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    context = Context(*rotary(config, position), seen, cached_mask)
+    context = _make_context(config, position, valid, segment, cache)
+    new = None
+    if cache is not None or capacity is not None:
+        b, s, _ = hidden.shape
+        slots = s if capacity is None else capacity
+        new = init_cache(config, last - first, b, slots, hidden.dtype)
+    block = LlamaBlock(config)
 
     def cached_at(index):
-        if cache is None:
-            return None
-        return take_layer((cache.key, cache.value), index - first)
+        return None if cache is None else take_layer((cache.key, cache.value), index - first)
 
     def layer(hidden, index):
-        weights = take_layer(stack, index)
+        weights = take_layer(params["layers"], index)
         return block.apply({"params": weights}, hidden, context, cached_at(index), attention)
 
     layer = checkpoint_layer(layer, remat)
 
     def body(carry, index):
-        hidden, written = carry
+        hidden, new = carry
         output = layer(hidden, index)
-        if written is not None:
-            # Written in place layer by layer: stacking scan outputs would need padding afterwards,
-            # and so a second copy of the cache.
-            start = (index - first, 0, 0, 0, 0)
-            written = tuple(
-                jax.lax.dynamic_update_slice(buffer, new[None], start)
-                for buffer, new in zip(written, (output.key, output.value), strict=True)
-            )
-        return (output.hidden, written), output
+        if new is not None:
+            new = _write_layer(new, index - first, output)
+        return (output.hidden, new), output
 
-    written = None
-    if cache is not None or capacity is not None:
-        slots = s if capacity is None else capacity
-        shape = (last - first, b, config.num_kv_heads, slots, config.head_dim)
-        written = (jnp.zeros(shape, hidden.dtype), jnp.zeros(shape, hidden.dtype))
     cuts = [at for kind, at in named.values() if kind == "hidden"]
     watched = [at for kind, at in named.values() if kind != "hidden"]
-    carry, outputs, carries = scan_layers(body, (hidden, written), first, last, watched, cuts)
+    (hidden, new), outputs, carries = scan_layers(body, (hidden, new), first, last, watched, cuts)
 
-    segments = {}
-    for at, output in outputs.items():
-        past = [] if cache is None else [Segment(*cached_at(at), cached_mask)]
-        segments[at] = [*past, Segment(output.key, output.value, context.mask)]
-    states = {at: carry[0] for at, carry in carries.items()}
-    found = _collect_taps(named, states, outputs, segments, query_index)
-    if written is not None:
-        cache = _extended(cache, *carry[1], position, valid)
-    return Stage(carry[0], cache, found)
+    tapped = {}
+    for name, (kind, at) in named.items():
+        if kind == "hidden":
+            tapped[name] = carries[at][0]
+        elif kind == "keys":
+            tapped[name] = outputs[at].key
+        else:
+            tapped[name] = _attention_rows(outputs[at], context, cached_at(at), query_index)
+    return Stage(hidden, None if new is None else _extend(cache, new, position, valid), tapped)
 
 
 def embed(params: dict[str, Any], ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:

@@ -6,7 +6,7 @@ visual tokens an image has, their grid, and how many position ids a token has ar
 say, image by image: images of one model may differ in all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,8 +55,8 @@ class ModelConfig(Protocol):
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
 
     @property
-    def has_class_token(self) -> bool:
-        """Whether "attention" taps of the tower are rows of a class token."""
+    def class_token_block(self) -> int | None:
+        """The tower's block whose class token ranks patches by attention; None without one."""
 
 
 @runtime_checkable
@@ -151,6 +151,25 @@ class Family(Protocol):
 
         Raises:
             ValueError: no images, or one that the model cannot take.
+        """
+
+    def pixel_cache(
+        self, config: ModelConfig, settings: Any, limit_bytes: int
+    ) -> Callable[[Path], Any]:
+        """Returns a function from an image file to its pixels, without the axis of images.
+
+        It gives what `preprocess` would, keeps the latest images up to `limit_bytes` of memory,
+        may be called by several threads, and begins empty when it is sent to another process.
+
+        Raises:
+            FileNotFoundError: when it is called, if there is no such file.
+            ValueError: when it is called, if the model cannot take the image.
+        """
+
+    def max_pixels(self, config: ModelConfig, count: int) -> Any:
+        """Returns the shapes of the pixels of `count` images of the largest size.
+
+        They are `jax.ShapeDtypeStruct`; memory is planned with them before any image is read.
         """
 
     def grids(self, config: ModelConfig, pixels: Any) -> Int[np.ndarray, "i 2"]:

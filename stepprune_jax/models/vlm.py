@@ -417,18 +417,30 @@ def prefill(
     for number, cut in enumerate(cuts):
         rows = _query_rows(cut.rows, sequence) if cut.taps else None
         stage = _stage(
-            params, config, sequence, max_new_tokens, (first, cut.layer), taps=cut.taps,
-            query_index=rows, **options,
-        )  # fmt: skip
+            params,
+            config,
+            sequence,
+            max_new_tokens,
+            (first, cut.layer),
+            taps=cut.taps,
+            query_index=rows,
+            **options,
+        )
         caches.append(stage.cache._replace(next_position=sequence.next_position))
         sequence, keep = drop_fn(number, sequence._replace(hidden=stage.hidden), stage.taps)
         sequence = compress(sequence, keep, cut.slots)
         after.append(sequence)
         first = cut.layer
     stage = _stage(
-        params, config, sequence, max_new_tokens, (first, config.text.num_layers), taps=taps,
-        query_index=query_index, **options,
-    )  # fmt: skip
+        params,
+        config,
+        sequence,
+        max_new_tokens,
+        (first, config.text.num_layers),
+        taps=taps,
+        query_index=query_index,
+        **options,
+    )
     hidden = stage.hidden
     if not all_logits:
         last = jnp.maximum(sequence.length - 1, 0)
@@ -450,9 +462,15 @@ def _stage(
     hidden, s = sequence.hidden, sequence.hidden.shape[1]
     valid = jnp.arange(s) < sequence.length[:, None]
     return run_layers(
-        params, config, hidden, sequence.position, valid, *span, capacity=s + max_new_tokens,
+        params,
+        config,
+        hidden,
+        sequence.position,
+        valid,
+        *span,
+        capacity=s + max_new_tokens,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _query_rows(rows: str, sequence: Sequence) -> Int[Array, "b q"]:

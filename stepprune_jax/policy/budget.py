@@ -147,9 +147,13 @@ def soft_budget(
 
 
 def dual_ascent(
-    length_weight: ArrayLike, mean_count: ArrayLike, target: ArrayLike, *,
-    num_tokens: int, rate: ArrayLike = 1.0,
-) -> Float[Array, ""]:  # fmt: skip
+    length_weight: ArrayLike,
+    mean_count: ArrayLike,
+    target: ArrayLike,
+    *,
+    num_tokens: int,
+    rate: ArrayLike = 1.0,
+) -> Float[Array, ""]:
     """One step of dual ascent on lambda towards a target mean count.
 
     lambda <- max(0, lambda + rate (mean K - target) / N): the price rises while the policy spends

@@ -34,9 +34,11 @@ def require_finite(name: str, value: Any, mask: Any = None):
         bad = ~jnp.isfinite(value)
         count = int(jnp.sum(bad if mask is None else bad & jnp.asarray(mask)[..., None]))
     require(
-        count == 0, name, f"of shape {np.shape(value)} with {count} non-finite values",
+        count == 0,
+        name,
+        f"of shape {np.shape(value)} with {count} non-finite values",
         "finite values",
-    )  # fmt: skip
+    )
 
 
 def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
@@ -45,8 +47,10 @@ def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax
         found = np.asarray(value)
         require(
             found.dtype.kind in "iu" and found.shape in ((), (batch,)),
-            name, f"of shape {found.shape} and dtype {found.dtype}", f"an integer or int[{batch}]",
-        )  # fmt: skip
+            name,
+            f"of shape {found.shape} and dtype {found.dtype}",
+            f"an integer or int[{batch}]",
+        )
         inside = bool(((found >= low) & (found <= high)).all())
         shown = f"{found.min()} to {found.max()}" if found.size > 1 else str(found)
         require(inside, name, shown, f"within [{low}, {high}]")

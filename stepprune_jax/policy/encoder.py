@@ -94,8 +94,10 @@ def encode(
     else:
         require(
             text.shape[-1] == config.text_width > 0,
-            "width of text", text.shape[-1], str(config.text_width or "no text (text_width=0)"),
-        )  # fmt: skip
+            "width of text",
+            text.shape[-1],
+            str(config.text_width or "no text (text_width=0)"),
+        )
         require_finite("text", text, text_mask)
     text_mask = jnp.ones(text.shape[:2], bool) if text_mask is None else jnp.asarray(text_mask)
 
@@ -119,10 +121,14 @@ def encode(
     for i in range(config.encoder_layers):
         last = i == config.encoder_layers - 1
         x = _block(
-            params["encoder"][f"block_{i}"], x, mask,
-            num_heads=config.num_heads, rows=n if last else x.shape[1],
-            bias=bias, row_scale=row_scale,
-        )  # fmt: skip
+            params["encoder"][f"block_{i}"],
+            x,
+            mask,
+            num_heads=config.num_heads,
+            rows=n if last else x.shape[1],
+            bias=bias,
+            row_scale=row_scale,
+        )
     return jnp.where(image_mask[..., None], x, 0)
 
 
@@ -130,7 +136,11 @@ def encode(
 def memory(params: Params, encoded: Float[ArrayLike, "b n d"]) -> Float[Array, "b m d"]:
     """Appends the learned stop slot, Eq. (4): M = [H; s_stop], so that slot n is the stop."""
     stop = params["stop"].astype(encoded.dtype)
-    require(encoded.shape[-1] == stop.shape[0], "encoded", f"of shape {encoded.shape}",
-            f"width {stop.shape[0]}")  # fmt: skip
+    require(
+        encoded.shape[-1] == stop.shape[0],
+        "encoded",
+        f"of shape {encoded.shape}",
+        f"width {stop.shape[0]}",
+    )
     stop = jnp.broadcast_to(stop, (encoded.shape[0], 1, stop.shape[0]))
     return jnp.concatenate([encoded, stop], axis=1)

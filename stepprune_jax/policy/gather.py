@@ -87,8 +87,10 @@ def gather(
     require(0 < capacity <= n, "capacity", capacity, f"within [1, {n}] for {n} image tokens")
     require(
         selection.selected.shape == features.shape[:2],
-        "features", f"of shape {features.shape}", f"{selection.selected.shape} leading sizes",
-    )  # fmt: skip
+        "features",
+        f"of shape {features.shape}",
+        f"{selection.selected.shape} leading sizes",
+    )
     if is_static(selection.count):
         largest = int(np.max(selection.count, initial=0))
         require(largest <= capacity, "capacity", capacity, f"at least the largest count, {largest}")

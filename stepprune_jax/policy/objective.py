@@ -145,17 +145,25 @@ def gate(
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(
-        params, config, slots, image_mask=image_mask, max_steps=steps,
-        min_tokens=limits.min_tokens, max_tokens=limits.max_tokens,
+        params,
+        config,
+        slots,
+        image_mask=image_mask,
+        max_steps=steps,
+        min_tokens=limits.min_tokens,
+        max_tokens=limits.max_tokens,
         stop_bias=stop_bias + log_price,
-    )  # fmt: skip
+    )
     running = jnp.asarray(running_count, jnp.float32)
     running = update_running_count(running, trajectory.count, own)
     k = soft_budget(config, trajectory, own, running, count)
     alpha = soft_topk(
-        trajectory_scores(config, trajectory), k, polarisation_temperature(config, progress),
-        backend=config.polarisation, where=image_mask,
-    )  # fmt: skip
+        trajectory_scores(config, trajectory),
+        k,
+        polarisation_temperature(config, progress),
+        backend=config.polarisation,
+        where=image_mask,
+    )
     tokens = gate_tokens(params, config, noise_key, x, alpha, real, stats).astype(image.dtype)
     stopped = trajectory.count
     if config.batch_budget == "probe":
@@ -195,9 +203,12 @@ def train_loss(
     trajectory, image_mask = gated.trajectory, arguments.get("image_mask")
     tokens = image.shape[1] if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
     penalty = length_penalty(
-        trajectory.count, differentiable_count(config, trajectory), tokens, where=gated.own,
+        trajectory.count,
+        differentiable_count(config, trajectory),
+        tokens,
+        where=gated.own,
         price=gated.price,
-    )  # fmt: skip
+    )
     weight = config.length_weight if length_weight is None else length_weight
     return total_loss(lm_loss_fn(gated.tokens), penalty, weight), gated
 
@@ -241,9 +252,14 @@ def policy_metrics(
 def _choose(params, config, image, text, masks, stats, limits, stop_bias, max_steps):
     slots, _ = _encoded(params, config, image, text, *masks, 1.0, stats)
     return pick(
-        params, config, slots, image_mask=masks[0], max_steps=max_steps, stop_bias=stop_bias,
+        params,
+        config,
+        slots,
+        image_mask=masks[0],
+        max_steps=max_steps,
+        stop_bias=stop_bias,
         **limits._asdict(),
-    )  # fmt: skip
+    )
 
 
 _gather = jax.jit(gather, static_argnames=("capacity", "order"))

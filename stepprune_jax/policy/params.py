@@ -88,8 +88,9 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
     inner = {f"layer_{i}": layer() for i in range(config.decoder_layers - 1)}
     if config.stop == "hazard":
         inner["hazard"] = layer() | {
-            "clock": ParamSpec((d,), (None,), "token"), "read": _norm(d, bias=False),
-        }  # fmt: skip
+            "clock": ParamSpec((d,), (None,), "token"),
+            "read": _norm(d, bias=False),
+        }
     pointer = {
         "history": history(),
         "norm": _norm(d),

@@ -45,6 +45,15 @@ class Picks(NamedTuple):
     selected: Bool[Array, "b n"]
 
 
+class _Bounds(NamedTuple):
+    """Bounds of an episode as `select` was given them, see there; None for those left out."""
+
+    max_steps: int | None
+    min_tokens: ArrayLike | None
+    max_tokens: ArrayLike | None
+    budget: ArrayLike | None
+
+
 class _Episode(NamedTuple):
     """Arguments of an episode, checked and given full shape; `slots` is M without its padding."""
 
@@ -77,8 +86,10 @@ def read_bounds(
     if budget is not None:
         require(
             min_tokens is None and max_tokens is None,
-            "budget", "given with min_tokens or max_tokens", "one or the other",
-        )  # fmt: skip
+            "budget",
+            "given with min_tokens or max_tokens",
+            "one or the other",
+        )
         exact = require_count("budget", budget, 1, steps, batch)
         return steps, Limits(exact, exact)
     low = min(config.min_tokens, steps) if min_tokens is None else min_tokens
@@ -87,10 +98,7 @@ def read_bounds(
     return steps, Limits(require_count("min_tokens", low, 0, steps, batch), most)
 
 
-def _prepare(
-    params, config, memory, image_mask, max_steps, min_tokens, max_tokens, budget, stop_bias,
-    init_fn,
-) -> _Episode:  # fmt: skip
+def _prepare(params, config, memory, image_mask, bounds: _Bounds, stop_bias, init_fn) -> _Episode:
     b, n = memory.shape[0], memory.shape[1] - 1
     require(n > 0, "memory", f"of shape {memory.shape}", "at least one token and the stop slot")
     if image_mask is None:
@@ -99,7 +107,7 @@ def _prepare(
     image_mask = jnp.asarray(image_mask)
     memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
     require_finite("memory", memory, memory_mask)
-    steps, limits = read_bounds(config, b, n, max_steps, min_tokens, max_tokens, budget)
+    steps, limits = read_bounds(config, b, n, *bounds)
     # A row cannot keep more tokens than it has, whatever it was asked for.
     most = jnp.minimum(limits.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
     limits = Limits(jnp.minimum(limits.min_tokens, most), most)
@@ -158,10 +166,8 @@ def select(
       ValueError: Wrong shapes or dtypes, T_max > N, a count out of range, non-finite memory; as
         far as they can be read before tracing.
     """
-    episode = _prepare(
-        params, config, memory, image_mask, max_steps, min_tokens, max_tokens, budget, stop_bias,
-        init_fn,
-    )  # fmt: skip
+    bounds = _Bounds(max_steps, min_tokens, max_tokens, budget)
+    episode = _prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
     loop = Loop(config, step_fn, feedback_fn, episode.steps, unroll)
     query, context, cache = episode.decoder
     operands = Operands(params, context, episode.slots, query, cache, episode.stop_bias)
@@ -202,10 +208,8 @@ def select_parallel(
     Args, returns and raises as `select`, and:
       sequence_fn: Pointer logits of all steps, given their queries.
     """
-    episode = _prepare(
-        params, config, memory, image_mask, max_steps, min_tokens, max_tokens, budget, stop_bias,
-        init_fn,
-    )  # fmt: skip
+    bounds = _Bounds(max_steps, min_tokens, max_tokens, budget)
+    episode = _prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
     query, context, cache = episode.decoder
     loop = Loop(config, step_fn, hard_feedback, episode.steps, unroll)
     operands = Operands(params, context, episode.slots, query, cache, episode.stop_bias)
@@ -239,10 +243,8 @@ def pick(
 
     Args, returns and raises as `select`; the result holds no probabilities.
     """
-    episode = _prepare(
-        params, config, memory, image_mask, max_steps, min_tokens, max_tokens, budget, stop_bias,
-        init_fn,
-    )  # fmt: skip
+    bounds = _Bounds(max_steps, min_tokens, max_tokens, budget)
+    episode = _prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
     (b, n), steps = episode.image_mask.shape, episode.steps
     query, context, cache = episode.decoder
 

@@ -7,6 +7,7 @@ from ml_collections import config_flags
 
 from stepprune_jax import command_line
 from stepprune_jax.data.source import world_size
+from stepprune_jax.parallel import distributed
 from stepprune_jax.pretrain.run import pretrain
 from stepprune_jax.pretrain.settings import Pretraining, read_pretraining
 from stepprune_jax.user_input import user_input
@@ -22,7 +23,7 @@ def main() -> None:
     workdir = Path(_WORKDIR.value).expanduser()
     with user_input():
         settings = read_pretraining(_CONFIG.value)
-        command_line.use_cores(settings.cpu_devices)
+        distributed.use_cores(settings.cpu_devices)
         folder = _data(settings, workdir)
     if pretrain(settings, workdir, folder) is not None:
         draw_training(workdir / "language.png", workdir / "language" / METRICS)

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.data.llava import Sample, read_conversations
-from stepprune_jax.data.pixels import PixelCache
 from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.llava.pixels import PixelCache
 from stepprune_jax.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from stepprune_jax.pretrain.settings import Pretraining
 

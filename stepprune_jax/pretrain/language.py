@@ -127,7 +127,7 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float
 
 def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
     """Visual features, their indices, and which of them are no noise."""
-    full = config.num_image_tokens
+    full = config.max_image_tokens
     everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
     if shown.kept is None and not shown.noisy:
         return vlm.encode_image(params, config, pixels)[0], everything, everything >= 0
@@ -205,7 +205,7 @@ def run_packed(
     """
     images, before = visual.shape[0], packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
-    behind = before + config.num_image_tokens
+    behind = before + config.max_image_tokens
     prefix_embedding = vlm.embed_text(params, config, prefix)
     text_embedding = vlm.embed_text(params, config, packed.ids)
     hidden = jnp.concatenate([prefix_embedding, visual, text_embedding], axis=1)

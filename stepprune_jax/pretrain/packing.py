@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.encoding import Encoded, encode_conversation
+from stepprune_jax.data.encoding import ConversationEncoder, Encoded
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 
@@ -65,11 +65,11 @@ def _pack_row(
     return prefix, row
 
 
-def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
+def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 512) -> Packed:
     """Packs the exchanges of each sample behind its image.
 
     Args:
-      tokenizer: A fast `transformers` tokenizer.
+      encoder: The model's.
       samples: Conversations, one at least, each with an image.
       most: Longest row; exchanges that do not fit are left out.
 
@@ -77,7 +77,7 @@ def pack(tokenizer: Any, samples: Sequence[Sample], most: int = 512) -> Packed:
       The packed samples.
     """
     # The same question with the same answer is asked of many images.
-    encode = functools.cache(lambda turns: encode_conversation(tokenizer, turns, 1))
+    encode = functools.cache(lambda turns: encoder.encode(turns, 1))
     rows, prefix = [], []
     for sample in samples:
         prefix, row = _pack_row(encode, sample, most)

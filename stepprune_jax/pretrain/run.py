@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings
@@ -308,7 +309,9 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
         data = read_data(run, folder, images)
         claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
         params, model, tokenizer = _first_model(run, data)
-        packed = pack(tokenizer, data.samples)
+        family = model.family
+        encoder = ConversationEncoder(tokenizer, family.place_images, family.conversation)
+        packed = pack(encoder, data.samples)
         mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
     tokens = word_tokens(tokenizer, data.words)
     with Interrupt() as interrupt:

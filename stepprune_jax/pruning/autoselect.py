@@ -170,9 +170,14 @@ def scores(
     """
     x = policy.standardise(jnp.asarray(image), stats)
     encoded = policy.encode(
-        params, config.shape, x, text,
-        image_mask=image_mask, text_mask=text_mask, text_gate=text_gate,
-    )  # fmt: skip
+        params,
+        config.shape,
+        x,
+        text,
+        image_mask=image_mask,
+        text_mask=text_mask,
+        text_gate=text_gate,
+    )
     return _head(params, encoded, image_mask)
 
 
@@ -223,9 +228,15 @@ def train_loss(
     b, n, _ = image.shape
     budget_key, noise_key = jax.random.split(key)
     found = scores(
-        params, config, image, text,
-        image_mask=image_mask, text_mask=text_mask, text_gate=text_gate, stats=stats,
-    )  # fmt: skip
+        params,
+        config,
+        image,
+        text,
+        image_mask=image_mask,
+        text_mask=text_mask,
+        text_gate=text_gate,
+        stats=stats,
+    )
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     limits, _ = policy.draw_limits(budget_key, config.shape, jnp.sum(real, axis=1), n)
     budget = limits.max_tokens
@@ -286,7 +297,12 @@ class AutoSelect(Ranker):
         """Orders the tokens by score."""
         text = (view.text, view.text_valid) if self.config.text_width else (None, None)
         found = scores(
-            params.weights, self.config, view.tokens, text[0],
-            image_mask=view.valid, text_mask=text[1], stats=params.stats,
-        )  # fmt: skip
+            params.weights,
+            self.config,
+            view.tokens,
+            text[0],
+            image_mask=view.valid,
+            text_mask=text[1],
+            stats=params.stats,
+        )
         return Ranking(order(found)[:, :steps])

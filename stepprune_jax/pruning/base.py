@@ -297,9 +297,13 @@ class Pruner:
         return ()
 
     def drop(
-        self, params: Any, cut: "LayerCut", sequence: Sequence, taps: dict[str, Array],
+        self,
+        params: Any,
+        cut: "LayerCut",
+        sequence: Sequence,
+        taps: dict[str, Array],
         count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:  # fmt: skip
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Chooses what stays behind a cut.
 
         Args:
@@ -463,7 +467,7 @@ def keep_best(
 
 
 def tower_block(config: Any) -> int:
-    """Number of the tower's block whose output a model projects, counted from the end.
+    """Finds the tower's block whose output a model projects, if its class token ranks patches.
 
     Args:
         config: the model's.
@@ -472,16 +476,9 @@ def tower_block(config: Any) -> int:
         The block, as taps of kind "attention" and "keys" name it.
 
     Raises:
-        ValueError: the model projects the embedding, which no block has made, or its tower has no
-            class token.
+        ValueError: the tower has no class token, or no block attends before the features.
     """
-    if not getattr(config, "has_class_token", False):
-        raise ValueError("the model's tower has no class token to rank patches by")
-    depth = config.vision.num_layers
-    state = config.feature_layer % (depth + 1)
-    if state == 0:
-        raise ValueError(
-            f"vision_feature_layer {config.feature_layer} is the embedding of a tower of {depth} "
-            "layers: no block attends before it, so there is no [CLS] attention to rank by"
-        )
-    return state - 1
+    block = config.class_token_block
+    if block is None:
+        raise ValueError("the model's tower has no [CLS] attention to rank patches by")
+    return block

@@ -62,9 +62,13 @@ class FastV(Pruner):
         return (depth * share - self.layer) / (depth - self.layer)
 
     def drop(
-        self, params: Any, cut: LayerCut, sequence: Sequence, taps: dict[str, Array],
+        self,
+        params: Any,
+        cut: LayerCut,
+        sequence: Sequence,
+        taps: dict[str, Array],
         count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:  # fmt: skip
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the tokens that the last token attends to most."""
         del params, cut
         (attention,) = taps.values()

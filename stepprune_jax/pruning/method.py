@@ -79,9 +79,12 @@ def make_method(
         raise ValueError(f"the policy is one of {_name_of(policy)!r}, not of {name!r}")
     if stop_bias is not None and policy is None:
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
-    if not isinstance(budget, Budget):
-        learned_stop = budget is None and "own" in kind.budgets
-        budget = Budget("own") if learned_stop else Budget.parse(budget)
+    if budget is None and "own" in kind.budgets:
+        budget = Budget("own")
+    elif budget is None and kind.budgets != ("all",):  # all tokens only if that is asked for
+        raise ValueError(_wrong_budget(kind, Budget()))
+    elif not isinstance(budget, Budget):
+        budget = Budget.parse(budget)
     if budget.kind not in kind.budgets:
         raise ValueError(_wrong_budget(kind, budget))
     fields = dict(options or {})

@@ -41,11 +41,10 @@ class VisionZip(Pruner):
         super().check(config, num_tokens)
         tower_block(config)
         dominant, contextual = self.split(self.budget.count(num_tokens))
-        patches = config.grid[0] * config.grid[1]
-        if dominant < 1 or not 1 <= contextual <= patches + 1 - dominant:
+        if dominant < 1 or not 1 <= contextual <= num_tokens - dominant:
             raise ValueError(
                 f"visionzip: {dominant} dominant and {contextual} contextual tokens of "
-                f"{patches} patches and the class token; expected at least one of each"
+                f"{num_tokens}; expected at least one of each"
             )
 
     def split(self, count: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was i
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -32,9 +33,10 @@ from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.settings import (
     POLICY_FILE,
     SHAPES,
-    Settings,
+    EvalSettings,
+    EvaluationRun,
     check_policies,
-    read_settings,
+    read_evaluation,
 )
 from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
@@ -136,9 +138,9 @@ def run_seeds(
     if processes < 1:
         raise ValueError(f"--processes is {processes}, expected at least 1")
     base = load_config(config, changes)
-    settings = read_settings(base)
+    evaluation = read_evaluation(base)
     planned = variant_configs(config, rows, changes)
-    places = split_folders(base, workdir)
+    places = split_folders(evaluation, workdir)
     runs = plan(planned, workdir, seeds, places["validation"])
     if processes > 1 and not train_only:
         shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
@@ -148,7 +150,7 @@ def run_seeds(
     else:
         for run in runs:
             _train(run)
-    return {} if train_only else evaluate_runs(base, workdir, runs, settings, places)
+    return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
 
 
 def plan(
@@ -202,21 +204,20 @@ def _train(run: Run) -> None:
 
 
 def evaluate_runs(
-    base: Any, workdir: Path, runs: Sequence[Run], settings: Settings, places: dict[str, Path]
+    base: EvaluationRun, workdir: Path, runs: Sequence[Run], places: dict[str, Path]
 ) -> dict[str, Any]:
     """Evaluates finished runs on one test split; results that are there already are kept.
 
     Args:
-        base: the default row's `ConfigDict`.
+        base: the settings of the evaluation, from the default row's configuration.
         workdir: folder of all runs.
         runs: finished.
-        settings: of the evaluation.
         places: from `split_folders`.
 
     Returns:
         What report/seeds.json holds.
     """
-    report = report_folder.open_folder(workdir / "report")
+    settings, report = base.eval, report_folder.open_folder(workdir / "report")
     test = read_split(places["test"], "test")
     marks = [_mark(run, test, settings) for run in runs]
     first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
@@ -226,7 +227,7 @@ def evaluate_runs(
         if _known(run.folder / RESULTS, mark) is None
     ]
     if todo or _known(*first) is None:
-        _evaluate_missing(base, places, settings, todo, first)
+        _evaluate_missing(base, places, test, todo, first)
     tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
@@ -242,47 +243,53 @@ def evaluate_runs(
 
 
 def _evaluate_missing(
-    base: Any,
+    base: EvaluationRun,
     places: dict[str, Path],
-    settings: Settings,
+    test: Split,
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
 ) -> None:
     """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
+    settings = base.eval
     model, source = load_model(base), inspect_folder(*model_folders(base))
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)
     benchmark = shapes_benchmark(places, settings, stops=bool(todo))
 
-    def records(folder: Path, seed: int, policies: dict[str, Policy]) -> list[Records]:
-        with base.unlocked():
-            config = base.copy_and_resolve_references()
-            config.seed = seed
+    def records(path: Path, mark: str, seed: int, policies: dict[str, Policy]) -> list[Records]:
+        # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
+        folder = path.parent / f"{ANSWERS}_{mark}"
         answers = answer_benchmarks(
-            config, settings, [benchmark], policies, source, folder, untrained=not policies,
+            dataclasses.replace(base, seed=seed),
+            [benchmark],
+            policies,
+            source,
+            folder,
+            untrained=not policies,
             model=model,
-        )  # fmt: skip
+        )
         files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
-        return [read_records(file, places["test"]) for file in files]
+        return [read_records(file, places["test"], test.questions) for file in files]
 
     path, mark = first
-    untrained = records(path.parent / ANSWERS, base.seed, {})
+    untrained = records(path, mark, base.seed, {})
     if _known(path, mark) is None:
         _save(path, mark, accuracy_table(untrained, base.seed))
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
-        trained = records(run.folder / ANSWERS, run.seed, {run.method: policies[run.folder]})
+        path = run.folder / RESULTS
+        trained = records(path, mark, run.seed, {run.method: policies[run.folder]})
         table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
-        _save(run.folder / RESULTS, mark, table)
+        _save(path, mark, table)
 
 
-def _mark(run: Run | None, test: Split, settings: Settings) -> str:
+def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
     """Changes with whatever a result depends on: questions, settings and the policy's bytes."""
     pairs = zip(test.questions, test.answers, strict=True)
     parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
-    free = {"rows": {}, "ablations": {}, "batch_size": 0}
-    parts.append(repr(settings._replace(**free)))
+    free = {"rows": {}, "ablations": {}, "batch_size": 1}
+    parts.append(repr(dataclasses.replace(settings, **free)))
     if run is not None:
         parts.append(hashlib.sha256(run.policy_file.read_bytes()).hexdigest())
     return digest(parts)

@@ -1,5 +1,6 @@
 """Conversations as batches: the batch of a step is a pure function of seed and step."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from jaxtyping import Float, Int
 from stepprune_jax.checkpoints.folder import Source as ModelSource
 from stepprune_jax.checkpoints.folder import load_tokenizer
 from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.order import Order
-from stepprune_jax.data.pixels import PixelCache
 from stepprune_jax.data.survey import Source, open_corpus
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
@@ -62,6 +63,7 @@ class Batches:
         self,
         corpus: Corpus,
         pixels: Callable[[Path], np.ndarray],
+        grids: Callable[[np.ndarray], Int[np.ndarray, "r 2"]],
         batch_size: int,
         seed: int,
         multiple: int,
@@ -72,14 +74,15 @@ class Batches:
 
         Args:
             corpus: the rows.
-            pixels: path to pixels, for example a `PixelCache`.
+            pixels: path to pixels, for example `Family.pixel_cache`.
+            grids: pixels of several images to the grids of their visual tokens.
             batch_size: rows of a batch, over all hosts.
             seed: of the order.
             multiple: of the width of ids and text.
             group: batches whose rows are sorted by width together; see `Order`.
             loading: how batches are made; by default with the defaults of `Loading`.
         """
-        self._pixels = pixels
+        self._pixels, self._grids = pixels, grids
         self._corpus, self._loading = corpus, loading or Loading()
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
@@ -134,7 +137,8 @@ class Batches:
         numbers, pixels = self._readable(indices)
         rows = self._corpus.rows(numbers)
         text, text_length = _padded([row.text for row in rows], widths.text)
-        return Batch(pixels, text, text_length, stack_targets(rows, widths.ids, widths.targets))
+        targets = stack_targets(rows, self._grids(pixels), widths.ids, widths.targets)
+        return Batch(pixels, text, text_length, targets)
 
     @user_input()
     def _readable(
@@ -236,18 +240,21 @@ class _Steps:
         return self._batches[self._first + int(number)]
 
 
-def stack_targets(rows: Sequence[Row], ids: int, targets: int) -> Targets:
+def stack_targets(
+    rows: Sequence[Row], grid: Int[np.ndarray, "r 2"], ids: int, targets: int
+) -> Targets:
     """Stacks conversations to one batch.
 
     Args:
         rows: the conversations.
+        grid: rows and columns of the visual tokens of each row's image.
         ids: width that ids are padded to.
         targets: width that supervised tokens are padded to.
     """
     tokens, length = _padded([row.ids for row in rows], ids)
     place, count = _padded([row.place for row in rows], targets)
     target, _ = _padded([row.target for row in rows], targets)
-    return Targets(tokens, length, place, target, np.arange(targets) < count[:, None])
+    return Targets(tokens, length, place, target, np.arange(targets) < count[:, None], grid)
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
@@ -292,18 +299,23 @@ def open_batches(
         FileNotFoundError: the tokenizer, the file or an image is missing.
         ValueError: bad data, or a tokenizer that cannot be used.
     """
-    data, shape = run.data, model.config
-    limits = Limits(shape.num_image_tokens, data.context_limit, data.policy_text_limit)
+    data, config, family = run.data, model.config, model.config.family
+    limits = Limits(config.max_image_tokens, data.context_limit, data.policy_text_limit)
     if limits.ids < 2:
         raise ValueError(
             f"config.data.context_limit is {data.context_limit}, expected more than the "
-            f"{shape.num_image_tokens} visual tokens of an image"
+            f"{config.max_image_tokens} visual tokens of an image"
         )
     cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
-    settings = model.config.family.image_settings(model.vision_folder or model.folder)
+    encoder = ConversationEncoder(
+        load_tokenizer(model.folder), family.place_images, family.conversation
+    )
+    corpus = open_corpus(source, encoder, limits, identity, say)
+    settings = family.image_settings(model.vision_folder or model.folder)
     return Batches(
-        corpus=open_corpus(source, load_tokenizer(model.folder), limits, identity, say),
-        pixels=PixelCache(settings, shape.vision.image_size, cache_bytes),
+        corpus=corpus,
+        pixels=family.pixel_cache(config, settings, cache_bytes),
+        grids=functools.partial(family.grids, config),
         batch_size=run.batch_size,
         seed=run.seed,
         multiple=data.length_multiple,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
 
@@ -30,6 +30,7 @@ class Targets(NamedTuple):
         place: where, in the expanded sequence, each supervised token is predicted.
         target: the supervised tokens.
         supervised: True at real targets.
+        grid: rows and columns of each image's visual tokens.
     """
 
     ids: Int[np.ndarray | Array, "b l"]
@@ -37,6 +38,7 @@ class Targets(NamedTuple):
     place: Int[np.ndarray | Array, "b k"]
     target: Int[np.ndarray | Array, "b k"]
     supervised: Bool[np.ndarray | Array, "b k"]
+    grid: Int[np.ndarray | Array, "b 2"]
 
 
 class ForwardOptions(NamedTuple):
@@ -86,7 +88,7 @@ def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any)
 
 def lm_loss(
     params: dict[str, Any],
-    model: LlavaConfig,
+    model: ModelConfig,
     options: ForwardOptions,
     tokens: Float[Array, "b n d"],
     targets: Targets,
@@ -139,7 +141,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 
 
 def _whole_rows(
-    model: LlavaConfig, options: ForwardOptions, params, tokens, targets: Targets
+    model: ModelConfig, options: ForwardOptions, params, tokens, targets: Targets
 ) -> Float[Array, " b"]:
     """`row_losses` of rows that have all N tokens."""
     b, n, _ = tokens.shape
@@ -150,7 +152,7 @@ def _whole_rows(
 
 def row_losses(
     params: dict[str, Any],
-    model: LlavaConfig,
+    model: ModelConfig,
     options: ForwardOptions,
     kept: Pruned,
     targets: Targets,
@@ -169,9 +171,8 @@ def row_losses(
         In nats, float32, summed over each row's supervised tokens.
     """
     k = kept.tokens.shape[1]
-    grid = jnp.broadcast_to(jnp.array(model.grid, jnp.int32), (len(kept.index), 2))
     tokens = vlm.project(params, model, kept.tokens)
-    visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, grid)
+    visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
     sequence = vlm.assemble(
         params,
         model,

@@ -102,7 +102,7 @@ def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> An
     mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
-    stats = jax.eval_shape(lambda: FeatureStats.start(setup.model.vision.hidden_size))
+    stats = jax.eval_shape(lambda: FeatureStats.start(setup.model.feature_width))
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
     batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -116,10 +116,9 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
     def ints(*shape: int, dtype: Any = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
-    side, targets = setup.model.vision.image_size, ints(bucket.targets)
-    supervised = ints(bucket.targets, dtype=jnp.bool_)
-    conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised)
-    pixels = ints(3, side, side, dtype=jnp.float32)
+    targets, supervised = ints(bucket.targets), ints(bucket.targets, dtype=jnp.bool_)
+    conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised, ints(2))
+    pixels = setup.model.family.max_pixels(setup.model, rows)
     return step.Batch(pixels, ints(bucket.text), ints(), conversations)
 
 

@@ -138,7 +138,7 @@ def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
     seed = jax.random.key(run.seed)
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
-    stats = FeatureStats.start(setup.model.vision.hidden_size)
+    stats = FeatureStats.start(setup.model.feature_width)
     fresh = replicate_like(model.params, Saved(state, stats, jax.random.key_data(key)))
     if loop.checkpoints.latest is not None:
         done, saved, about = loop.checkpoints.restore(fresh)

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax import policy
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import autoselect
@@ -55,7 +55,7 @@ class Progress(NamedTuple):
     running_count: Float[Array, ""]
 
 
-def build(method: str, fields: Mapping[str, Any], model: LlavaConfig) -> Selector:
+def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selector:
     """Builds the configuration of the selector to be trained, its widths taken from the model.
 
     Args:
@@ -82,7 +82,7 @@ def build(method: str, fields: Mapping[str, Any], model: LlavaConfig) -> Selecto
     budgets = values.get("random_budget", (0, 1))
     if len(budgets) != 2 or not all(isinstance(share, float | int) for share in budgets):
         raise ValueError(f"config.{group}.random_budget is {budgets!r}, expected two shares")
-    return kind(feature_width=model.vision.hidden_size, text_width=model.text.hidden_size, **values)
+    return kind(feature_width=model.feature_width, text_width=model.text.hidden_size, **values)
 
 
 def gradient_groups(selector: Selector) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.models import vlm
-from stepprune_jax.models.layers import ATTENTIONS
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
@@ -31,29 +31,6 @@ from stepprune_jax.training import selectors
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.step import Setup
-
-DTYPES = ("float32", "bfloat16")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings, group="model"):
-    """The frozen model, and how it is run.
-
-    Attributes:
-        folder: its folder or hub id; empty for the small LLaVA of the shapes world.
-        vision_folder: the CLIP folder of the original LLaVA layout; empty otherwise.
-        dtype: dtype of its weights.
-        attention: implementation of attention, of `models.layers.ATTENTIONS`.
-        remat: whether the backward pass recomputes the language model's blocks.
-        rows_at_once: rows that it runs at a time on each device; 0 for all of them.
-    """
-
-    folder: str = text(free=True)
-    vision_folder: str = text(free=True)
-    dtype: str = choice(DTYPES)
-    attention: str = choice(ATTENTIONS)
-    remat: bool = switch()
-    rows_at_once: int = count(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +166,7 @@ def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
     return mesh
 
 
-def make_setup(run: Run, model: LlavaConfig, mesh: Mesh | None = None) -> Setup:
+def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
     """Builds the static part of the update.
 
     Args:

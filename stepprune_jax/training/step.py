@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, update_stats
 from stepprune_jax.training import selectors
@@ -33,7 +33,7 @@ class Setup:
         forward: how the frozen model is run.
     """
 
-    model: LlavaConfig
+    model: ModelConfig
     selector: Selector
     steps: int
     optimizer: OptimizerSettings

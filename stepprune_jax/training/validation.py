@@ -11,7 +11,7 @@ from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.corpus import Limits, make_row
-from stepprune_jax.data.encoding import encode_conversation
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.inference.pipeline import (
@@ -102,7 +102,7 @@ class Validation:
         self._encoded = encode_questions(
             model, split.questions, batch_size=self._size, attention=attention
         )
-        check_lengths(self._encoded)
+        check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
         sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
         self._batching, self._run = Batching(self._size, sizes), RunOptions(attention=attention)
         self._options = ForwardOptions(attention, mesh=mesh_of(model.params))
@@ -112,12 +112,17 @@ class Validation:
 
     def _read_answers(self, limits: Limits) -> Targets:
         """Questions with their right answers, places counted with all visual tokens."""
+        family = self._model.config.family
+        encoder = ConversationEncoder(
+            self._model.tokenizer, family.place_images, family.conversation
+        )
         rows = [
-            make_row(encode_conversation(self._model.tokenizer, (question.text, right), 1), limits)
+            make_row(encoder.encode((question.text, right), 1), limits)
             for question, right in zip(self._split.questions, self._split.answers, strict=True)
         ]
         longest = max(len(row.ids) for row in rows)
-        return stack_targets(rows, longest, max(len(row.target) for row in rows))
+        grid = self._encoded.vision.grid[self._encoded.prompts.image_of[:, 0]]
+        return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
         """Asks the questions, with what the policy keeps of each image, and draws a few.
@@ -167,13 +172,23 @@ class Validation:
         method = place_method(self._model, make_method(None, kept, policy=policy))
         prompts, vision = self._encoded.prompts, self._encoded.vision
         ranking, _ = rank_all(
-            self._model, method, prompts, vision,
-            steps=budget or method.pruner.most(n), batch_size=self._size,
-        )  # fmt: skip
+            self._model,
+            method,
+            prompts,
+            vision,
+            steps=budget or method.pruner.most(n),
+            batch_size=self._size,
+        )
         answers = answer_all(
-            self._model, method, prompts, vision, self._settings.max_new_tokens, self._run,
-            self._batching, ranking=ranking,
-        )  # fmt: skip
+            self._model,
+            method,
+            prompts,
+            vision,
+            self._settings.max_new_tokens,
+            self._run,
+            self._batching,
+            ranking=ranking,
+        )
         return answers, Selection(ranking.order, answers.kept)
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:

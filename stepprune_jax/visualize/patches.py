@@ -9,8 +9,7 @@ from jaxtyping import Bool, Int, UInt8
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
-from stepprune_jax.data.images import open_image
-from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
+from stepprune_jax.data.images import open_image, pad_to_square
 from stepprune_jax.visualize.style import INK
 
 _BRIGHTNESS = 0.4  # of what is not kept
@@ -39,8 +38,7 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
-    settings = ImageSettings(True, (side, side), None, None, None, None, int(resample))
-    return preprocess_clip(image, settings).transpose(1, 2, 0).astype(np.uint8)
+    return np.asarray(pad_to_square(image, (0, 0, 0), (side, side), resample))
 
 
 def dim(

@@ -12,7 +12,6 @@ from stepprune_jax import testing
 from stepprune_jax.bench import training
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.weights import random_weights
-from stepprune_jax.data.encoding import encode_conversation
 from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
@@ -45,7 +44,7 @@ def test_conversations_have_the_length_that_is_asked_for(tmp_path, ids):
     folder = write_conversations(tmp_path / "data", 2, 4, ids)
     samples = read_conversations(folder / "train.json", folder / "images")
     assert [len(sample.turns) for sample in samples] == [8, 8]
-    encoded = encode_conversation(testing.tiny_tokenizer(), samples[0].turns, 1)
+    encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
     assert ids - 4 < len(encoded.ids) <= ids
     with pytest.raises(ValueError, match=r"4 questions alone take \d+ ids, expected more than 50"):
         write_conversations(tmp_path / "short", 1, 4, 50)
@@ -71,7 +70,7 @@ def test_weights_are_drawn_in_their_places():
 
 
 def test_a_run_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_PICTURES", 8)
+    monkeypatch.setattr(training, "_IMAGES", 8)
     config = tiny_config(mesh="data=2,fsdp=2,tensor=2")
     found = training.measure(config, FIELDS, 2, IDS, tmp_path)
     assert found.policy > 0 and found.fed > 0 and 0 <= found.wait < found.update
@@ -82,7 +81,7 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     run = read_run(config)
     setup = settings.make_setup(run, LlavaConfig.from_hf(FIELDS), settings.make_mesh(run))
     samples = read_conversations(tmp_path / "data/train.json", tmp_path / "data/images")
-    encoded = encode_conversation(testing.tiny_tokenizer(), samples[0].turns, 1)
+    encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
     targets = sum(label >= 0 for label in encoded.labels)
     widths = Bucket(-(-len(encoded.ids) // 8) * 8, -(-len(encoded.text) // 8) * 8, targets)
     traced = plan.trace_update(setup, jnp.float32, 4, widths)
@@ -103,7 +102,7 @@ def test_the_lines_have_the_numbers():
     ):
         assert words in lines
     lines = "\n".join(training.report(found._replace(peak=None), 1, None))
-    assert "no peak is known" in lines and "not told by this device" in lines
+    assert "no peak is known" in lines and "not reported by this device" in lines
 
 
 def test_a_shape_is_a_name_or_a_folder(tmp_path):

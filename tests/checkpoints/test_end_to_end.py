@@ -45,7 +45,7 @@ def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
 
     save_vlm(model, tmp_path / "saved")
     reference = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "saved")
-    count, token = model.config.num_image_tokens, reference.config.image_token_index
+    count, token = model.config.max_image_tokens, reference.config.image_token_index
     expanded = [t for x in row for t in ([token] * count if x == IMAGE_TOKEN else [x])]
     assert len(expanded) == int(length[0]) == expanded_length(row, [count, count])
     with torch.no_grad():

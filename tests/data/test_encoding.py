@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
-from stepprune_jax.data.encoding import IGNORE, encode_conversation, encode_conversations
+from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.llava.prompts import conversation, place_images
+from stepprune_jax.testing import llava_encoder
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def supervised(encoded):
 
 
 def test_assistant_words_and_their_ends_are_supervised(tokenizer):
-    encoded = encode_conversation(tokenizer, ["What is this?", "red dog", "two?", "no"], 1)
+    encoded = llava_encoder(tokenizer).encode(["What is this?", "red dog", "two?", "no"], 1)
     names = tokenizer.convert_ids_to_tokens(supervised(encoded))
     assert names == ["▁red", "▁dog", "</s>", "▁no", "</s>"]
     for token, label in zip(encoded.ids, encoded.labels, strict=True):
@@ -82,14 +83,14 @@ WORDS = st.lists(st.sampled_from(["red", "dog", "no", "two", "x?", "é", "12."])
 def test_labels_are_those_of_the_counting_scheme(tokenizer, rounds, images):
     turns = [turn for pair in rounds for turn in pair]
     for legacy, used in ((True, tokenizer), (False, first_blank_only())):
-        encoded = encode_conversation(used, turns, images)
+        encoded = llava_encoder(used).encode(turns, images)
         assert encoded.labels == counted(used, turns, images, legacy)
 
 
 def test_several_conversations_are_encoded_as_each_alone(tokenizer):
     turns = [["What?", "red"], ["two dogs?", "no", "And?", "é </s> x"], ["<image>\nIs?", "yes"]]
-    expected = [encode_conversation(tokenizer, each, 1) for each in turns]
-    assert encode_conversations(tokenizer, turns, 1) == expected
+    expected = [llava_encoder(tokenizer).encode(each, 1) for each in turns]
+    assert llava_encoder(tokenizer).encode_all(turns, 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,13 @@ def test_several_conversations_are_encoded_as_each_alone(tokenizer):
     ],
 )
 def test_answers_that_the_counting_scheme_gives_up_are_learnt_whole(tokenizer, answer, learnt):
-    labels = supervised(encode_conversation(tokenizer, ["What?", "no", "ASSISTANT: a", answer], 1))
+    labels = supervised(llava_encoder(tokenizer).encode(["What?", "no", "ASSISTANT: a", answer], 1))
     assert tokenizer.decode(labels) == f"no</s> {learnt}"
 
 
 def test_byte_pieces_and_blanks_of_an_answer_are_supervised(tokenizer):
     names = tokenizer.convert_ids_to_tokens(
-        supervised(encode_conversation(tokenizer, ["What?", "\né 漢"], 0))
+        supervised(llava_encoder(tokenizer).encode(["What?", "\né 漢"], 0))
     )
     accent, sign = ["<0xC3>", "<0xA9>"], ["<0xE6>", "<0xBC>", "<0xA2>"]
     assert names == ["▁", "<0x0A>", *accent, "▁", *sign, "</s>"]
@@ -124,7 +125,7 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
     tokenizer, turns, images
 ):
     turns = turns[: len(turns) // 2 * 2]
-    encoded = encode_conversation(tokenizer, turns, images)
+    encoded = llava_encoder(tokenizer).encode(turns, images)
     whole = [place_images(turns[0], images), *turns[1:]]
     assert encoded.ids == tokenize_with_images(tokenizer, conversation(whole), images)
     # Before each answer stand the ids that `generate` would be asked to go on from.
@@ -151,7 +152,7 @@ def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
     config = LlavaConfig.from_hf(testing.tiny_hf_config(len(tokenizer)))
     images = ImageSettings(resize_to=24, crop_to=(24, 24))
     asked = read_request(tokenizer, images, config, ["What is this?"], [path])
-    encoded = encode_conversation(tokenizer, ["What is this?", "red"], 1)
+    encoded = llava_encoder(tokenizer).encode(["What is this?", "red"], 1)
     assert tuple(encoded.ids[: len(asked.ids[0])]) == asked.ids[0]
     assert encoded.labels[: len(asked.ids[0])] == [IGNORE] * len(asked.ids[0])
     assert tuple(encoded.text) == asked.question_ids[0]
@@ -165,7 +166,7 @@ def test_a_tokenizer_whose_pieces_cross_the_boundary_supervises_the_piece():
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("T: ", "merged_with_next")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    encoded = encode_conversation(tokenizer, ["a", "b"], 0)
+    encoded = llava_encoder(tokenizer).encode(["a", "b"], 0)
     assert encoded.ids == [0, 0] and encoded.labels == [IGNORE, 0]
 
 
@@ -178,7 +179,7 @@ def test_tokenizers_without_places_are_refused(tokenizer):
             return tokenizer(text, **options)
 
     with pytest.raises(ValueError, match="expected a fast one"):
-        encode_conversation(Slow(), ["a", "b"], 0)
+        llava_encoder(Slow()).encode(["a", "b"], 0)
 
 
 @pytest.mark.parametrize(
@@ -194,4 +195,4 @@ def test_tokenizers_without_places_are_refused(tokenizer):
 )
 def test_conversations_that_cannot_be_encoded_are_refused(tokenizer, turns, images, message):
     with pytest.raises(ValueError, match=message):
-        encode_conversation(tokenizer, turns, images)
+        llava_encoder(tokenizer).encode(turns, images)

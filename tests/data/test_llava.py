@@ -64,6 +64,24 @@ def test_conversations_are_read_as_they_are_meant(root):
     assert samples[4].turns == ("What?", "a  mark")
 
 
+@pytest.mark.parametrize("split_turns", [False, True])
+def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_said(
+    root, split_turns
+):
+    """As LLaVA's training does: some conversations of its file begin in the middle."""
+    said = says("look: <image>", "What?\n<image>", "red", "And?", "no", first="gpt")
+    samples = conversations(
+        root,
+        {"id": "x", "conversations": says("left over", first="gpt")},
+        {"id": "y", "image": "a.png", "conversations": says("left over", first="gpt")},
+        {"id": "z", "image": "a.png", "conversations": said},
+        split_turns=split_turns,
+    )
+    turns = [("What?", "red"), ("And?", "no")] if split_turns else [("What?", "red", "And?", "no")]
+    assert [sample.turns for sample in samples] == turns
+    assert {sample.index for sample in samples} == {2}
+
+
 def test_turns_can_be_split(root):
     entry = {"id": "x", "image": "a.png", "conversations": says("<image>\nA?", "1", "B?", "2")}
     alone = {"id": "y", "image": "b.png", "conversations": says("<image>\nC?", "3")}
@@ -88,7 +106,8 @@ GOOD = says("<image>\nWhat?", "red")
         ({"conversations": [{"from": "user", "value": "x"}]}, r'\[0\]: "from" must be "human"'),
         ({"conversations": GOOD[:1] * 2, "image": "a.png"}, r'\[1\]: "from" must be "gpt" here'),
         ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
-        ({"conversations": says("a", first="gpt")}, "a question that has no answer"),
+        ({"conversations": says("a", "b", first="gpt")}, "a question that has no answer"),
+        ({"conversations": says("a", "b", "c", "d", first="gpt")}, "a question that has no answer"),
         ({"conversations": says("a", " \n")}, r'conversations\[1\]: "value" is empty'),
         ({"conversations": says("", "b")}, r'conversations\[0\]: "value" is empty'),
         ({"conversations": says("a", 3)}, r'\[1\]: "value" must be a string, got a number'),
@@ -116,7 +135,7 @@ def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
     assert "train.json: sample 1: " in str(info.value)
 
 
-def test_missing_pictures_and_folders_are_named(root):
+def test_missing_images_and_folders_are_named(root):
     entry = {"image": "gone.png", "conversations": GOOD}
     with pytest.raises(FileNotFoundError, match=r'sample 0: "image": no file at .*gone\.png$'):
         conversations(root, entry)
@@ -195,7 +214,7 @@ def test_bad_questions_are_refused_by_line_and_field(root, row, message):
         questions(root, question(1), row)
 
 
-def test_missing_pictures_of_questions_are_named(root):
+def test_missing_images_of_questions_are_named(root):
     with pytest.raises(FileNotFoundError, match=r'line 1: "image": no file at .*no\.png'):
         questions(root, question(1, image="no.png"))
 

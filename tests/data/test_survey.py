@@ -1,5 +1,6 @@
 """Training files as rows: what is left out and said so, what is refused, what is kept for later."""
 
+import dataclasses
 import json
 import os
 
@@ -9,9 +10,10 @@ import pytest
 from stepprune_jax import testing
 from stepprune_jax.data import index, survey
 from stepprune_jax.data.corpus import Limits, make_row
-from stepprune_jax.data.encoding import IGNORE, encode_conversation
+from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.data.survey import Source, open_corpus
+from stepprune_jax.testing import llava_encoder
 
 LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
 TURNS = ("is this a dog ?", "no", "two ?", "yes")
@@ -39,7 +41,7 @@ def opened(tmp_path, tokenizer):
     images = tmp_path / "images"
     images.mkdir()
     for name in ("a.png", "b.png"):
-        (images / name).write_bytes(b"x")  # pictures are only looked for
+        (images / name).write_bytes(b"x")  # images are only looked for
     (images / "empty.png").write_bytes(b"")
 
     def open_samples(*samples, limits=LIMITS, tokenizer=tokenizer, **choices):
@@ -48,7 +50,11 @@ def opened(tmp_path, tokenizer):
         source = Source(file, images, tmp_path / "indices", **choices)
         open_samples.lines = []
         return open_corpus(
-            source, tokenizer, limits, file.read_text().encode().hex(), open_samples.lines.append
+            source,
+            llava_encoder(tokenizer),
+            limits,
+            file.read_text().encode().hex(),
+            open_samples.lines.append,
         )
 
     open_samples.images = images
@@ -57,12 +63,12 @@ def opened(tmp_path, tokenizer):
 
 def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer):
     short = sample("What is this?\n<image>", "red", image="b.png")
-    length = len(encode_conversation(tokenizer, TURNS, 1).ids) + 8
+    length = len(llava_encoder(tokenizer).encode(TURNS, 1).ids) + 8
     # One embedding less than the longer one has, and two words of its user.
     corpus = opened(MULTI, short, limits=Limits(9, length - 1, 2))
     rows = corpus.rows([1, 0])
     for row, turns in zip(rows, (("What is this?", "red"), TURNS), strict=True):
-        encoded = encode_conversation(tokenizer, turns, 1)
+        encoded = llava_encoder(tokenizer).encode(turns, 1)
         assert row.ids.tolist() == encoded.ids[: length - 9]
         assert row.text.tolist() == encoded.text[:2] and len(encoded.text) > 2
     assert tokenizer.decode(rows[1].target) == "no</s> yes"  # without its last </s>
@@ -74,7 +80,7 @@ def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer):
 
 
 def test_targets_are_predicted_one_place_before_their_own(tokenizer):
-    encoded = encode_conversation(tokenizer, TURNS, 1)
+    encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     row = make_row(encoded, LIMITS)
     at = encoded.ids.index(IMAGE_TOKEN)
     expanded = [*encoded.ids[:at], *[None] * 9, *encoded.ids[at + 1 :]]
@@ -89,8 +95,8 @@ def test_questions_can_be_rows_of_their_own(opened, tokenizer):
     corpus = opened(MULTI, sample(), split_turns=True)
     assert len(corpus) == 3
     for row, turns in zip(corpus.rows(range(3)), (TURNS[:2], TURNS[2:], TURNS[:2]), strict=True):
-        assert row.ids.tolist() == encode_conversation(tokenizer, turns, 1).ids
-    assert "2 samples, 3 questions, 1 pictures" in opened.lines[0]
+        assert row.ids.tolist() == llava_encoder(tokenizer).encode(turns, 1).ids
+    assert "2 samples, 3 questions, 1 images" in opened.lines[0]
 
 
 def test_what_is_left_out_is_counted(opened, tokenizer):
@@ -104,22 +110,35 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
     )  # fmt: skip
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     text = "\n".join(opened.lines)
-    assert "train.json: 8 samples, 4 pictures" in text
+    assert "train.json: 8 samples, 4 images" in text
     assert "2 left out: text alone" in text
-    assert "3 left out: the picture is missing; the first: " in text
+    assert "3 left out: the image is missing; the first: " in text
     assert "sample 1, gone.png" in text
     assert "1 left out: malformed; the first: " in text and "sample 3: conversations[2]" in text
     assert "1 left out: no answer within the context; the first: " in text
     assert "sample 6: no answer within the first 60 embeddings" in text
-    row = encode_conversation(tokenizer, TURNS[:2], 1)
+    row = llava_encoder(tokenizer).encode(TURNS[:2], 1)
     assert f"1 rows to train on, {sum(x != IGNORE for x in row.labels)} supervised" in text
     assert f"embeddings, 9 of them visual: median {len(row.ids) + 8}" in text
-    with pytest.raises(ValueError, match=r"train\.json: expected a sample with a picture"):
+    with pytest.raises(ValueError, match=r"train\.json: expected a sample with an image"):
         opened(CHAT, gone, missing="skip")
 
 
+def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, tokenizer):
+    later = sample("<image>\nis this a dog ?", "no")
+    later["conversations"].insert(0, {"from": "gpt", "value": "left over"})
+    alone, chat = ({**row, "conversations": later["conversations"][:1]} for row in (later, CHAT))
+    corpus = opened(alone, chat, later)
+    assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
+    assert corpus.rows([0])[0].ids.tolist() == llava_encoder(tokenizer).encode(TURNS[:2], 1).ids
+    assert opened.lines[1:3] == [
+        "  1 left out: text alone, nothing to prune",
+        "  1 left out: nothing but a first message of the assistant",
+    ]
+
+
 def test_rows_that_are_cut_are_counted(opened, tokenizer):
-    encoded = encode_conversation(tokenizer, TURNS, 1)
+    encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     length, said = len(encoded.ids) + 7, len(encoded.text) - 1
     opened(MULTI, sample(), limits=Limits(9, length, said))
     assert opened.lines[-3].endswith(f"longest {length}; 1 cut to {length}")
@@ -147,10 +166,10 @@ def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, messa
         opened(sample(), bad, limits=limits)
 
 
-def test_missing_pictures_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
+def test_missing_images_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
     monkeypatch.setattr(survey, "measure", None)
     wrong = [sample(image=name) for name in ("gone.png", "x\0y", "n" * 5000, "empty.png")]
-    message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more pictures"
+    message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more images"
     with pytest.raises(FileNotFoundError, match=message):
         opened(sample(), *wrong)
     opened.images.rename(opened.images.with_name("elsewhere"))
@@ -158,7 +177,7 @@ def test_missing_pictures_stop_a_run_before_anything_is_tokenised(opened, monkey
         opened(sample(), missing="skip")
 
 
-def test_pictures_outside_of_the_folder_are_refused(opened, tmp_path):
+def test_images_outside_of_the_folder_are_refused(opened, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "c.png").write_bytes(b"x")
@@ -227,3 +246,12 @@ def test_a_slow_tokenizer_is_refused_at_once(opened):
 
     with pytest.raises(ValueError, match="expected a fast one"):
         opened(MULTI, tokenizer=Slow())
+
+
+def test_counts_of_another_prompt_form_are_not_reused(tokenizer, tmp_path):
+    llava = llava_encoder(tokenizer)
+    shouting = dataclasses.replace(
+        llava, conversation=lambda turns: llava.conversation(turns) + "!"
+    )
+    paths = [index.index_path(tmp_path, "data", encoder, False) for encoder in (llava, shouting)]
+    assert paths[0] != paths[1] and index.index_path(tmp_path, "data", llava, False) == paths[0]

@@ -12,20 +12,20 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def main(model, root, workdir, settings):
-    sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1])]
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
     import conftest
 
     os.environ["XLA_FLAGS"] = " ".join(conftest.FLAGS[1:])
     from stepprune_jax.parallel import distributed
 
     distributed.start()
-    from small_world import small_config
+    from small_world import small_run
 
-    from stepprune_jax.evaluation import generate_stage
+    from stepprune_jax.evaluation import encode, generate_stage
 
     # Small chunks, so that answers come often.
-    generate_stage.CHUNK, generate_stage.WIDTHS = 2, (192,)
-    config = small_config(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
+    encode.CHUNK, encode.WIDTHS, generate_stage.WIDTHS = 2, (192,), (192,)
+    config = small_run(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
     generate_stage.generate_answers(config, workdir)
 
 

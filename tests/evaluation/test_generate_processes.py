@@ -1,4 +1,4 @@
-"""Evaluations in processes of their own: killed and gone on with, and several as one."""
+"""Evaluations in processes of their own: killed and resumed, and several as one."""
 
 import json
 import os
@@ -11,22 +11,25 @@ import time
 
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
-from small_world import small_config, tiny_model
+from small_world import one_width, small_run, tiny_model, write_split
 
 from stepprune_jax.evaluation import generate_stage
 
 SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
+SIZES = SIZES | {"shapes": 9}
 METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
-    "benchmarks": "pope,mme", "methods": "all tokens,grid", "budgets": [2], "max_new_tokens": 2,
-    "batch_size": 1,
+    "benchmarks": "shapes,pope,mme", "methods": "all tokens,grid", "budgets": [2],
+    "max_new_tokens": 2, "batch_size": 1,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     base = tmp_path_factory.mktemp("processes")
-    return tiny_model(base / "model").folder, write_benchmarks(base / "eval")
+    root = write_benchmarks(base / "eval")
+    write_split(root, "test", 3, 0)
+    return tiny_model(base / "model").folder, root
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def whole(world, tmp_path_factory):
 
 def answer_here(world, workdir):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "WIDTHS", (192,))
-        config = small_config(*world, data=str(world[1]), **SETTINGS)
+        one_width(patch)
+        config = small_run(*world, data=str(world[1]), **SETTINGS)
         generate_stage.generate_answers(config, workdir)
     return read(workdir)
 
@@ -90,17 +93,21 @@ def pair(world, workdir):
 
 def test_the_whole_run_has_all_answers(whole):
     assert {name: len(rows) for name, rows in whole.items()} == {
-        f"{name}/{method}.jsonl": SIZES[name] for name in ("mme", "pope") for method in METHODS
+        f"{name}/{method}.jsonl": SIZES[name]
+        for name in ("mme", "pope", "shapes")
+        for method in METHODS
     }
 
 
-def test_a_killed_run_goes_on_with_what_is_missing(world, whole, tmp_path):
+# Killed within the shapes world, and within a public benchmark.
+@pytest.mark.parametrize("lines", [7, pytest.param(23, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_with_what_is_missing(world, whole, tmp_path, lines):
     process = start(world, tmp_path)
-    wait_for([process], tmp_path, 11)
+    wait_for([process], tmp_path, lines)
     kill([process])
     before = written(tmp_path)
     asked = sum(map(len, whole.values()))
-    assert 11 <= sum(content.count(b"\n") for content in before.values()) < asked
+    assert lines <= sum(content.count(b"\n") for content in before.values()) < asked
     torn = next(path for path, content in before.items() if content)
     torn.write_bytes(before[torn] + b'{"question_id": 1, "pro')
     assert answer_here(world, tmp_path) == whole
@@ -114,7 +121,7 @@ def test_two_processes_answer_what_one_does(world, whole, tmp_path):
     printed = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     assert read(tmp_path / "whole") == whole
-    # Killed, both have written parts; one process goes on with them.
+    # Killed, both have written parts; one process resumes with them.
     killed = tmp_path / "killed"
     processes = pair(world, killed)
     wait_for(processes, killed, 12)

@@ -1,41 +1,48 @@
+import dataclasses
+import io
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_world import one_shot, small_config, stepprune, tiny_model
-from stepprune_jax.evaluation.answers import cut_prompts
-from stepprune_jax.evaluation.methods import Making, policy_digest
-from stepprune_jax.evaluation.stop_biases import find_biases, known_biases
+from PIL import Image
+from small_world import changed, one_shot, one_width, small_run, stepprune, tiny_model, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluation import generate_stage, split
+from stepprune_jax.evaluation import encode, generate_stage
+from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
+from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.settings import read_settings
-from stepprune_jax.evaluation.split import encode_split
+from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.inference import generate
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import mesh_of, row_count
 
-NAMES = ("pope", "mmbench", "scienceqa", "textvqa")
+NAMES = ("shapes", "pope", "mmbench", "scienceqa", "textvqa")
+PUBLIC = NAMES[1:]
 METHODS = "all tokens,random,StepPrune,AutoSelect-like"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """One width for all prompts: the tiny tokenizer makes long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "WIDTHS", (192,))
+        one_width(patch)
         yield
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return write_benchmarks(tmp_path_factory.mktemp("eval") / "eval")
+    """Public benchmarks and, in the same folder, data in the form of the shapes world."""
+    root = write_benchmarks(tmp_path_factory.mktemp("eval") / "eval")
+    write_split(root, "test", 3, 0)
+    write_split(root, "validation", 4, 1)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(model, root, tmp_path_factory):
-    rival = save_policy(one_shot(), tmp_path_factory.mktemp("rows") / "rival.safetensors")
-    return small_config(
+    other = save_policy(one_shot(), tmp_path_factory.mktemp("rows") / "other.safetensors")
+    return small_run(
         model.folder, root, benchmarks=",".join(NAMES), data=str(root), methods=METHODS,
-        rows={"AutoSelect-like": str(rival)}, max_new_tokens=3, validation_questions=8, samples=2,
+        rows={"AutoSelect-like": str(other)}, max_new_tokens=3, validation_questions=8, samples=2,
     )  # fmt: skip
+
+
+def asked_by(name, root):
+    return BENCHMARKS[name].read_questions(root)
 
 
 def new_run(folder):
@@ -84,7 +95,7 @@ def test_every_row_answers_every_question_in_order(run, root):
     found = files(run)
     assert len(found) == len(NAMES) * 10
     for name in NAMES:
-        asked = BENCHMARKS[name].read_questions(root)
+        asked = asked_by(name, root)
         for path, rows in found.items():
             if f"/{name}/" in path:
                 assert [(r["question_id"], r["prompt"]) for r in rows] == [
@@ -103,11 +114,11 @@ def test_every_row_answers_every_question_in_order(run, root):
     ],
 )
 def test_answers_are_those_of_generate(run, root, model, method, options):
-    for name in ("scienceqa", "mmbench"):
-        asked = BENCHMARKS[name].read_questions(root)
-        pictures = [generate_stage_picture(q.image) for q in asked]
+    for name in ("shapes", "scienceqa", "mmbench"):
+        asked = asked_by(name, root)
+        images = [opened(question.image) for question in asked]
         said = generate(
-            model, [q.text for q in asked], pictures, max_tokens=3, warm_up=False, **options
+            model, [q.text for q in asked], images, max_tokens=3, warm_up=False, **options
         )
         rows = lines(run, name, method)
         assert [row["text"] for row in rows] == [answer.text for answer in said]
@@ -115,48 +126,66 @@ def test_answers_are_those_of_generate(run, root, model, method, options):
         assert [row["kept"] == 0 for row in rows] == [q.image is None for q in asked]
 
 
-def generate_stage_picture(image):
-    import io
-
-    from PIL import Image
-
+def opened(image):
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
 
 
-def test_adaptive_rows_meet_their_budgets_on_average_over_benchmarks(run):
-    (biases,) = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
-    assert set(biases["biases"]) == {"4", "2"} and biases["benchmarks"] == list(NAMES)
-    kept = [
-        row["kept"]
-        for name in NAMES
-        for row in lines(run, name, "stepprune-adaptive-77.8")
-        if row["kept"]
-    ]
-    assert abs(np.mean(kept) - 2) < 0.7 and len(set(kept)) > 1
-    card = json.loads((run / "answers" / "pope" / "stepprune-adaptive-77.8.json").read_text())
-    assert card["stop_bias"] == biases["biases"]["2"] and card["made"]["positions"] == "original"
+def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, root, config):
+    shown = len(asked_by("shapes", root))
+    drawn = jax.random.uniform(jax.random.key(config.seed), (shown, 9))
+    for row, order in zip(
+        lines(run, "shapes", "random-exact-55.6"), np.argsort(drawn, axis=1).tolist(), strict=True
+    ):
+        assert row["order"] == order[:4]
 
 
-def test_selections_of_samples_are_kept(run):
+def test_adaptive_rows_meet_their_budgets_on_average(run):
+    entries = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
+    drawn, public = sorted(entries, key=lambda entry: "split" not in entry)
+    # Of the shapes world on its validation split, else on as many questions of each benchmark.
+    assert drawn["split"] == "validation" and drawn["questions"] == 8
+    assert public["questions"] == 8 and drawn["biases"] != public["biases"]
+    assert set(drawn["biases"]) == set(public["biases"]) == {"4", "2"}
+    # On the questions that the biases were computed on, and on some of another split.
+    for names, biases, near in (
+        (PUBLIC, public["biases"], 0.7),
+        (["shapes"], drawn["biases"], 1.0),
+    ):
+        kept = [
+            row["kept"]
+            for name in names
+            for row in lines(run, name, "stepprune-adaptive-77.8")
+            if row["kept"]
+        ]
+        assert abs(np.mean(kept) - 2) < near and len(set(kept)) > 1
+        path = run / "answers" / names[0] / "stepprune-adaptive-77.8.json"
+        card = json.loads(path.read_text())
+        assert card["stop_bias"] == biases["2"] and card["made"]["positions"] == "original"
+
+
+def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
     rows = lines(run, "textvqa", "stepprune-adaptive-55.6")
     assert [number for number, row in enumerate(rows) if "order" in row] == [0, 2]
     assert len(rows[0]["order"]) == rows[0]["kept"]
+    assert all(
+        len(row["order"]) == row["kept"] for row in lines(run, "shapes", "random-exact-55.6")
+    )
+    assert "order" not in lines(run, "shapes", "all-tokens")[0]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_interrupted_runs_go_on_with_what_is_missing(
-    run, config, tmp_path, batch_size, monkeypatch
+@pytest.mark.parametrize(("batch_size", "appends"), [(1, 20), (4, 37)])
+def test_interrupted_runs_resume_with_what_is_missing(
+    run, config, tmp_path, batch_size, appends, monkeypatch
 ):
-    workdir, config = new_run(tmp_path), config.copy_and_resolve_references()
-    config.eval.batch_size = batch_size
-    monkeypatch.setattr(generate_stage, "CHUNK", 4)
+    workdir, config = new_run(tmp_path), changed(config, batch_size=batch_size)
+    monkeypatch.setattr(encode, "CHUNK", 4)
     (workdir / "answers").mkdir()
     biases = (run / "answers" / "stop_biases.json").read_text()
     (workdir / "answers" / "stop_biases.json").write_text(biases)
     written, append = [], generate_stage.append
 
     def stopped(path, rows):
-        if len(written) == 17:
+        if len(written) == appends:
             raise KeyboardInterrupt
         written.append(path)
         append(path, rows)
@@ -164,14 +193,30 @@ def test_interrupted_runs_go_on_with_what_is_missing(
     monkeypatch.setattr(generate_stage, "append", stopped)
     with pytest.raises(KeyboardInterrupt):
         generate_answers(config, workdir)
-    cut = written[0]
-    cut.write_bytes(cut.read_bytes()[:-9])
+    # Within the shapes world, and within a public benchmark.
+    assert written[-1].parent.name == ("shapes" if appends == 20 else "pope")
+    for cut in (written[0], written[-1]):
+        cut.write_bytes(cut.read_bytes()[:-9])
     monkeypatch.setattr(generate_stage, "append", append)
     generate_answers(config, workdir)
     assert files(workdir) == files(run)
-    # Nothing is left to do: no program runs, though a model is loaded.
-    monkeypatch.setattr(generate_stage, "_answer_chunk", None)
-    generate_answers(config, workdir)
+
+
+def test_nothing_is_loaded_when_nothing_is_left_to_do(run, config, monkeypatch):
+    before = {path: path.read_bytes() for path in (run / "answers").rglob("*.*")}
+    monkeypatch.setattr(generate_stage, "load_model", None)
+    found = generate_answers(config, run)
+    assert found == {name: run / "answers" / name for name in NAMES}
+    assert {path: path.read_bytes() for path in (run / "answers").rglob("*.*")} == before
+
+
+def test_a_line_that_was_removed_is_answered_again_in_its_place(run, config, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "answers" / "shapes" / "stepprune-exact-77.8.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:2] + rows[3:]))
+    generate_answers(config, tmp_path / "run")
+    assert files(tmp_path / "run") == files(run)
 
 
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
@@ -181,81 +226,153 @@ def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_p
         generate_answers(config, run, policy=other)
 
 
+@pytest.mark.parametrize("name", ["shapes", "pope"])
+def test_answers_of_older_versions_are_refused(run, config, tmp_path, monkeypatch, name):
+    shutil.copytree(run, tmp_path / "run")
+    monkeypatch.setattr(generate_stage, "load_model", None)
+    # As they were: a rounded rate for the budget; of the shapes world nothing but the stop bias.
+    for path in (tmp_path / "run" / "answers" / name).glob("*.json"):
+        card = Provenance(**json.loads(path.read_text()))
+        old = card._asdict() | {"pruning_rate": card.pruning_rate}
+        del old["budget"]
+        old["made"] = {} if name == "shapes" else old["made"]
+        path.write_text(json.dumps(old))
+    if name == "pope":  # all is known but how random tokens are drawn
+        path = tmp_path / "run" / "answers" / "pope" / "random-exact-55.6.json"
+        old = json.loads(path.read_text())
+        del old["made"]["version"]
+        path.write_text(json.dumps(old))
+    message = r"made differently; move it and its .json away, or give another --workdir\. "
+    message += {"shapes": "dtype: None -> 'float32'", "pope": "version: None -> 2$"}[name]
+    with pytest.raises(ValueError, match=message):
+        generate_answers(config, tmp_path / "run")
+
+
 def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_made_with(
     run, model, root, config, tmp_path
 ):
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
-    asked = {"pope": BENCHMARKS["pope"].read_questions(root)}
-    making = Making(
-        "tiny", 9, 3, read_settings(config), {"StepPrune": policy_digest(stepprune(5))}, "w", "f"
-    )
-    assert known_biases(tmp_path, making) == {}
-    new = find_biases(
-        tmp_path, model, policies, asked, making, batch_size=4, attention="matmul", sizes=(192,)
-    )
-    assert known_biases(tmp_path, making) == new and set(new["StepPrune"]) == {4, 2}
+    digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
+    sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
+    biases = StopBiases(tmp_path, "w", digests, settings)
+    assert biases.known(sample.about) == {}
+    new = biases.compute(model, policies, sample, "matmul", 4)
+    assert biases.known(sample.about) == new and set(new["StepPrune"]) == {4, 2}
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
-    nothing = {"pope": [question._replace(image=None) for question in asked["pope"]]}
-    other = making._replace(weights="v")
-    with pytest.raises(ValueError, match="no question of pope has a picture"):
-        find_biases(
-            tmp_path, model, policies, nothing, other, batch_size=4, attention="matmul", sizes=()
-        )
+    # Another sample is another matter, other budgets are added to what is known.
+    assert biases.known({"split": "validation", "sample": "other"}) == {}
+    more = StopBiases(tmp_path, "w", digests, dataclasses.replace(settings, budgets=(4, 3)))
+    assert more.known(sample.about) == {}
+    assert more.compute(model, policies, sample, "matmul", 4)["StepPrune"][4] == new["StepPrune"][4]
+    assert biases.known(sample.about) == new
     (tmp_path / "stop_biases.json").write_text('{"StepPrune": {"biases": {}}}')
     with pytest.raises(ValueError, match=r"json: 'StepPrune' is not a list of stop biases"):
-        known_biases(tmp_path, making)
+        biases.known(sample.about)
+
+
+def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
+    asked = {name: asked_by(name, root) for name in ("pope", "scienceqa")}
+    some = spread(asked, 4)
+    assert some == [asked["pope"][n] for n in (0, 3)] + [asked["scienceqa"][n] for n in (0, 2)]
+    # All of them, but for those without an image.
+    assert len(spread(asked, 0)) == SIZES["pope"] + SIZES["scienceqa"] - 2
+    nothing = {"pope": [question._replace(image=None) for question in asked["pope"]]}
+    with pytest.raises(ValueError, match="no question of pope has an image"):
+        spread(nothing, 8)
+
+
+def test_stop_biases_are_calibrated_on_all_questions_or_some(config, root):
+    places = {"test": root, "validation": root}
+
+    def sample(stops=True, **fields):
+        settings = changed(config, **fields).eval
+        return generate_stage.shapes_benchmark(places, settings, stops).sample
+
+    some, whole = sample(validation_questions=4), sample(validation_questions=0)
+    assert (len(some.questions), len(whole.questions)) == (4, 12)
+    assert some.about != whole.about and sample(stops=False) is None
+
+
+def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
+    run, config, tmp_path, monkeypatch
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(run, workdir)
+    shutil.rmtree(workdir / "answers" / "shapes")
+    monkeypatch.setattr(encode, "CHUNK", 8)
+    ranked, encoded, seen = [], [], []
+    rank, tower = generate_stage.rank_all, generate_stage.encode_questions
+
+    def ranking(model, method, prompts, vision, **options):
+        ranked.append((method.pruner.name, len(prompts.length)))
+        return rank(model, method, prompts, vision, **options)
+
+    def encoding(model, questions, **options):
+        found = tower(model, questions, **options)
+        encoded.append(len(found.vision.features))
+        seen.extend(found.prompts.number.tolist())
+        return found
+
+    monkeypatch.setattr(generate_stage, "rank_all", ranking)
+    monkeypatch.setattr(generate_stage, "encode_questions", encoding)
+    generate_answers(config, workdir)
+    # Nine questions on three images, in chunks of eight and one.
+    names = ["random", "autoselect", "stepprune"]
+    assert ranked == [(name, 8) for name in names] + [(name, 1) for name in names]
+    assert encoded == [3, 1] and seen == list(range(9))
+    assert files(workdir) == files(run)
 
 
 def test_only_rows_with_something_missing_are_computed(run, config, tmp_path, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "answers" / "pope" / "autoselect-like-exact-55.6.jsonl").unlink()
-    rolled, roll_out = [], generate_stage.trained_order
+    ranked, rank = [], generate_stage.rank_all
 
-    def counted(model, policy, seen, **options):
-        rolled.append((policy.method, len(seen.length)))
-        return roll_out(model, policy, seen, **options)
+    def counted(model, method, prompts, vision, **options):
+        ranked.append((method.pruner.name, len(prompts.length), options["steps"]))
+        return rank(model, method, prompts, vision, **options)
 
-    monkeypatch.setattr(generate_stage, "trained_order", counted)
+    monkeypatch.setattr(generate_stage, "rank_all", counted)
     generate_answers(config, tmp_path / "run")
-    assert rolled == [("autoselect", SIZES["pope"])]
+    assert ranked == [("autoselect", SIZES["pope"], 4)]
     assert files(tmp_path / "run") == files(run)
 
 
 def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
-    config = config.copy_and_resolve_references()
-    config.eval.rows = {"Random": config.eval.rows["AutoSelect-like"]}
-    config.eval.methods = "random"
+    config = changed(config, rows={"Random": config.eval.rows["AutoSelect-like"]}, methods="random")
     with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: leave out one"):
         generate_answers(config, tmp_path)
 
 
-def test_a_missing_policy_is_told(config, tmp_path, capsys, monkeypatch):
-    settings = read_settings(config)
+def test_a_missing_policy_is_reported(config, tmp_path, capsys):
+    def policies(**fields):
+        return generate_stage._policies(changed(config, **fields).eval, tmp_path, None)
+
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
-        generate_stage._policies(settings, tmp_path, None)
-    assert not generate_stage._policies(settings._replace(methods="", rows={}), tmp_path, None)
+        policies()
+    assert not policies(methods="", rows={}, benchmarks="pope")
     assert capsys.readouterr().out.startswith("no row 'StepPrune': there is no ")
+    # The shapes world is evaluated to compare the run's own policy.
+    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
+        policies(methods="", rows={}, benchmarks="pope,shapes")
     # Rows that are not wanted need no file.
-    assert not generate_stage._policies(
-        settings._replace(methods="grid", rows={"x": "nowhere"}), tmp_path, None
-    )
+    assert not policies(methods="grid", rows={"x": "nowhere"})
 
 
 def test_devices_share_the_questions_one_each(run, config, tmp_path):
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods, config.eval.rows = "pope", "all tokens", {}
-    config.eval.batch_size, config.mesh = 1, "data"
-    widths, answer = [], generate_stage.answer
+    config = changed(config, benchmarks="pope", methods="all tokens", rows={}, batch_size=1)
+    config = dataclasses.replace(config, mesh="data")
+    widths, answer = [], generate_stage.answer_all
 
-    def watched(model, split, selection, how, report):
-        widths.append((how.batch_size, row_count(mesh_of(model.params))))
-        return answer(model, split, selection, how, report)
+    def watched(model, method, prompts, vision, longest, options, batching, **more):
+        widths.append((batching.batch_size, row_count(mesh_of(model.params))))
+        return answer(model, method, prompts, vision, longest, options, batching, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "answer", watched)
+        patch.setattr(generate_stage, "answer_all", watched)
         generate_answers(config, tmp_path)
     assert widths == [(8, 8)]
     found = [line["text"] for line in lines(tmp_path, "pope", "all-tokens")]
@@ -263,37 +380,77 @@ def test_devices_share_the_questions_one_each(run, config, tmp_path):
 
 
 @given(st.integers(0, 2000), st.integers(1, 300), st.integers(1, 5))
-def test_every_question_is_dealt_to_one_process(questions, batch_size, count):
+def test_every_question_is_dealt_to_one_process(questions, size, count):
     todo = list(range(3, 3 + questions))
-    shares = [generate_stage.share(todo, batch_size, index, count) for index in range(count)]
+    shares = [generate_stage.share(todo, size, index, count) for index in range(count)]
     assert len({len(chunks) for chunks in shares}) == 1  # they wait for each other after each
     assert [number for chunks in shares for chunk in chunks for number in chunk] == todo
     sizes = [sum(map(len, chunks)) for chunks in shares]
     assert max(sizes) - min(sizes) <= 1
-    assert all(len(chunk) <= max(256, batch_size) for chunks in shares for chunk in chunks)
+    assert all(len(chunk) <= size for chunks in shares for chunk in chunks)
 
 
-def test_time_is_that_of_questions_with_a_picture(model, root, monkeypatch):
-    asked = BENCHMARKS["scienceqa"].read_questions(root)
-    monkeypatch.setattr(split, "timed", lambda run, *_: (run(), 6.0))
-    assert encode_split(model, asked, batch_size=4).seconds == 6.0 / 2
+def test_chunks_are_whole_batches_that_fit_into_memory(model, monkeypatch):
+    assert [encode.chunk_size(model, size) for size in (1, 32, 100, 1000, 5000)] == [
+        1024, 1024, 1000, 1000, 5000,
+    ]  # fmt: skip
+    # A question's features are 9 x 32 numbers of four bytes.
+    monkeypatch.setattr(encode, "_CHUNK_BYTES", 9 * 32 * 4 * 70)
+    assert [encode.chunk_size(model, size) for size in (1, 32, 100)] == [70, 64, 100]
 
 
-def test_rows_without_training_need_no_policy(config, tmp_path):
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods, config.eval.rows = "gqa", "all tokens,grid", {}
+def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
+    monkeypatch.setattr(encode, "timed", lambda run, *_: (run(), 6.0))
+    assert encode_questions(model, asked_by("scienceqa", root), batch_size=4).seconds == 6.0 / 2
+
+
+def test_questions_without_any_image_are_answered(run, model, config, root, tmp_path, monkeypatch):
+    asked = [question for question in asked_by("scienceqa", root) if question.image is None]
+    monkeypatch.setattr(generate_stage, "public_questions", lambda *_: asked)
+    config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
+    generate_answers(config, tmp_path)
+    for method in ("random-exact-55.6", "autoselect-like-exact-77.8"):
+        said = [row["text"] for row in lines(tmp_path, "scienceqa", method)]
+        assert said == [row["text"] for row in lines(run, "scienceqa", method)[1::2]]
+
+
+def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
+    config = changed(config, benchmarks="gqa", methods="All,grid,visionzip", rows={})
     generate_answers(config, tmp_path)
     assert set(files(tmp_path)) == {
-        f"answers/gqa/{name}.jsonl" for name in ("all-tokens", "grid-exact-55.6", "grid-exact-77.8")
-    }
+        f"answers/gqa/{name}.jsonl"
+        for name in ("all-tokens", *(f"{method}-exact-{rate}" for method in ("grid", "visionzip")
+                                     for rate in (55.6, 77.8)))
+    }  # fmt: skip
     assert len(lines(tmp_path, "gqa", "all-tokens")) == SIZES["gqa"]
 
 
+def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
+    settings, seed = config.eval, 3
+
+    def labels(methods):
+        rows = generate_stage.plan_rows(
+            dataclasses.replace(settings, methods=methods, benchmarks="pope"),
+            model.config,
+            {},
+            {},
+            seed,
+        )
+        return {row.label for row in rows}
+
+    # FastV drops tokens behind the second layer, of which the tiny model has no more.
+    assert labels("") == {"all tokens", "random", "grid", "[CLS] top-K", "VisionZip"}
+    assert labels("grid") == {"grid"}
+    with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
+        labels("grid,fastv")
+
+
 def test_prompts_beyond_the_context_lose_their_end(model, root):
-    asked = BENCHMARKS["scienceqa"].read_questions(root)
-    encoded = encode_split(model, asked, batch_size=4)
-    length = encoded.length.copy()
-    length[:] = CONTEXT_LIMIT
+    encoded = encode_questions(
+        model, asked_by("scienceqa", root), batch_size=4, numbers=[7, 8, 9, 10]
+    )
+    prompts = encoded.prompts
+    long = prompts._replace(length=np.full_like(prompts.length, CONTEXT_LIMIT))
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = cut_prompts(encoded._replace(length=length), 9, [7, 8, 9, 10])
-    assert cut.length.tolist() == [CONTEXT_LIMIT - 8, CONTEXT_LIMIT] * 2
+        cut = cut_prompts(encoded._replace(prompts=long), CONTEXT_LIMIT)
+    assert cut.prompts.length.tolist() == [CONTEXT_LIMIT - 8, CONTEXT_LIMIT] * 2

@@ -4,17 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_reference import ask, keep, pair, picture, pruned_answer, reference_answer, request
-from stepprune_jax.inference.prefix import encode_images, place
+from generation_reference import (
+    ByQuestion,
+    ask,
+    pair,
+    pruned_answer,
+    random_image,
+    reference_answer,
+    request,
+)
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import generate, prepare, read_request, stream
-from stepprune_jax.inference.decoding import run_decode, run_start
+from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request, stream
+from stepprune_jax.inference.answer import make_prompts
+from stepprune_jax.inference.decoding import row_keys, run_decode, run_start
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Method, autoselect, make_method
+from stepprune_jax.pruning.method import NO_PRUNING
 
 SHAPES = {
     "grouped": {},
@@ -30,7 +40,7 @@ SHAPES = {
     },
 }  # fmt: skip
 PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")
-IMAGES = ([picture(1)], None, [picture(2), picture(3)], [picture(4)])
+IMAGES = ([random_image(1)], None, [random_image(2), random_image(3)], [random_image(4)])
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +72,11 @@ def test_greedy_ids_equal_the_reference(tmp_path, shape):
     # One batch against one prompt at a time: rows are padded, and its 14 images to 16.
     answers = generate(both.ours, prompts, images, max_tokens=10)
     expected = [
-        reference_answer(both, prompt, pictures, 10)
-        for prompt, pictures in zip(prompts, images, strict=True)
+        reference_answer(both, prompt, shown, 10)
+        for prompt, shown in zip(prompts, images, strict=True)
     ]
     assert ids(answers) == expected
-    n = both.ours.config.num_image_tokens
+    n = both.ours.config.max_image_tokens
     assert [a.visual_tokens for a in answers] == [n * len(row) for row in images]
     assert all(a.kept == a.visual_tokens for a in answers)
 
@@ -74,65 +84,96 @@ def test_greedy_ids_equal_the_reference(tmp_path, shape):
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
 def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava, positions):
     answers = generate(
-        llava.ours, PROMPTS, IMAGES, select_fn=keep, positions=positions, max_tokens=8
+        llava.ours, PROMPTS, IMAGES, pruner=ByQuestion(), positions=positions, max_tokens=8
     )
-    for answer, prompt, pictures in zip(answers, PROMPTS, IMAGES, strict=True):
-        expected = pruned_answer(llava, prompt, pictures or [], positions, 8)
+    for answer, prompt, shown in zip(answers, PROMPTS, IMAGES, strict=True):
+        expected = pruned_answer(llava, prompt, shown or [], positions, 8)
         assert answer.token_ids == expected, prompt
     assert len({answer.kept for answer in answers}) > 2
 
 
-@pytest.mark.parametrize("way", ["all", "policy", "budget", "select_fn", "sampled"])
+def test_an_image_of_which_nothing_is_kept_is_not_there(llava):
+    prompt = " ".join(["dog"] * 8)
+    (answer,) = generate(llava.ours, [prompt], [IMAGES[0]], pruner=ByQuestion(), max_tokens=8)
+    assert (answer.visual_tokens, answer.kept) == (9, 0)
+    assert answer.token_ids == pruned_answer(llava, prompt, IMAGES[0], "original", 8)
+
+
+WAYS = ("all", "policy", "budget", "own pruner", "cut", "sampled")
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_batch_equals_its_rows_one_by_one(model, policy, way):
     options = {
         "all": {},
         "policy": {"policy": policy},
         "budget": {"policy": policy, "budget": 3},
-        "select_fn": {"select_fn": keep},
+        "own pruner": {"pruner": ByQuestion()},
+        "cut": {"pruner": "fastv", "budget": "1/3", "pruner_options": {"layer": 1}},
         "sampled": {"policy": policy, "temperature": 0.9, "top_p": 0.9, "seed": 5},
     }[way]
     together = generate(model, PROMPTS, IMAGES, max_tokens=8, **options)
-    for row, (prompt, pictures) in enumerate(zip(PROMPTS, IMAGES, strict=True)):
+    for row, (prompt, shown) in enumerate(zip(PROMPTS, IMAGES, strict=True)):
         if way == "sampled":  # draws belong to the row's number: fill up the rows before it
             before = ["a"] * row
             alone = generate(
-                model, [*before, prompt], [*[None] * row, pictures], max_tokens=8, **options
+                model, [*before, prompt], [*[None] * row, shown], max_tokens=8, **options
             )[-1]
         else:
-            (alone,) = generate(model, [prompt], [pictures], max_tokens=8, **options)
+            (alone,) = generate(model, [prompt], [shown], max_tokens=8, **options)
         assert alone[:4] == together[row][:4]
     kept = [answer.kept for answer in together]
     if way == "all":
         assert kept == [9, 0, 18, 9]
-    if way == "budget":
+    if way in ("budget", "cut"):
         assert kept == [3, 0, 6, 3]
     if way == "policy":
         assert kept[1] == 0 and 0 < kept[0] <= 4 and kept != [1, 0, 2, 1]
 
 
-def test_the_policy_sees_the_users_words_and_the_images_of_its_prompt(model):
-    seen = {}
+def begin(model, requests, method, max_tokens=1, **options):
+    """The pipeline's first half by hand, greedily."""
+    rows = make_prompts(requests)
+    vision = pipeline.encode(model, requests.pixels, method.pruner.taps(model.config))
+    greedy = Sampling(np.float32(0), np.float32(1), np.array([2], np.int32))
+    keys = row_keys(jax.random.key(0), len(requests.ids))
+    options = RunOptions(**options)
+    return pipeline.begin(model, method, rows, vision, greedy, keys, max_tokens, options)
 
-    def watch(features, text, text_mask):
-        seen.update(features=features, text=text, mask=np.asarray(text_mask))
-        return keep(features, text, text_mask)
 
-    generate(model, PROMPTS, IMAGES, select_fn=watch, max_tokens=1, warm_up=False)
+def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model, monkeypatch):
+    views, make_view = [], pipeline.make_view
+
+    def watch(*arguments):
+        views.append(make_view(*arguments))
+        return views[-1]
+
+    monkeypatch.setattr(pipeline, "make_view", watch)
+    options = {"max_tokens": 1, "warm_up": False}
+    generate(model, PROMPTS, IMAGES, pruner=ByQuestion(), **options)
+    generate(model, PROMPTS, IMAGES, pruner="cls", budget=2, **options)
+    seen, blind = views
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
-    encode_image = jax.jit(vlm.encode_image, static_argnums=1)
+    encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
+    taps = PRUNERS["cls"]().taps(model.config)
+    np.testing.assert_array_equal(seen.number[:4], [0, 2, 2, 3])
+    np.testing.assert_array_equal(seen.grid, [[3, 3]] * len(seen.grid))
     for row, words in enumerate(said):
         tokens = model.tokenizer(words, add_special_tokens=False).input_ids
-        assert seen["mask"][row].sum() == len(tokens)
-        np.testing.assert_array_equal(seen["text"][row, : len(tokens)], table[np.array(tokens)])
-    for row, pictures in enumerate([*IMAGES[0], *IMAGES[2], *IMAGES[3]]):
-        pixels = request(model, "?", [pictures]).pixels
-        features, _ = encode_image(model.params, model.config, jnp.asarray(pixels))
-        np.testing.assert_allclose(seen["features"][row], features[0], rtol=1e-4, atol=1e-5)
+        assert seen.text_valid[row].sum() == len(tokens)
+        np.testing.assert_array_equal(seen.text[row, : len(tokens)], table[np.array(tokens)])
+    for row, image in enumerate([*IMAGES[0], *IMAGES[2], *IMAGES[3]]):
+        pixels = request(model, "?", [image]).pixels
+        features, tapped = encode_image(model.params, model.config, jnp.asarray(pixels), taps)
+        np.testing.assert_allclose(seen.tokens[row], features[0], rtol=1e-4, atol=1e-5)
+        (attention,) = tapped.values()
+        np.testing.assert_allclose(blind.taps[0][row], attention[0], rtol=1e-4, atol=1e-5)
+    assert not blind.text_valid.any() and blind.count[:4].tolist() == [2] * 4
 
 
 def test_an_image_that_is_shown_twice_is_encoded_once(model):
-    same = picture(1)
+    same = random_image(1)
     asked = read_request(
         model.tokenizer, model.image_settings, model.config, ["a", "b", "c"], [same, [same], None]
     )
@@ -144,15 +185,15 @@ def test_an_image_that_is_shown_twice_is_encoded_once(model):
 
 def test_cached_decode_equals_recomputation(model):
     """The answer's tokens appended to the prompt predict each other without a cache."""
-    (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], select_fn=keep, max_tokens=8)
+    pruner = ByQuestion()
+    (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], pruner=pruner, max_tokens=8)
     asked = request(model, PROMPTS[0], IMAGES[0])
-    asked = asked._replace(ids=((*asked.ids[0], *answer.token_ids),))
-    sequence = prepare(model, asked, select_fn=keep).sequence
-    prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames="all_logits")
-    logits = prefill(model.params, model.config, sequence, 0, all_logits=True).logits[0]
-    end = int(sequence.length[0])
-    predicted = logits[end - 9 : end - 1].argmax(-1)
-    np.testing.assert_array_equal(predicted, answer.token_ids)
+    longer = [(*asked.ids[0], *answer.token_ids[:length]) for length in range(8)]
+    asked = asked._replace(
+        ids=tuple(longer), question_ids=asked.question_ids * 8, image_of=asked.image_of * 8
+    )
+    logits = begin(model, asked, Method(pruner)).trace.logits
+    np.testing.assert_array_equal(logits.argmax(-1), answer.token_ids)
 
 
 def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava):
@@ -232,28 +273,47 @@ def test_a_conversation_goes_on_after_an_answer(llava):
     assert list(asked.question_ids[0]) == said
     (answer,) = generate(model, [turns], [IMAGES[0]], max_tokens=8)
     assert answer.token_ids == reference_answer(llava, turns, IMAGES[0], 8)
-    # A picture may come later.
+    # An image may come later.
     later = request(model, ["red", "no", "dog <image>"], IMAGES[0]).ids[0]
     assert later.index(IMAGE_TOKEN) > asked.ids[0].index(IMAGE_TOKEN)
 
 
 def test_few_programs_serve_many_prompts(model):
-    programs = (run_start, run_decode, place, encode_images)
-    before = [program.num_compiled() for program in programs]
+    programs = [
+        program.num_compiled
+        for program in (run_start, run_decode, pipeline.run_place, pipeline.run_encode)
+    ]
+    programs.append(pipeline.run_select._cache_size)
+
+    def compiled():
+        return np.array([program() for program in programs])
+
+    before = compiled()
     for length in (1, 7, 20, 22, 30, 39):
         prompts = [" ".join(["dog"] * length), "red"]
-        generate(model, prompts, [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8)
-    after = [program.num_compiled() for program in programs]
-    start, decode, placed, encoded = (b - a for a, b in zip(before, after, strict=True))
+        generate(model, prompts, [IMAGES[0], IMAGES[3]], pruner=ByQuestion(), max_tokens=8)
+    start, decode, placed, encoded, selected = compiled() - before
     assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
     assert encoded <= 1
     assert placed <= 12
-    counts = [program.num_compiled() for program in programs]
+    assert selected <= 5  # 1 to 39 words: 16, 20, 24, 32, 40
+    before = compiled()
     generate(
-        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], select_fn=keep, max_tokens=8,
+        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], pruner=ByQuestion(), max_tokens=8,
         temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
     )  # fmt: skip
-    assert [program.num_compiled() for program in programs] == counts
+    assert (compiled() == before).all()
+
+
+@pytest.mark.parametrize("name", ["random", "grid", "cls", "stepprune"])
+def test_budgets_in_one_bucket_share_programs(model, policy, name):
+    options = {"max_tokens": 8, "policy": policy if name == "stepprune" else None}
+    generate(model, PROMPTS[:1], IMAGES[:1], pruner=name, budget=3, **options)
+    programs = (pipeline.run_select._cache_size, run_start.num_compiled, run_decode.num_compiled)
+    before = [program() for program in programs]
+    (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], pruner=name, budget="44.4%", **options)
+    assert answer.kept == 4
+    assert [program() for program in programs] == before
 
 
 @pytest.mark.parametrize(("preset", "rows"), [("data_tensor", 4), ("fsdp_tensor", 3)])
@@ -263,6 +323,10 @@ def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
     here = generate(model, PROMPTS[:rows], IMAGES[:rows], **options)
     there = generate(sharded, PROMPTS[:rows], IMAGES[:rows], **options)
     assert [a[:4] for a in there] == [a[:4] for a in here]
+    if preset == "data_tensor":
+        cut = {"pruner": "fastv", "budget": 3, "pruner_options": {"layer": 1}, "max_tokens": 1}
+        both = [generate(m, PROMPTS, IMAGES, warm_up=False, **cut) for m in (model, sharded)]
+        assert ids(both[0]) == ids(both[1])
     streamed = generate(sharded, PROMPTS[:rows], IMAGES[:rows], on_token=lambda *_: None, **options)
     assert ids(streamed) == ids(here)
 
@@ -275,21 +339,41 @@ def test_bfloat16_and_original_folders_answer(tmp_path, policy):
 
 
 def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
-    asked = request(model, PROMPTS[0], IMAGES[2])
-    full, kept = len(asked.ids[0]) - 2 + 18, prepare(model, asked, select_fn=keep).kept[0]
+    asked, by_question = request(model, PROMPTS[0], IMAGES[2]), Method(ByQuestion())
+    full, kept = len(asked.ids[0]) - 2 + 18, int(begin(model, asked, by_question).kept[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pruned = prepare(model, asked, select_fn=keep, context_limit=full - 18 + kept)
-    assert pruned.kept == (kept,) and int(pruned.sequence.length[0]) == full - 18 + kept
+        pruned = begin(model, asked, by_question, context_limit=full - 18 + kept)
+    assert pruned.kept.tolist() == [kept]
+    assert pruned.trace.stages[0].length.tolist() == [full - 18 + kept]
     with pytest.warns(UserWarning, match=f"a prompt of {full} embeddings was cut to its first 60"):
-        cut = prepare(model, asked, context_limit=60)
-    assert int(cut.sequence.length[0]) == 60 and cut.sequence.hidden.shape[1] == 60
-    whole = prepare(model, asked).sequence
-    np.testing.assert_array_equal(cut.sequence.hidden, whole.hidden[:, :60])
+        cut = begin(model, asked, NO_PRUNING, context_limit=60)
+    assert cut.kept.tolist() == [18]
+    (stage,) = cut.trace.stages
+    assert stage.index.shape == (1, 60) and stage.length.tolist() == [60]
+    by_hand = asked._replace(ids=(asked.ids[0][: 60 - 18 + 2],))
+    expected = begin(model, by_hand, NO_PRUNING).trace
+    for ours, whole in zip(stage[:3], expected.stages[0][:3], strict=True):
+        np.testing.assert_array_equal(ours, whole[..., :60])
+    np.testing.assert_allclose(cut.trace.logits, expected.logits, rtol=1e-4, atol=1e-4)
     first = asked.ids[0].index(IMAGE_TOKEN)
     with pytest.warns(UserWarning, match="was cut"):
-        inside = prepare(model, asked, context_limit=first + 4)
-    assert inside.kept == (4,) and inside.visual_tokens == (18,)
+        inside = begin(model, asked, NO_PRUNING, context_limit=first + 4)
+    assert inside.kept.tolist() == [4] and inside.visual_tokens.tolist() == [18]
+
+
+def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
+    asked = request(model, PROMPTS[0], IMAGES[2])
+    first, method = asked.ids[0].index(IMAGE_TOKEN), make_method("fastv", 3, options={"layer": 1})
+    # Nine tokens, two of text, and two more, of which the cut would leave three.
+    limit = first + 13
+    with pytest.warns(UserWarning, match=f"cut to its first {limit}:"):
+        begun = begin(model, asked, method, max_tokens=2, context_limit=limit)
+    before, after = begun.trace.stages
+    assert [int((before.image == image).sum()) for image in (0, 1)] == [9, 2]
+    assert [int((after.image == image).sum()) for image in (0, 1)] == [3, 2]
+    assert before.length.tolist() == [limit] and after.length.tolist() == [limit - 6]
+    assert begun.kept.tolist() == [5]
 
 
 BAD = {
@@ -308,7 +392,17 @@ BAD = {
     "top_p": ({"top_p": 0.0}, ValueError, "top_p is 0"),
     "max_tokens": ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
     "context": ({"context_limit": 0}, ValueError, "context_limit is 0"),
-    "budget alone": ({"budget": 3}, ValueError, r"--budget\) needs a policy \(--policy"),
+    "budget alone": ({"budget": 3}, ValueError, r"\(--budget\) needs a pruner \(--pruner\) or a"),
+    "budget": ({"pruner": "grid", "budget": "some"}, ValueError, "budget is 'some', expected a"),
+    "no budget": ({"pruner": "grid"}, ValueError, r"'grid' needs a budget \(--budget\)"),
+    "pruner": ({"pruner": "gird"}, ValueError, "unknown pruner 'gird'.*did you mean 'grid'"),
+    "function": ({"pruner": len}, TypeError, "pruner is .*len.*, expected a name, a Pruner or a M"),
+    "option": (
+        {"pruner": "cls", "budget": 3, "pruner_options": {"layer": 2}}, ValueError,
+        "cls has no option 'layer'; its options: none",
+    ),
+    "budget twice": ({"pruner": ByQuestion(), "budget": 3}, ValueError, "budget .* its own"),
+    "unknown": ({"select_fn": len}, TypeError, "select_fn"),
     "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
     "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
 }  # fmt: skip
@@ -332,21 +426,40 @@ def test_a_policy_that_does_not_fit_is_refused(model, policy):
     other = Policy(init_policy(jax.random.key(0), config), config)
     with pytest.raises(ValueError, match="feature_width is 16, the model's vision hidden_size 32"):
         generate(model, ["a"], policy=other)
-    for budget in (0, 5):
-        with pytest.raises(ValueError, match=rf"budget is {budget}, expected .* from 1 to 4"):
+    for budget, message in ((0, "a count"), (5, ".* from 1 to 4")):
+        with pytest.raises(ValueError, match=rf"budget is '?{budget}'?, expected {message}"):
             generate(model, ["a"], policy=policy, budget=budget)
-    with pytest.raises(ValueError, match="both given"):
-        generate(model, ["a"], policy=policy, select_fn=keep)
+    with pytest.raises(ValueError, match="policy is given with a pruner that has its own"):
+        generate(model, ["a"], policy=policy, pruner=ByQuestion())
+    with pytest.raises(ValueError, match="the policy is one of 'stepprune', not of 'grid'"):
+        generate(model, ["a"], policy=policy, pruner="grid", budget=3)
 
 
-def test_a_selector_that_returns_something_else_is_refused(model):
-    with pytest.raises(ValueError, match="select_fn returned int, expected a Pruned"):
-        generate(model, ["a"], IMAGES[:1], select_fn=lambda *_: 3)
-    with pytest.raises(ValueError, match=r"tokens \(1, .*expected \[1, k, 32\]"):
+@pytest.mark.parametrize("name", PRUNERS)
+def test_every_pruner_answers(model, policy, name):
+    config = AutoSelectConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
+    scorer = Policy(autoselect.init(jax.random.key(0), config), config)
+    options = {
+        "all": {},
+        "stepprune": {"policy": policy, "budget": "1/3"},
+        "autoselect": {"policy": scorer, "budget": "1/3"},
+        "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
+    }.get(name, {"budget": "1/3"})
+    begun, pieces = [], [""] * 4
+    (together, streamed) = (
         generate(
-            model, ["a"], IMAGES[:1],
-            select_fn=lambda x, *_: keep(x, *_)._replace(tokens=np.zeros((1, 2, 5), np.float32)),
-        )  # fmt: skip
+            model, PROMPTS, IMAGES, pruner=name, max_tokens=8, on_token=on_token,
+            trace=begun.append, **options,
+        )
+        for on_token in (None, lambda row, _, piece: pieces.__setitem__(row, pieces[row] + piece))
+    )  # fmt: skip
+    assert [a[:4] for a in streamed] == [a[:4] for a in together]
+    assert pieces == [answer.text for answer in together]
+    kept = [9, 0, 18, 9] if name == "all" else [3, 0, 6, 3]
+    assert [answer.kept for answer in together] == kept
+    assert [answer.visual_tokens for answer in together] == [9, 0, 18, 9]
+    visual = begun[0].trace.stages[-1].image >= 0
+    assert visual.sum(1).tolist() == kept
 
 
 def test_a_policy_without_text_prunes(model):

@@ -2,17 +2,23 @@ import io
 import json
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from generation_reference import picture
+import torch
+import transformers
+from generation_reference import random_image, request
 
 from stepprune_jax import PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.generate import main
 from stepprune_jax.inference import generate as answer
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, autoselect
 
 CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
 FAST = ["--max_tokens", "6", "--dtype", "float32"]
@@ -20,21 +26,23 @@ FAST = ["--max_tokens", "6", "--dtype", "float32"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a model, two pictures and policies."""
+    """A folder with a model, two images and policies."""
     folder = tmp_path_factory.mktemp("command")
     testing.tiny_llava(folder / "model")
     for number in (1, 2):
-        picture(number).save(folder / f"{number}.png")
+        random_image(number).save(folder / f"{number}.png")
     (folder / "broken.png").write_bytes((folder / "1.png").read_bytes()[:80])
     save_policy(Policy(init_policy(jax.random.key(0), CONFIG), CONFIG), folder / "policy")
+    scorer = AutoSelectConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
+    save_policy(Policy(autoselect.init(jax.random.key(0), scorer), scorer), folder / "scorer")
     other = PolicyConfig(feature_width=16, text_width=48, num_heads=2)
     save_policy(Policy(init_policy(jax.random.key(0), other), other), folder / "other_policy")
     return folder
 
 
 def command(files, *arguments, image=True):
-    picture = ["--image", str(files / "1.png")] if image else []
-    return ["--model", str(files / "model"), *picture, *FAST, *map(str, arguments)]
+    shown = ["--image", str(files / "1.png")] if image else []
+    return ["--model", str(files / "model"), *shown, *FAST, *map(str, arguments)]
 
 
 def test_the_answer_and_then_the_figures(files, capfd):
@@ -65,6 +73,137 @@ def test_one_json_object_and_nothing_else(files, capfd):
     assert "loaded" in err
 
 
+class Traced(NamedTuple):
+    """What `--json --trace` gave, and what the row is made of."""
+
+    answer: dict
+    arrays: dict
+    ids: list
+    places: list  # of the images in the ids
+
+
+def traced(files, capsys, *arguments, images=1):
+    file = files / "trace.npz"
+    shown = [part for number in range(images) for part in ("--image", files / f"{number + 1}.png")]
+    options = ("--prompt", "red dog?", "--json", "--trace", file, *shown, *arguments)
+    assert main(command(files, *options, image=False)) == 0
+    model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
+    found = json.loads(capsys.readouterr().out)
+    ids = request(model, "red dog?", [files / f"{n + 1}.png" for n in range(images)]).ids[0]
+    with np.load(file) as arrays:
+        arrays = dict(arrays)
+    assert {name: str(array.dtype) for name, array in arrays.items() if array.dtype != "int32"} == {
+        "logits": "float32"
+    }
+    # The first token of the answer, drawn from them.
+    assert arrays["logits"].shape == (model.config.text.vocab_size,)
+    assert arrays["logits"].argmax() == found["token_ids"][0]
+    last = max(int(name[5:]) for name in arrays if name.startswith("kept_"))
+    assert len(arrays[f"kept_{last}"]) == found["kept"]
+    return Traced(found, arrays, ids, [at for at, token in enumerate(ids) if token == IMAGE_TOKEN])
+
+
+@pytest.fixture(scope="module")
+def reference(files):
+    """The torch model, whose attention can be seen."""
+    return transformers.LlavaForConditionalGeneration.from_pretrained(
+        files / "model", attn_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def class_attention(reference, files, number):
+    """From the class token of the block whose output is projected, [heads, patches]."""
+    model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
+    pixels = torch.tensor(request(model, "?", [files / f"{number}.png"]).pixels)
+    attentions = reference.model.vision_tower(pixels, output_attentions=True).attentions
+    return attentions[-2][0, :, 0, 1:].numpy()
+
+
+def best(scores, count):
+    return np.sort(np.argsort(-scores, kind="stable")[:count]).tolist()
+
+
+def test_a_trace_of_a_plain_pruner_and_two_images(files, capsys, reference):
+    options = ("--pruner", "cls", "--budget", "1/3")
+    found = traced(files, capsys, *options, images=2)
+    arrays, (first, second) = found.arrays, found.places
+    assert set(arrays) == {"kept_0", "image_0", "slot_0", "position_0", "logits"}
+    kept = [best(class_attention(reference, files, n).mean(0), 3) for n in (1, 2)]
+    assert arrays["kept_0"].tolist() == kept[0] + kept[1]
+    assert arrays["image_0"].tolist() == [0] * 3 + [1] * 3
+    slots = [*range(first, first + 3), *range(second + 2, second + 5)]
+    assert arrays["slot_0"].tolist() == slots
+    # Text and kept tokens have the position ids of the row with all nine tokens of each image.
+    whole = [*range(first), *(first + place for place in kept[0])]
+    whole += [*range(first + 9, second + 8), *(second + 8 + place for place in kept[1])]
+    whole += range(second + 17, len(found.ids) + 16)
+    assert arrays["position_0"].tolist() == whole
+    compact = traced(files, capsys, *options, "--positions", "compact", images=2).arrays
+    assert compact["position_0"].tolist() == list(range(len(whole)))
+    assert compact["kept_0"].tolist() == arrays["kept_0"].tolist()
+
+
+def test_a_trace_of_a_cut_between_layers(files, capsys, reference):
+    options = ("--pruner", "fastv", "--budget", "3", "--pruner_options", "layer=1")
+    found = traced(files, capsys, *options)
+    arrays, (first,) = found.arrays, found.places
+    names = ("kept", "image", "slot", "position")
+    assert set(arrays) == {*(f"{name}_{stage}" for name in names for stage in (0, 1)), "logits"}
+    assert arrays["kept_0"].tolist() == list(range(9)) and not arrays["image_0"].any()
+    assert arrays["slot_0"].tolist() == list(range(first, first + 9))
+    row = list(range(len(found.ids) + 8))
+    assert arrays["position_0"].tolist() == row
+    ids = [reference.config.image_token_index] * 9
+    ids = [*found.ids[:first], *ids, *found.ids[first + 1 :]]
+    model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
+    with torch.no_grad():
+        whole = reference(
+            input_ids=torch.tensor([ids]), output_attentions=True,
+            pixel_values=torch.tensor(request(model, "?", [files / "1.png"]).pixels),
+        )  # fmt: skip
+    everything = traced(files, capsys).arrays["logits"]
+    expected = whole.logits[0, -1, : len(everything)]
+    np.testing.assert_allclose(everything, expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(arrays["logits"] - everything).max() > 0.01
+    kept = best(whole.attentions[0][0].mean(0)[-1, first : first + 9].numpy(), 3)
+    assert arrays["kept_1"].tolist() == kept
+    assert arrays["image_1"].tolist() == [0] * 3
+    assert arrays["slot_1"].tolist() == list(range(first, first + 3))
+    left = [*range(first), *(first + place for place in kept), *range(first + 9, len(row))]
+    assert arrays["position_1"].tolist() == left
+    assert found.answer["visual_tokens"] == 9 and found.answer["kept"] == 3
+
+
+def test_a_trace_of_merged_tokens(files, capsys, reference):
+    options = ("--pruner", "visionzip", "--budget", "4", "--pruner_options", "contextual=1")
+    found = traced(files, capsys, *options)
+    arrays, (first,) = found.arrays, found.places
+    # The class token, two patches, and one that the rest is merged into.
+    dominant = best(class_attention(reference, files, 1).sum(0), 2)
+    assert arrays["kept_0"].tolist() == [-1, *dominant, -1]
+    assert arrays["image_0"].tolist() == [0] * 4
+    assert arrays["slot_0"].tolist() == list(range(first, first + 4))
+    target = min(set(range(9)) - set(dominant))
+    places = [first, *(first + place for place in (*dominant, target))]
+    after = list(range(first + 9, len(found.ids) + 8))
+    assert arrays["position_0"].tolist() == [*range(first), *places, *after]
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_every_pruner_answers_from_the_command_line(files, capsys, name):
+    options = {
+        "all": (),
+        "stepprune": ("--policy", files / "policy", "--budget", "1/3"),
+        "autoselect": ("--policy", files / "scorer", "--budget", "1/3"),
+        "fastv": ("--budget", 3, "--pruner_options", "layer=1", "average=False"),
+    }.get(name, ("--budget", "33.3%"))
+    assert main(command(files, "--prompt", "two?", "--json", "--pruner", name, *options)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["visual_tokens"] == 9 and found["kept"] == (9 if name == "all" else 3)
+    assert 1 <= len(found["token_ids"]) <= 6
+
+
 def test_sampling_is_repeatable_from_the_command_line(files, capsys):
     texts = []
     for seed in (1, 1, 2):
@@ -82,9 +221,9 @@ def test_a_conversation_until_exit(files, capsys, monkeypatch):
     assert out.count("[kept 9 of 9 visual tokens") == 2
     assert "2 <image>, but 1 image(s) are given" in err
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
-    pictures, options = [files / "1.png"], {"max_tokens": 6, "positions": "compact"}
-    (first,) = answer(model, ["What is this?"], pictures, **options)
-    (second,) = answer(model, [["What is this?", first.text, "red"]], pictures, **options)
+    images, options = [files / "1.png"], {"max_tokens": 6, "positions": "compact"}
+    (first,) = answer(model, ["What is this?"], images, **options)
+    (second,) = answer(model, [["What is this?", first.text, "red"]], images, **options)
     said = [line for line in out.split("\n") if line and not line.startswith("[kept")]
     assert "\n".join(said) == "\n".join(
         line for text in (first.text, second.text) for line in text.split("\n") if line
@@ -121,14 +260,36 @@ MISTAKES = {
     "weights": (["--prompt", "a", "--policy", "{}/model/model.safetensors"], "not a policy"),
     "other policy": (["--prompt", "a", "--policy", "{}/other_policy"], "feature_width is 16"),
     "budget": (["--prompt", "a", "--policy", "{}/policy", "--budget", "5"], "from 1 to 4"),
-    "budget 0": (["--prompt", "a", "--policy", "{}/policy", "--budget", "0"], "from 1 to 4"),
-    "budget alone": (["--prompt", "a", "--budget", "5"], "--budget) needs a policy (--policy)"),
+    "budget 0": (["--prompt", "a", "--policy", "{}/policy", "--budget", "0"], "budget is '0'"),
+    "budget alone": (["--prompt", "a", "--budget", "5"], "--budget) needs a pruner (--pruner)"),
+    "words": (["--prompt", "a", "--pruner", "grid", "--budget", "many"], "budget is 'many', expec"),
+    "no budget": (["--prompt", "a", "--pruner", "cls"], "'cls' needs a budget (--budget)"),
+    "too much": (["--prompt", "a", "--pruner", "cls", "--budget", "10"], "integer from 1 to 9"),
+    "percent": (["--prompt", "a", "--pruner", "cls", "--budget", "120%"], "budget is '120%', "),
+    "pruner": (["--prompt", "a", "--pruner", "fastw"], "did you mean 'fastv'?"),
+    "no policy file": (["--prompt", "a", "--pruner", "stepprune"], "needs a policy (--policy)"),
+    "layer": (["--prompt", "a", "--pruner", "fastv", "--budget", "3"], "layer is 2, expected 1 to"),
+    "option": (
+        ["--prompt", "a", "--pruner", "cls", "--budget", "3", "--pruner_options", "depth=2"],
+        "cls has no option 'depth'",
+    ),
+    "value": (
+        ["--prompt", "a", "--pruner", "fastv", "--budget", "3", "--pruner_options", "layer=one"],
+        "fastv: option layer is 'one', expected int",
+    ),
+    "no value": (
+        ["--prompt", "a", "--pruner", "fastv", "--budget", "3", "--pruner_options", "layer"],
+        "'layer', expected KEY=VALUE",
+    ),
+    "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace goes with --json"),
+    "trace suffix": (["--prompt", "a", "--json", "--trace", "{}/t.txt"], "expected a .npz file"),
+    "trace folder": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
     "bias alone": (["--prompt", "a", "--stop_bias", "1"], "needs a policy (--policy)"),
     "top_p": (["--prompt", "a", "--top_p", "2"], "top_p is 2.0"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),
     "max_tokens": (["--prompt", "a", "--max_tokens", "0"], "max_tokens is 0"),
     "json talk": (["--json", "--interactive"], "not with --interactive"),
-    "vision": (["--prompt", "a", "--vision_folder", "{}"], "original LLaVA-v1.5 layout only"),
+    "vision": (["--prompt", "a", "--vision_folder", "{}"], "whose tower lies elsewhere"),
 }
 
 
@@ -148,7 +309,7 @@ def test_mistakes_are_one_line_before_weights_are_loaded(files, capsys, monkeypa
 
 
 def test_mistakes_in_flags_are_one_line(files, capsys):
-    for arguments in (["--budget", "many"], ["--colour", "red"], ["--positions", "mixed"]):
+    for arguments in (["--seed", "many"], ["--colour", "red"], ["--positions", "mixed"]):
         with pytest.raises(SystemExit) as stop:
             main(command(files, "--prompt", "a", *arguments))
         assert stop.value.code == 2

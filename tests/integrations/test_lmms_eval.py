@@ -70,7 +70,7 @@ def test_requests_are_answered_as_generate_answers(model, documents):
     found = model.generate_until(requests)
     said = generate(
         model._answerer.model, [d["text"] for d in documents], [d["image"] for d in documents],
-        policy=model._answerer.policy, budget=16, max_tokens=3, warm_up=False,
+        pruner=model._answerer.method, max_tokens=3, warm_up=False,
     )  # fmt: skip
     assert found == [answer.text for answer in said] and len(set(found)) > 1
     expected = zip(requests, found, strict=True)

@@ -8,6 +8,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from stepprune_jax import testing
+from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import images
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -79,7 +80,7 @@ def test_without_padding_every_setting_equals_the_reference(size, fields):
 def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
     image = _picture(*size)
     whole = preprocess_clip(image)
-    monkeypatch.setattr(images, "STRIP_PIXELS", 1)
+    monkeypatch.setattr(data_images, "STRIP_PIXELS", 1)
     np.testing.assert_array_equal(preprocess_clip(image), whole)
 
 

@@ -37,7 +37,7 @@ def prefix(params, config, batch, positions="original", **options):
 @pytest.mark.parametrize("select", ["default", "full"])
 def test_llava_with_several_images_equals_the_reference(select):
     model, config, params = llava_pair(vision_feature_select_strategy=select)
-    n = config.num_image_tokens
+    n = config.max_image_tokens
     assert n == NUM_PATCHES + (select == "full")
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]

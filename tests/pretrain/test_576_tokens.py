@@ -78,6 +78,6 @@ def test_the_model_of_576_tokens_has_some_30_million_weights(monkeypatch):
     run = read_pretraining(config)
     run.check_world()
     model = model_config(run.model, 100, 99)
-    assert model.num_image_tokens == 576
+    assert model.max_image_tokens == 576
     count = sum(leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(model)))
     assert 25e6 < count < 35e6

@@ -58,7 +58,7 @@ def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_p
     made = pretrain(small_config(folder), tmp_path / "run", folder)
 
     model = load_vlm(made, dtype=jnp.float32)
-    assert model.config.num_image_tokens == 4
+    assert model.config.max_image_tokens == 4
     before = init_tower(jax.random.key(0), model.config.vision)
     kernels = [tower["layers"]["mlp"]["up"]["kernel"] for tower in (before, model.params["vision"])]
     assert float(jnp.abs(kernels[1] - kernels[0]).max()) > 1e-4
@@ -69,7 +69,7 @@ def test_samples_without_an_image_and_empty_files_are_refused(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     for samples, message in (
         ([{"id": "x", "conversations": turns}], r"sample 0 \(x\) has no image; all must have one"),
-        ([], "language.batch_size is 2, expected at most the 0 samples"),
+        ([], "expected at least one sample, got an empty list"),
     ):
         (tmp_path / "train.json").write_text(json.dumps(samples))
         with pytest.raises(ValueError, match=message):

@@ -21,6 +21,7 @@ from stepprune_jax.pretrain.mentions import (
 )
 from stepprune_jax.pretrain.packing import pack
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
+from stepprune_jax.testing import llava_encoder
 
 TURNS = ("Is the cup left of the cup?", "yes", "Where is the cup?", "here")
 ROWS = Mentions(
@@ -35,7 +36,7 @@ ROWS = Mentions(
 @pytest.fixture(scope="module")
 def packed():
     tokenizer = build_tokenizer(TURNS)
-    return tokenizer, pack(tokenizer, [Sample("a", pathlib.Path("a.png"), TURNS, 0)])
+    return tokenizer, pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)])
 
 
 def test_each_mention_is_found_after_the_one_before(packed):
@@ -57,7 +58,7 @@ def test_a_word_that_the_question_lacks_is_named(packed):
 
 def test_mentions_of_what_did_not_fit_are_left_out():
     tokenizer = build_tokenizer(TURNS)
-    short = pack(tokenizer, [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
+    short = pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
 
 

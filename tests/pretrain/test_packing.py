@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from visual import visual_of
 
-from stepprune_jax.data.encoding import encode_conversation
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.pretrain import packing
 from stepprune_jax.pretrain.language import (
     Shown,
     Words,
@@ -25,6 +24,7 @@ from stepprune_jax.pretrain.language import (
 )
 from stepprune_jax.pretrain.packing import pack
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
+from stepprune_jax.testing import llava_encoder
 
 TURNS = (
     ("Red?", "yes", "What color is it?", "blue", "Which?", "the red one"),
@@ -42,6 +42,11 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return llava_encoder(tokenizer)
+
+
+@pytest.fixture(scope="module")
 def model(tokenizer):
     config = LlavaConfig(
         vision=ClipConfig(16, 16, 1, 2, 24, 8),
@@ -52,12 +57,12 @@ def model(tokenizer):
     return vlm.init_params(jax.random.key(0), config), config
 
 
-def test_a_row_by_hand(tokenizer):
-    packed = pack(tokenizer, SAMPLES)
-    first = encode_conversation(tokenizer, TURNS[0][:2], 1).ids[5:]  # red ? assistant : yes </s>
-    second = encode_conversation(tokenizer, TURNS[0][2:4], 1).ids[5:]
+def test_a_row_by_hand(encoder):
+    packed = pack(encoder, SAMPLES)
+    first = encoder.encode(TURNS[0][:2], 1).ids[5:]  # red ? assistant : yes </s>
+    second = encoder.encode(TURNS[0][2:4], 1).ids[5:]
     assert (len(first), len(second)) == (6, 9)
-    assert packed.prefix.tolist() == encode_conversation(tokenizer, TURNS[0][:2], 1).ids[:4]
+    assert packed.prefix.tolist() == encoder.encode(TURNS[0][:2], 1).ids[:4]
     assert packed.ids[0, :15].tolist() == first + second
     assert packed.segment[0, :16].tolist() == [1] * 6 + [2] * 9 + [3]
     assert packed.offset[0, :16].tolist() == [*range(6), *range(9), 0]
@@ -71,32 +76,32 @@ def test_a_row_by_hand(tokenizer):
     )
 
 
-def test_each_exchange_is_tokenised_once(tokenizer, monkeypatch):
-    seen = []
+def test_each_exchange_is_tokenised_once(encoder, monkeypatch):
+    seen, encode = [], ConversationEncoder.encode
 
-    def spy(tokenizer, turns, images):
+    def spy(self, turns, images):
         seen.append(turns)
-        return encode_conversation(tokenizer, turns, images)
+        return encode(self, turns, images)
 
-    monkeypatch.setattr(packing, "encode_conversation", spy)
-    again = pack(tokenizer, SAMPLES)
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversationEncoder, "encode", spy)
+        again = pack(encoder, SAMPLES)
     assert len(seen) == len(set(seen)) == 4
-    monkeypatch.undo()
-    alone = [pack(tokenizer, [sample]) for sample in SAMPLES]
+    alone = [pack(encoder, [sample]) for sample in SAMPLES]
     for row, one in enumerate(alone):
         width = one.ids.shape[1]
         np.testing.assert_array_equal(again.ids[row, :width], one.ids[0])
 
 
-def test_what_does_not_fit_is_left_out(tokenizer):
-    packed = pack(tokenizer, SAMPLES, most=10)
+def test_what_does_not_fit_is_left_out(encoder):
+    packed = pack(encoder, SAMPLES, most=10)
     assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
 
 
 @pytest.mark.parametrize("kept", [None, 4])
-def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
+def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
     params, config = model
-    packed = pack(tokenizer, SAMPLES)
+    packed = pack(encoder, SAMPLES)
     features = jax.random.normal(jax.random.key(1), (3, 9, 16))
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
     if kept:
@@ -109,7 +114,7 @@ def test_packed_logits_are_those_of_each_prompt_alone(tokenizer, model, kept):
     for row, turns in enumerate(TURNS):
         at = 0
         for number in range(0, len(turns), 2):
-            encoded = encode_conversation(tokenizer, turns[number : number + 2], 1)
+            encoded = encoder.encode(turns[number : number + 2], 1)
             ids = np.zeros(24, np.int32)
             ids[: len(encoded.ids)] = encoded.ids
             logits = single(params, ids[None], len(encoded.ids), visual[row], index[row])
@@ -130,13 +135,13 @@ def prompt_logits(params, ids, length, visual, index, config):
     return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
-def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(tokenizer, model):
+def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
     params, config = model
-    packed = jax.tree.map(jnp.asarray, pack(tokenizer, SAMPLES))
+    packed = jax.tree.map(jnp.asarray, pack(encoder, SAMPLES))
     pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
     trained = {name: params[name] for name in ("projector", "language")}
     # Three classes, of which the first has no word.
-    token = np.array([-1, *tokenizer.convert_tokens_to_ids(["red", "blue"])])
+    token = np.array([-1, *encoder.tokenizer.convert_tokens_to_ids(["red", "blue"])])
     shown = np.arange(27).reshape(3, 9) % 3
     loss, scalars = jax.jit(language_loss, static_argnums=(2, 8))(
         trained,

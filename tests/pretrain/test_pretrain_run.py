@@ -167,7 +167,7 @@ def test_another_configuration_is_refused(data, whole):
 
 def test_the_model_answers_as_in_transformers(data, whole):
     ours = load_vlm(whole / "model", dtype=jnp.float32, progress=False)
-    assert ours.config.num_image_tokens == 9
+    assert ours.config.max_image_tokens == 9
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(whole / "model").eval()
     questions = ["What is the background?", "Is there a red circle?", "How many shapes are there?"]
     pictures = [data / "images" / f"train_{number:06d}.png" for number in range(3)]

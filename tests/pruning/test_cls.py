@@ -64,5 +64,5 @@ def test_the_tap_is_the_block_before_the_projected_state(params, layer):
 
 def test_no_attention_before_the_embedding():
     config = LlavaConfig.from_hf(testing.tiny_hf_config() | {"vision_feature_layer": 0})
-    with pytest.raises(ValueError, match="vision_feature_layer 0 is the embedding"):
+    with pytest.raises(ValueError, match=r"no \[CLS\] attention"):
         Cls(Budget("count", 3)).check(config, 9)

@@ -1,6 +1,7 @@
 """A tiny LLaVA as ours and as the torch model of `transformers`, and questions to ask it."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,8 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import read_request
-from stepprune_jax.policy import Pruned
+from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.pruning.base import take
 
 torch.set_num_threads(1)
 
@@ -32,7 +34,7 @@ def pair(folder, seed=0, **fields):
     return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs.eval())
 
 
-def picture(seed):
+def random_image(seed):
     random = np.random.default_rng(seed)
     width, height = random.integers(5, 60, 2)
     return Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
@@ -44,10 +46,12 @@ def question(random):
 
 
 def ask(count, seed=0):
-    """Questions with no, one or two pictures."""
+    """Questions with no, one or two images."""
     random = np.random.default_rng(seed)
     prompts = [question(random) for _ in range(count)]
-    images = [[picture(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)]
+    images = [
+        [random_image(100 * seed + 2 * i + j) for j in range((i + 2) % 3)] for i in range(count)
+    ]
     return prompts, images
 
 
@@ -60,7 +64,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     """New ids of the reference's own generation, the stop id included."""
     ours, theirs = pair
     asked = request(ours, prompt, images)
-    n, token = ours.config.num_image_tokens, theirs.config.image_token_index
+    n, token = ours.config.max_image_tokens, theirs.config.image_token_index
     ids = [t for x in asked.ids[0] for t in ([token] * n if x == IMAGE_TOKEN else [x])]
     ids = torch.tensor([ids])
     pixels = {}
@@ -73,20 +77,24 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     return tuple(found[0, ids.shape[1] :].tolist())
 
 
-def keep(features, text, text_mask):
+@dataclasses.dataclass(frozen=True)
+class ByQuestion(Pruner):
     """Keeps a number of tokens of each image that depends on the question, down to none."""
-    n = features.shape[1]
-    asked, tokens = np.asarray(text_mask).sum(1), np.asarray(features)
-    index = [chosen(n, int(length)) for length in asked]
-    width = n  # more than needed, and the same for all
-    padded = np.array([[*row, *[-1] * (width - len(row))] for row in index], np.int32)
-    valid = padded >= 0
-    kept = np.take_along_axis(tokens, np.maximum(padded, 0)[..., None], 1) * valid[..., None]
-    return Pruned(padded, kept, valid, valid.sum(1).astype(np.int32))
+
+    budget: Budget = dataclasses.field(default_factory=lambda: Budget("own"))
+
+    name = "by question"
+    budgets: ClassVar[tuple[str, ...]] = ("own",)
+    reads_text: ClassVar[bool] = True
+
+    def select(self, params, view, capacity):
+        n, asked = view.tokens.shape[1], view.text_valid.sum(1)
+        order = (7 * jnp.arange(n) + asked[:, None]) % n
+        return take(view.tokens, order, asked % (n - 1), capacity)
 
 
 def chosen(n, question_length):
-    """Indices of what `keep` keeps."""
+    """Indices of what `ByQuestion` keeps."""
     return sorted((7 * i + question_length) % n for i in range(question_length % (n - 1)))
 
 
@@ -95,7 +103,7 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
     """Greedy ids from kept tokens at their position ids, everything recomputed for each token."""
     ours, theirs = pair
     asked, core = request(ours, prompt, images), theirs.model
-    n, table = ours.config.num_image_tokens, theirs.get_input_embeddings()
+    n, table = ours.config.max_image_tokens, theirs.get_input_embeddings()
     kept = chosen(n, len(asked.question_ids[0]))
     embeddings, places, place, image = [], [], 0, 0
     for token in asked.ids[0]:

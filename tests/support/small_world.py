@@ -1,5 +1,6 @@
 """A tiny model with a folder of questions, made in a second."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +13,13 @@ from PIL import Image
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.evaluation import encode, generate_stage
+from stepprune_jax.evaluation.settings import EvaluationRun, read_evaluation
 from stepprune_jax.policy import FeatureStats, ParamSpec, param_specs
 from stepprune_jax.pruning import AutoSelectConfig, autoselect
+from stepprune_jax.studies.variants import load_config
+
+ROOT = Path(__file__).parents[2]
 
 TEXTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
 WIDTHS = {
@@ -86,16 +92,18 @@ def tiny_model(folder):
     return load_vlm(testing.tiny_llava(folder), dtype=jnp.float32, progress=False)
 
 
-def small_config(model: Path, data: Path, /, **fields) -> ConfigDict:
-    """What the evaluation reads of a run's configuration."""
-    config = ConfigDict()
-    config.seed, config.mesh, config.batch_size = 3, "single", 4
-    config.model = ConfigDict(
-        {"folder": str(model), "vision_folder": "", "dtype": "float32", "attention": "matmul"}
-    )
-    config.data = ConfigDict({"name": "folder", "folder": str(data)})
+def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
+    """The settings of an evaluation of the default configuration on a tiny model and split."""
+    config = load_config(str(ROOT / "configs" / "shapes.py"))
+    config.seed, config.mesh = 3, "single"
+    config.model.folder, config.data.name, config.data.folder = str(model), "folder", str(data)
     config.eval = ConfigDict({"budgets": (4, 2), "batch_size": 4, **fields})
-    return config
+    return read_evaluation(config)
+
+
+def changed(run: EvaluationRun, **fields) -> EvaluationRun:
+    """The run with other settings of its evaluation."""
+    return dataclasses.replace(run, eval=dataclasses.replace(run.eval, **fields))
 
 
 def save_all(workdir: Path) -> dict[str, str]:
@@ -106,3 +114,9 @@ def save_all(workdir: Path) -> dict[str, str]:
         name: str(save_policy(policy, workdir / "rows" / f"{number}.safetensors"))
         for number, (name, policy) in enumerate(rows.items())
     }
+
+
+def one_width(patch) -> None:
+    """One width for all prompts, which the tiny tokenizer makes long, to compile less."""
+    for module in (encode, generate_stage):
+        patch.setattr(module, "WIDTHS", (192,))

@@ -10,8 +10,8 @@ from PIL import Image
 
 from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import open_image
-from stepprune_jax.data.pixels import PixelCache
 from stepprune_jax.models.llava.images import LLAVA_SETTINGS, preprocess_clip
+from stepprune_jax.models.llava.pixels import PixelCache
 from stepprune_jax.training.batches import Batches, Bucket, Loading, plan_buckets
 from stepprune_jax.user_input import is_user_error
 
@@ -58,9 +58,13 @@ class Images:
         return np.full((3, 2, 2), int(path.stem), np.float32)
 
 
+def no_grids(pixels):
+    return np.ones((len(pixels), 2), np.int32)
+
+
 def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
     images = Images(*damaged)
-    return Batches(Made(ids), images, batch_size, seed, 8, group, Loading(**loading))
+    return Batches(Made(ids), images, no_grids, batch_size, seed, 8, group, Loading(**loading))
 
 
 def taken(batches, first, last):

@@ -38,7 +38,7 @@ def test_the_papers_run_has_the_papers_values(monkeypatch, reading):
     ]
     np.testing.assert_allclose(rates, [5e-6, 5e-7], rtol=1e-6)
     policy = setup.selector
-    assert policy.max_steps == PolicyConfig().steps(SEVEN_B.num_image_tokens) == 288
+    assert policy.max_steps == PolicyConfig().steps(SEVEN_B.max_image_tokens) == 288
     assert (policy.decay, policy.length_weight, policy.policy_width) == (0.9, 0.01, 1024)
     wide = read_run(load_config("llava13b", reading))
     assert wide.model.folder != run.model.folder

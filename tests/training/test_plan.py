@@ -37,7 +37,7 @@ def seven_b(**options):
 
 def policy_flops(setup):
     """Those of the policy's own loss and gradient, in front of a model that costs nothing."""
-    shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.num_image_tokens, SEVEN_B.vision.hidden_size
+    shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.max_image_tokens, SEVEN_B.vision.hidden_size
     inputs = selectors.Inputs(
         shape((ROWS, n, width), jnp.bfloat16),
         shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
@@ -64,7 +64,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     setup = seven_b()
     traced = plan.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
-    length = BUCKET.ids - 1 + SEVEN_B.num_image_tokens
+    length = BUCKET.ids - 1 + SEVEN_B.max_image_tokens
     cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
     vision = vision_flops(SEVEN_B, [SEVEN_B.grid])
     # Forward once; backward a product for each product with a weight, and two for each of

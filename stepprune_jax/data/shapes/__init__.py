@@ -6,6 +6,18 @@ from stepprune_jax.data.shapes.scene import GRID, SIDE, Dot, Scene, Shape, Strok
 from stepprune_jax.data.shapes.world import scene_at, write_world
 
 __all__ = [
-    "FAMILIES", "GRID", "SIDE", "Dot", "Query", "Scene", "Shape", "Stroke", "ask", "draw_scene",
-    "patch_labels", "render", "scene_at", "write_world",
-]  # fmt: skip
+    "FAMILIES",
+    "GRID",
+    "SIDE",
+    "Dot",
+    "Query",
+    "Scene",
+    "Shape",
+    "Stroke",
+    "ask",
+    "draw_scene",
+    "patch_labels",
+    "render",
+    "scene_at",
+    "write_world",
+]

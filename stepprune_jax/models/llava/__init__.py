@@ -21,6 +21,7 @@ from stepprune_jax.models.llava.model import (
     run_layers,
     vision_flops,
 )
+from stepprune_jax.models.llava.pixels import max_pixels, pixel_cache
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT, conversation, place_images
 from stepprune_jax.models.llava.weights import (
     SHARDING_RULES,
@@ -51,7 +52,9 @@ __all__ = [
     "is_vision_name",
     "logits",
     "matches",
+    "max_pixels",
     "num_tokens",
+    "pixel_cache",
     "place_images",
     "preprocess",
     "project",

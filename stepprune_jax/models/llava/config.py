@@ -130,19 +130,15 @@ class LlavaConfig:
         return self.vision.hidden_size
 
     @property
-    def has_class_token(self) -> bool:
-        """Whether the tower has a class token, whose attention ranks patches."""
-        return True
+    def class_token_block(self) -> int | None:
+        """The tower's block whose output is projected; None if that is the embedding."""
+        state = self.feature_layer % (self.vision.num_layers + 1)
+        return state - 1 if state else None
 
     @property
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image; here of every image."""
         return self.vision.num_patches + (self.feature_select == "full")
-
-    @property
-    def num_image_tokens(self) -> int:
-        """The former name of `max_image_tokens`."""
-        return self.max_image_tokens
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlavaConfig":
@@ -236,7 +232,7 @@ def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:
         "model_type": "llava",
         "dtype": dtype,
         "image_token_index": config.image_token_id,
-        "image_seq_length": config.num_image_tokens,
+        "image_seq_length": config.max_image_tokens,
         "projector_hidden_act": config.projector_activation,
         "multimodal_projector_bias": True,
         "vision_feature_layer": config.feature_layer,

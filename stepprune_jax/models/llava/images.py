@@ -13,15 +13,13 @@ import numpy as np
 from jaxtyping import Float, Int
 from PIL import Image
 
+from stepprune_jax.data.images import pad_to_square
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models.llava.config import LlavaConfig
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-# Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
-STRIP_PIXELS = 1 << 24
-_STRIP_ROWS = 256
 # An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
 RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
 
@@ -175,8 +173,10 @@ def preprocess_clip(
     """
     if image.mode != "RGB":
         raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
+    side = max(image.size)
     if settings.pad_to_square and image.width != image.height:
-        image = _pad_and_resize(image, settings)
+        size = settings.resize_to and _target(side, side, settings.resize_to)
+        image = pad_to_square(image, settings.fill, size, settings.resample)
     elif settings.resize_to is not None:
         height, width = _target(image.height, image.width, settings.resize_to)
         if height * width > RESIZED_PIXELS:
@@ -280,37 +280,6 @@ def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[
         return resize_to
     longer = int(resize_to * max(height, width) / min(height, width))
     return (longer, resize_to) if width <= height else (resize_to, longer)
-
-
-def _pad_and_resize(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """Pads to a square and resizes, without ever holding a very large square.
-
-    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square
-    can be resampled along their rows one after another, and the stack of strips along its columns,
-    with the same bytes as a result.
-    """
-    side = max(image.size)
-    left, top = (side - image.width) // 2, (side - image.height) // 2
-    if settings.resize_to is None or side * side <= STRIP_PIXELS:
-        square = Image.new("RGB", (side, side), settings.fill)
-        square.paste(image, (left, top))
-        if settings.resize_to is None:
-            return square
-        height, width = _target(side, side, settings.resize_to)
-        return square.resize((width, height), settings.resample)
-    height, width = _target(side, side, settings.resize_to)
-    narrow = Image.new("RGB", (width, side))
-    blank = Image.new("RGB", (side, _STRIP_ROWS), settings.fill)
-    blank = blank.resize((width, _STRIP_ROWS), settings.resample)
-    for row in range(0, side, _STRIP_ROWS):
-        rows = min(_STRIP_ROWS, side - row)
-        if row + rows <= top or row >= top + image.height:
-            narrow.paste(blank, (0, row))
-            continue
-        strip = Image.new("RGB", (side, rows), settings.fill)
-        strip.paste(image, (left, top - row))
-        narrow.paste(strip.resize((width, rows), settings.resample), (0, row))
-    return narrow.resize((width, height), settings.resample)
 
 
 def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

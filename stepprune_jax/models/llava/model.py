@@ -116,10 +116,10 @@ def run_layers(
     **options: Any,
 ) -> Stage:
     """Runs blocks first to last - 1 of the language model; see `decoder.run_layers`."""
+    language, position = params["language"], position[:, 0]
     return decoder.run_layers(
-        params["language"], config.text, hidden, position[:, 0], valid, first, last, cache,
-        **options,
-    )  # fmt: skip
+        language, config.text, hidden, position, valid, first, last, cache, **options
+    )
 
 
 def logits(

@@ -4,11 +4,13 @@ import collections
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.user_input import user_input
 
@@ -88,6 +90,23 @@ class PixelCache:
                 self._size += pixels.nbytes
             while self._size > self._limit and self._kept:
                 self._size -= self._kept.popitem(last=False)[1].nbytes
+
+
+def pixel_cache(config: LlavaConfig, settings: ImageSettings, limit_bytes: int) -> PixelCache:
+    """Returns a cache of preprocessed image files.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+        limit_bytes: images beyond this are dropped, the least recently used first.
+    """
+    return PixelCache(settings, config.vision.image_size, limit_bytes)
+
+
+def max_pixels(config: LlavaConfig, count: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the pixels of `count` images."""
+    side = config.vision.image_size
+    return jax.ShapeDtypeStruct((count, 3, side, side), np.float32)
 
 
 def _table(settings: ImageSettings) -> Float[np.ndarray, "3 256"]:

@@ -9,10 +9,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
+from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.generate_stage import (
     answers_folder,
@@ -21,7 +20,7 @@ from stepprune_jax.evaluation.generate_stage import (
 )
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
-from stepprune_jax.evaluation.settings import SHAPES, Settings, read_settings
+from stepprune_jax.evaluation.settings import SHAPES, EvalSettings, EvaluationRun
 from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
@@ -32,8 +31,8 @@ STAGES = ("generate", "convert", "score")
 SUBMISSIONS = "submissions"
 
 
-def run(
-    config: Any,
+def evaluate(
+    run: EvaluationRun,
     workdir: str | Path,
     *,
     stages: Sequence[str] = STAGES,
@@ -43,7 +42,7 @@ def run(
     """Evaluates a run on the benchmarks that its configuration names.
 
     Args:
-        config: the run's `ConfigDict`; for the group `eval` see `settings.Settings`.
+        run: the settings of the run.
         workdir: folder of the run. Answers are in workdir/answers/BENCHMARK, what official programs
             take in workdir/submissions/BENCHMARK, tables and figures in workdir/report.
         stages: of `STAGES`.
@@ -54,44 +53,53 @@ def run(
         FileNotFoundError: a policy, the model, data or answers are missing.
         ValueError: bad settings or files, as the stages say.
     """
-    workdir = Path(workdir)
+    workdir, settings = Path(workdir), run.eval
     with user_input():
-        settings = read_settings(config)
         unknown = [stage for stage in stages if stage not in STAGES]
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
+        report, answers = workdir / "report", answers_folder(run, workdir)
+        if "score" in stages and report.exists():  # refused now, as answering takes hours
+            report_folder.open_folder(report)
     shapes = SHAPES in settings.benchmark_names
     begin = time.monotonic()
     if "generate" in stages:
-        generate_answers(config, workdir, policy=policy)
+        generate_answers(run, workdir, policy=policy)
     if not distributed.is_main():
         return
     if "convert" in stages:
-        convert_answers(workdir, settings)
+        convert_answers(workdir, answers, settings)
     if "score" in stages:
         with user_input():
             roots = {name: Path(settings.data) for name in settings.public}
             if shapes:
-                roots[SHAPES] = split_folders(config, workdir)["test"]
-            report = report_folder.open_folder(workdir / "report")
-            answers = answers_folder(config, workdir)
+                roots[SHAPES] = split_folders(run, workdir)["test"]
+            report_folder.open_folder(report)
             scores = score_answers(answers, roots, report)
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if shapes:
-            _report_shapes(config, settings, answers / SHAPES, roots[SHAPES], report, command)
+            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, command)
         if settings.public:
             print(as_markdown(table), end="")
-            draw(workdir, settings, report, command)
+            draw(answers, settings, report, command)
     print(f"evaluated in {time.monotonic() - begin:.0f} s")
 
 
 def _report_shapes(
-    config: Any, settings: Settings, folder: Path, data: Path, report: Path, command: str | None
+    run: EvaluationRun, folder: Path, data: Path, report: Path, command: str | None
 ) -> None:
-    """Reports on the shapes world, once every row of this run is complete."""
-    labels = [*settings.labels, own_stop(DEFAULT)]
-    files = [f for f in read_files(folder) if f.provenance.method in labels]
+    """Reports on the shapes world, once every row that this run asks for is complete."""
+    settings = run.eval
+    labels = [label for label in settings.labels if settings.wants(label)]
+    if DEFAULT in labels:
+        labels.append(own_stop(DEFAULT))
+    files = [
+        f
+        for f in read_files(folder)
+        if f.provenance.method in labels
+        and f.provenance.budget in (None, f.provenance.num_tokens, *settings.budgets)
+    ]
     open_ends = [f for f in files if _answered(f) < f.provenance.asked]
     if open_ends or ALL not in [f.provenance.method for f in files]:
         what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"
@@ -103,22 +111,31 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        write_report(config, settings, files, data, report, command)
+        table = write_report(run, files, data, report)
+        if DEFAULT not in labels:
+            print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
+            return
+        # Imported here: drawing needs what nothing else does.
+        from stepprune_jax.visualize import redraw
+
+        page = redraw(report, command=command)
+        print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
 
 
-def convert_answers(workdir: Path, settings: Settings) -> None:
+def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
 
-    An answer file that cannot be converted, or is not complete, is told, and leaves the others
+    An answer file that cannot be converted, or is not complete, is reported, and leaves the others
     alone.
 
     Args:
         workdir: of the run.
+        answers: folder with a folder for each benchmark.
         settings: of the evaluation.
     """
     for name in settings.public:
         convert = BENCHMARKS[name].convert
-        for file in read_files(workdir / ANSWERS / name) if convert is not None else []:
+        for file in read_files(answers / name) if convert is not None else []:
             out = (
                 workdir / SUBMISSIONS / name / (file.path.stem + BENCHMARKS[name].submission_suffix)
             )
@@ -127,22 +144,22 @@ def convert_answers(workdir: Path, settings: Settings) -> None:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
                 continue
             try:
-                with warnings.catch_warnings(record=True) as told:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     convert(Path(settings.data), file.path, out)
             except (OSError, ValueError) as error:
                 print(f"not converted: {error}")
                 continue
-            for warning in told:
+            for warning in caught:
                 print(f"warning: {name}, {file.path.stem}: {warning.message}")
             print(f"wrote {out}")
 
 
-def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -> Path:
+def draw(answers: Path, settings: EvalSettings, report: Path, command: str | None) -> Path:
     """Draws figures of each public benchmark, and puts them behind the table.
 
     Args:
-        workdir: of the run.
+        answers: folder with a folder for each benchmark.
         settings: of the evaluation.
         report: folder with benchmarks.md.
         command: the command that this is.
@@ -150,28 +167,25 @@ def draw(workdir: Path, settings: Settings, report: Path, command: str | None) -
     Returns:
         The page, report/benchmarks.md.
     """
-    # Imported here: drawing needs what nothing else does.
     from stepprune_jax.visualize.benchmarks import (
         default_file,
         draw_benchmark_counts,
         draw_benchmark_overlays,
     )
 
-    root, pictures = Path(settings.data), []
+    root, figures = Path(settings.data), []
     for name in settings.public:
-        files = [
-            f for f in read_files(workdir / ANSWERS / name) if _answered(f) == f.provenance.asked
-        ]
+        files = [f for f in read_files(answers / name) if _answered(f) == f.provenance.asked]
         benchmark, mine = BENCHMARKS[name], default_file(files)
         if mine is None:
             continue
-        pictures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
+        figures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
         questions = public_questions(name, settings)
         if questions_digest(questions) == mine.provenance.questions:
             path = report / f"overlays_{name}.png"
-            pictures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
+            figures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
     page = report / f"{NAME}.md"
-    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in pictures if path is not None)
+    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures if path is not None)
     made = f"\nWritten by `{command}`.\n" if command else ""
     page.write_text(page.read_text(encoding="utf-8") + shown + made, encoding="utf-8")
     print(f"report: {page}")

@@ -1,0 +1,312 @@
+"""Rows of the table, question by question: what they keep and answer is what `generate` does."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_world import one_shot, stepprune, tiny_model, write_split
+
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.calibrate import Sample, stop_biases, stop_margins
+from stepprune_jax.evaluation.encode import check_lengths, encode_questions
+from stepprune_jax.evaluation.rows import plan_rows
+from stepprune_jax.evaluation.settings import EvalSettings
+from stepprune_jax.evaluation.split import read_split, thin
+from stepprune_jax.inference import generate
+from stepprune_jax.inference.decoding import run_decode, run_start
+from stepprune_jax.inference.pipeline import (
+    Batching,
+    RunOptions,
+    answer_all,
+    place_method,
+    rank_all,
+    run_place,
+    run_rank,
+)
+from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.policy import count_at_bias
+from stepprune_jax.pruning import Budget, Method, Ranker, make_method
+from stepprune_jax.pruning.base import take
+from stepprune_jax.pruning.method import NO_PRUNING
+
+N, STEPS = 9, 4
+SETTINGS = EvalSettings(budgets=(4, 2), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_split(folder, "test", 5, 0)
+    write_split(folder, "validation", 3, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def test_split(folder):
+    return read_split(folder, "test")
+
+
+@pytest.fixture(scope="module")
+def test(model, test_split):
+    return encode_questions(model, test_split.questions, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def margins(model, folder):
+    """Stop margins of the policy on the validation split."""
+    sample = Sample({}, read_split(folder, "validation").questions)
+    return stop_margins("StepPrune", model, stepprune(), sample, "matmul", 4)
+
+
+def ask(model, split, **options):
+    texts = [question.text for question in split.questions]
+    images = [question.image for question in split.questions]
+    return generate(model, texts, images, max_tokens=3, warm_up=False, **options)
+
+
+def rank(model, method, encoded, steps, batch_size=4):
+    ranking, seconds = rank_all(
+        model,
+        place_method(model, method),
+        encoded.prompts,
+        encoded.vision,
+        steps=steps,
+        batch_size=batch_size,
+    )
+    assert seconds > 0
+    return ranking
+
+
+def answer(model, method, encoded, ranking=None):
+    answers = answer_all(
+        model,
+        place_method(model, method),
+        encoded.prompts,
+        encoded.vision,
+        3,
+        RunOptions(),
+        Batching(4, (2, 4, 9)),
+        ranking=ranking,
+    )
+    assert (answers.seconds > 0).all()
+    return answers
+
+
+def test_all_tokens_are_answered_as_by_generate(model, test, test_split):
+    answers = answer(model, NO_PRUNING, test)
+    said = [a.text for a in ask(model, test_split)]
+    assert answers.texts == said and len(set(said)) > 3
+    assert answers.kept.tolist() == [N] * 15
+
+
+def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, margins):
+    policy = stepprune()
+    ranking = rank(model, make_method(policy=policy), test, STEPS)
+    exact = answer(model, make_method(None, 3, policy=policy), test, ranking)
+    by_hand = ask(model, test_split, policy=policy, budget=3)
+    assert exact.texts == [a.text for a in by_hand]
+    (bias,) = stop_biases(policy, margins, [2])
+    mean = Budget("mean", 2)
+    adaptive = answer(model, make_method(None, mean, policy=policy, stop_bias=bias), test, ranking)
+    alone = ask(model, test_split, policy=policy, stop_bias=bias)
+    assert adaptive.kept.tolist() == [a.kept for a in alone]
+    assert adaptive.texts == [a.text for a in alone]
+    assert list(map(len, adaptive.order)) == adaptive.kept.tolist()
+    assert 1 < adaptive.kept.mean() < 3 and adaptive.kept.std() > 0
+
+
+def test_biases_meet_the_mean_on_the_questions_they_are_computed_on(margins):
+    policy = stepprune()
+    assert margins.shape == (9, STEPS)
+    for mean, bias in zip((3, 2), stop_biases(policy, margins, [3, 2]), strict=True):
+        count = np.asarray(count_at_bias(jnp.asarray(margins), bias, policy.config.min_tokens))
+        assert count.mean() == pytest.approx(mean, abs=0.25) and count.std() > 0
+
+
+@pytest.mark.parametrize("kind", ["no text", "one-shot"])
+def test_other_policies_keep_what_they_rank_first(model, test, kind):
+    policy = one_shot() if kind == "one-shot" else stepprune(text_width=0)
+    method = make_method(None, 3, policy=policy)
+    ranking = rank(model, method, test, 3)
+    assert (ranking.margin is None) == (kind == "one-shot")
+    ranked, alone = answer(model, method, test, ranking), answer(model, method, test)
+    np.testing.assert_array_equal(np.sort(ranking.order, axis=1), np.stack(alone.order))
+    assert ranked.texts == alone.texts
+
+
+OWN = Budget("own")
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyOrder(Ranker):
+    """Keeps what its parameters say: an order and a count for each question by its number."""
+
+    name: ClassVar[str] = "any"
+    budgets: ClassVar[tuple[str, ...]] = ("own",)
+    budget: Budget = OWN
+
+    def counts(self, params, ranking, exact):
+        del exact
+        return params[1][: len(ranking.order)]
+
+    def select(self, params, view, capacity):
+        order, count = params
+        return take(view.tokens, order[view.number], count[view.number], capacity)
+
+
+def test_any_selection_is_answered_as_by_generate(model, test, test_split):
+    random = np.random.default_rng(0)
+    order = random.permuted(np.tile(np.arange(N, dtype=np.int32), (15, 1)), axis=1)[:, :4]
+    count = random.integers(0, 5, 15).astype(np.int32)
+    count[:2] = 0, 4
+    method = Method(AnyOrder(), (jnp.asarray(order), jnp.asarray(count)))
+    said = ask(model, test_split, pruner=method)
+    assert [a.kept for a in said] == count.tolist()
+    alone = answer(model, method, test)
+    assert alone.texts == [a.text for a in said] and alone.kept.tolist() == count.tolist()
+    for row, picks in enumerate(alone.order):
+        assert picks.tolist() == sorted(order[row, : count[row]].tolist())
+
+
+def test_orders_do_not_depend_on_the_batch_or_the_number_of_steps(model, test):
+    method = make_method(policy=stepprune())
+    ranking = rank(model, method, test, STEPS)
+    other = rank(model, method, test, 2, batch_size=15)
+    np.testing.assert_array_equal(ranking.order[:, :2], other.order)
+    np.testing.assert_allclose(ranking.margin[:, :2], other.margin, rtol=1e-4, atol=1e-5)
+    assert ranking.order.shape == (15, STEPS)
+    assert all(len(set(row)) == STEPS for row in ranking.order.tolist())
+    assert len({tuple(row) for row in ranking.order.tolist()}) > 3
+
+
+def planned(model, policies, adaptive=("StepPrune", "StepPrune literal")):
+    biases = {name: {4: 0.5, 2: 1.0} for name in policies if name in adaptive}
+    return plan_rows(SETTINGS, model.config, policies, biases, seed=0)
+
+
+def test_rows_come_in_the_order_of_the_table(model):
+    policies = {"StepPrune": stepprune(), "AutoSelect-like": one_shot()}
+    rows = planned(model, policies)
+    names = [(row.label, row.mode, row.count(N)) for row in rows]
+    assert names[0] == ("all tokens", "exact", 9)
+    untrained = ("random", "grid", "[CLS] top-K", "VisionZip")
+    assert names[1:9] == [(name, "exact", count) for name in untrained for count in (4, 2)]
+    assert names[9:] == [
+        ("StepPrune", "exact", 4), ("StepPrune", "exact", 2),
+        ("StepPrune", "adaptive", 4), ("StepPrune", "adaptive", 2),
+        ("StepPrune, own stop", "adaptive", None),
+        ("AutoSelect-like", "exact", 4), ("AutoSelect-like", "exact", 2),
+    ]  # fmt: skip
+    assert [row.stop_bias for row in rows[9:]] == [None, None, 0.5, 1.0, 0.0, None, None]
+    assert [row.steps(N) for row in rows] == [9] + [4, 2] * 4 + [4, 2, 4, 4, 4, 4, 2]
+    # Rows share a ranking with those of the same method or policy, and with no other.
+    keys = [row.ranking for row in rows]
+    assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 4
+    assert len({*keys[9:14]}) == len({*keys[1:3]}) == 1
+
+
+def test_other_questions_about_an_image_get_the_same_patches_from_its_attention(model, test_split):
+    method = make_method("cls", 4)
+    encoded = encode_questions(
+        model, test_split.questions, batch_size=4, taps=method.pruner.taps(model.config)
+    )
+    ranking = rank(model, method, encoded, 4)
+    assert (ranking.order[encoded.prompts.image_of[:, 0] == 0] == ranking.order[0]).all()
+    assert len({tuple(row) for row in ranking.order.tolist()}) > 1
+
+
+def test_few_programs_serve_all_rows(model, test_split):
+    policies = {"StepPrune": stepprune(), "StepPrune literal": stepprune(5, min_tokens=0)}
+    rows = [row for row in planned(model, policies) if row.label != "VisionZip"]
+    taps = [tap for row in rows for tap in row.method.pruner.taps(model.config)]
+    encoded = encode_questions(model, test_split.questions, batch_size=4, taps=taps)
+    sizes = [row.steps(N) for row in rows]
+    assert sorted({*sizes}) == [2, 4, 9]
+    programs = (run_place, run_start, run_decode)
+
+    def compiled():
+        return [program.num_compiled() for program in programs] + [run_rank._cache_size()]
+
+    def answers(rows):
+        rankings = {}
+        for row in rows:
+            if row.ranking is not None and row.ranking not in rankings:
+                rankings[row.ranking] = rank(model, row.method, encoded, STEPS)
+        return [answer(model, row.method, encoded, rankings.get(row.ranking)) for row in rows]
+
+    before = compiled()
+    first = answers(rows)
+    after = compiled()
+    new = [b - a for a, b in zip(before, after, strict=True)]
+    assert max(new[:3]) <= 3 and new[3] <= 5
+    again = answers(rows[::-1])
+    assert compiled() == after
+    for one, other in zip(first, again[::-1], strict=True):
+        assert one.texts == other.texts
+        np.testing.assert_array_equal(one.kept, other.kept)
+        assert list(map(len, one.order)) == one.kept.tolist()
+
+
+def test_each_image_goes_through_the_tower_once(model, test, test_split):
+    assert test.vision.features.shape == (5, N, 32)
+    image_of = test.prompts.image_of[:, 0]
+    np.testing.assert_array_equal(image_of, np.repeat(np.arange(5), 3))
+    mixed = [test_split.questions[i] for i in (14, 0, 7, 1)]
+    encoded = encode_questions(model, mixed, batch_size=2)
+    assert not encoded.vision.taps
+    assert encoded.prompts.image_of[:, 0].tolist() == [0, 1, 2, 1]
+    for row, other in enumerate((14, 0, 7, 1)):
+        length = test.prompts.length[other]
+        assert encoded.prompts.length[row] == length
+        np.testing.assert_array_equal(
+            encoded.prompts.ids[row, :length], test.prompts.ids[other, :length]
+        )
+        np.testing.assert_allclose(
+            encoded.vision.features[encoded.prompts.image_of[row, 0]],
+            test.vision.features[image_of[other]],
+            rtol=1e-4, atol=1e-5,
+        )  # fmt: skip
+
+
+def test_thinning_spreads_over_the_split(test_split):
+    thinned = thin(test_split, 5)
+    assert [q.question_id for q in thinned.questions] == [f"test-{n}" for n in (0, 3, 6, 9, 12)]
+    assert len(thinned.answers) == len(thinned.scenes) == 5
+    assert thin(test_split, 0) is test_split and thin(test_split, 15) is test_split
+
+
+def test_prompts_beyond_the_context_are_refused(test):
+    length = test.prompts.length.copy()
+    length[2] = CONTEXT_LIMIT
+    with pytest.raises(ValueError, match=f"question 2 takes {CONTEXT_LIMIT - 1 + N} embeddings"):
+        check_lengths(test._replace(prompts=test.prompts._replace(length=length)), CONTEXT_LIMIT)
+
+
+def test_a_broken_image_is_named(model, tmp_path):
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"bad\.png"):
+        encode_questions(model, [Question("a", bad, "dog", "x")], batch_size=2)
+
+
+def test_a_mesh_gives_the_same_orders_and_answers(model, test, test_split):
+    mesh = build_mesh("data_tensor")
+    there = load_vlm(model.folder, mesh, jnp.float32, progress=False)
+    encoded = encode_questions(there, test_split.questions, batch_size=4)
+    np.testing.assert_allclose(encoded.vision.features, test.vision.features, rtol=1e-4, atol=1e-5)
+    method = make_method(None, 2, policy=stepprune())
+    rankings = [rank(m, method, some, 2) for m, some in ((model, test), (there, encoded))]
+    np.testing.assert_array_equal(rankings[0].order, rankings[1].order)
+    assert (
+        answer(there, method, encoded, rankings[0]).texts
+        == answer(model, method, test, rankings[0]).texts
+    )
