@@ -10,7 +10,7 @@ from PIL import Image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.testing import llava_encoder, tiny_tokenizer
 
-# As most pictures of COCO, which most of LLaVA's are from.
+# As most images of COCO, which most of LLaVA's are from.
 _WIDTH, _HEIGHT = 640, 480
 # Patches of colour, in pixels, under noise of so many grey levels: files of about 140 kB.
 _PATCH, _NOISE = 40, 12.0
@@ -40,13 +40,13 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def write_conversations(folder: Path, count: int, questions: int, ids: int) -> Path:
-    """Writes conversations of one length about pictures of their own.
+    """Writes conversations of one length about images of their own.
 
     Args:
         folder: created.
         count: conversations, each with a JPEG file of 640 x 480.
         questions: of each; an answer of one length follows every one.
-        ids: of each, of `tiny_tokenizer`, the picture as one; met to within a question each.
+        ids: of each, of `tiny_tokenizer`, the image as one; met to within a question each.
 
     Returns:
         The folder: train.json and images/.
@@ -66,7 +66,7 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
     said[0]["value"] = f"{IMAGE_MARK}\n{said[0]['value']}"
     (folder / "images").mkdir(parents=True)
     for number in range(count):
-        _picture(random).save(folder / "images" / f"{number}.jpg", quality=90)
+        _image(random).save(folder / "images" / f"{number}.jpg", quality=90)
     samples = [
         {"id": number, "image": f"{number}.jpg", "conversations": said} for number in range(count)
     ]
@@ -80,7 +80,7 @@ def _turns(questions: int, words: int) -> list[str]:
     return [question, answer] * questions
 
 
-def _picture(random: np.random.Generator) -> Image.Image:
+def _image(random: np.random.Generator) -> Image.Image:
     coarse = random.integers(0, 256, (_HEIGHT // _PATCH, _WIDTH // _PATCH, 3), np.uint8)
     smooth = Image.fromarray(coarse).resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC)
     noisy = np.asarray(smooth) + _NOISE * random.standard_normal((_HEIGHT, _WIDTH, 1))

@@ -3,7 +3,7 @@ r"""Updates of a training run, timed at full size without weights or data of you
     python -m stepprune_jax.bench.training --config configs/llava7b.py --model llava-7b
 
 The run is the configuration's, on all devices that jax sees, with random weights of the model's
-shape, made on the devices, and with drawn pictures and conversations in LLaVA's format, which go
+shape, made on the devices, and with drawn images and conversations in LLaVA's format, which go
 through the pipeline that a run has. Prints the time of an update, model FLOP utilisation, peak
 memory, how long an update waits for its batch, and the policy's share.
 """
@@ -47,13 +47,13 @@ from stepprune_jax.user_input import user_input
 _IN_FLIGHT = 2
 # Updates before the clock starts: the pipeline fills.
 _WARM_UP = 3
-# Pictures that are drawn; none is kept in memory, so each is read and decoded every time.
-_PICTURES = 256
+# Images that are drawn; none is kept in memory, so each is read and decoded every time.
+_IMAGES = 256
 _QUESTIONS = 4
 
 
 class Measured(NamedTuple):
-    """What was found; seconds are of one update, operations on all devices.
+    """Measurements of a run; seconds are of one update, operations on all devices.
 
     Attributes:
         update: mean time from one to the next, fed by the pipeline.
@@ -99,11 +99,11 @@ def measure(
         config: configuration of the run; its model and data are replaced.
         fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
         steps: updates that are timed.
-        ids: of each conversation, its picture as one.
+        ids: of each conversation, its image as one.
         folder: empty; for data.
 
     Returns:
-        What was found.
+        The measurements.
 
     Raises:
         ValueError: a bad configuration.
@@ -151,7 +151,7 @@ def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: 
     data = dataclasses.replace(
         run.data,
         name="folder",
-        folder=str(write_conversations(folder / "data", _PICTURES, _QUESTIONS, ids)),
+        folder=str(write_conversations(folder / "data", _IMAGES, _QUESTIONS, ids)),
         train_file="",
         image_folder="",
         index_folder=str(folder),
@@ -234,37 +234,37 @@ def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any],
 def _peak() -> int | None:
     """Largest memory in use on any of the devices since the start."""
     stats = [device.memory_stats() for device in jax.local_devices()]
-    return max(found["peak_bytes_in_use"] for found in stats) if all(stats) else None
+    return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
 
 
-def report(found: Measured, devices: int, name: str | None) -> Iterator[str]:
+def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
     """The numbers in lines.
 
     Args:
-        found: from `measure`.
+        measured: from `measure`.
         devices: that took part.
         name: of them, in `ACCELERATORS`; None if their peak is not known.
     """
-    yield f"update        {found.update:.4g} s, fed by the pipeline"
-    yield f"              {found.fed:.4g} s with the batch at hand"
-    rate = found.model_flops / found.update
-    done = f"{found.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
+    yield f"update        {measured.update:.4g} s, fed by the pipeline"
+    yield f"              {measured.fed:.4g} s with the batch at hand"
+    rate = measured.model_flops / measured.update
+    done = f"{measured.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
     if name:
         peak = devices * ACCELERATORS[name].flops
-        again = f"{found.flops / found.update / peak:.1%} with what remat computes again"
+        again = f"{measured.flops / measured.update / peak:.1%} with what remat computes again"
         yield f"MFU           {rate / peak:.1%} of {devices} {name} ({again}); {done}"
     else:
         yield f"MFU           none: no peak is known of this device; {done}"
-    planned = f"the compiler planned {found.planned.total / 2**30:.2f} GiB"
-    if found.peak is None:
-        yield f"peak memory   not told by this device; {planned}"
+    planned = f"the compiler planned {measured.planned.total / 2**30:.2f} GiB"
+    if measured.peak is None:
+        yield f"peak memory   not reported by this device; {planned}"
     else:
-        yield f"peak memory   {found.peak / 2**30:.2f} GiB on a device; {planned}"
-    share = found.wait / found.update
-    yield f"input wait    {found.wait:.4g} s an update, {share:.1%} of its time"
+        yield f"peak memory   {measured.peak / 2**30:.2f} GiB on a device; {planned}"
+    share = measured.wait / measured.update
+    yield f"input wait    {measured.wait:.4g} s an update, {share:.1%} of its time"
     yield (
-        f"policy        {found.policy:.4g} s, {found.policy / found.fed:.1%} of an update with the "
-        f"batch at hand; {found.policy_flops / found.flops:.1%} of its operations"
+        f"policy        {measured.policy:.4g} s, {measured.policy / measured.fed:.1%} of an update "
+        f"with the batch at hand; {measured.policy_flops / measured.flops:.1%} of its operations"
     )
 
 
@@ -284,12 +284,12 @@ def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder, memory_advice(run):
-        found = measure(config, fields, steps, ids, Path(folder))
+        measured = measure(config, fields, steps, ids, Path(folder))
     mesh = make_mesh(run)
     print(machine())
     print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {steps} updates")
     name = known_as(jax.devices()[0].device_kind)
-    for line in report(found, mesh.size if mesh else 1, name):
+    for line in report(measured, mesh.size if mesh else 1, name):
         print(line, flush=True)
 
 
@@ -297,7 +297,7 @@ if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "Configuration of the run.", lock_config=True)
     flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
     flags.DEFINE_integer("steps", 50, "Updates that are timed.", lower_bound=1)
-    flags.DEFINE_integer("ids", 640, "Of each conversation, the picture as one.", lower_bound=1)
+    flags.DEFINE_integer("ids", 640, "Of each conversation, the image as one.", lower_bound=1)
     command_line.run(
         "stepprune_jax.bench.training",
         lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),

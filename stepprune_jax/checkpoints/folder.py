@@ -22,7 +22,7 @@ class Source(NamedTuple):
         folder: where the weights lie.
         config: the model.
         vision_folder: where the image tower lies, if not in the same folder; None otherwise.
-        origins: the folders or hub ids that these were found by.
+        origins: the folders or hub ids by which these were named.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | Non
 
 
 def fetch_weights(source: Source) -> None:
-    """Downloads the weights of what was found on the hub; local folders are left alone.
+    """Downloads the weights of a source on the hub; local folders are left alone.
 
     Args:
         source: from `inspect_folder`.
@@ -140,10 +140,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its "
                 "base model first"
             )
-        found = sorted(p.name for p in folder.iterdir())
+        names = sorted(p.name for p in folder.iterdir())
         raise FileNotFoundError(
             f"{folder} has no config.json, so it is not a model folder; it holds: "
-            f"{', '.join(found[:8]) or 'nothing'}"
+            f"{', '.join(names[:8]) or 'nothing'}"
         )
     try:
         config = json.loads(path.read_text())

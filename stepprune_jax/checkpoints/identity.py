@@ -18,17 +18,17 @@ def model_identity(source: Source) -> str:
     on the hub is downloaded first.
     """
     fetch_weights(source)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for folder in filter(None, (source.folder, source.vision_folder)):
-        found.update((folder / "config.json").read_bytes())
+        digest.update((folder / "config.json").read_bytes())
         for path in sorted(folder.glob("*.safetensors")):
             with path.open("rb") as file:
                 for name, entry in sorted(safetensors.read_header(path).items()):
                     about = (path.name, name, str(entry.dtype), entry.shape, entry.offset)
-                    found.update(repr(about).encode())
+                    digest.update(repr(about).encode())
                     file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
-                    found.update(file.read(min(_SAMPLE, entry.nbytes)))
-    return found.hexdigest()
+                    digest.update(file.read(min(_SAMPLE, entry.nbytes)))
+    return digest.hexdigest()
 
 
 def file_identity(path: Path) -> str:

@@ -184,24 +184,24 @@ def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str
 def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
     """Finds the tensor of every name, and reports everything that does not fit in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
-    found: dict[str, safetensors.TensorEntry] = {}
+    entries: dict[str, safetensors.TensorEntry] = {}
     family = source.config.family
 
     def add(name: str, entry: safetensors.TensorEntry) -> None:
-        if name in found:
-            problems["stored twice"].append(f"{found[name].name} and {entry.name}")
-        found[name] = entry
+        if name in entries:
+            problems["stored twice"].append(f"{entries[name].name} and {entry.name}")
+        entries[name] = entry
 
     for name, entry in safetensors.read_folder(source.folder).items():
         add(family.canonical_name(name), entry)
-    if source.vision_folder and not any(map(family.is_vision_name, found)):
+    if source.vision_folder and not any(map(family.is_vision_name, entries)):
         for name, entry in safetensors.read_folder(source.vision_folder).items():
             canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
     wanted = {name: target for target in targets for name in target.names}
     for name, target in wanted.items():
-        entry = found.get(name)
+        entry = entries.get(name)
         if entry is None:
             problems["missing"].append(f"{name} (for {target.path})")
         elif entry.shape != target.tensor_shape:
@@ -213,7 +213,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
             problems["wrong dtype"].append(
                 f"{entry.name} is {entry.dtype}, expected floating point"
             )
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if name not in wanted and not family.is_harmless(name, source.config):
             problems["unused"].append(f"{entry.name} in {entry.path.name}")
     if problems:
@@ -221,7 +221,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
         for kind, items in problems.items():
             lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items)]
         raise ValueError("\n".join(lines))
-    return found
+    return entries
 
 
 def _parts(

@@ -166,9 +166,9 @@ def check_fits(policy: Policy, config: ModelConfig) -> None:
     if policy.config.text_width:
         widths.append(("text_width", policy.config.text_width, "text", config.text.hidden_size))
     wrong = [
-        f"its {name} is {found}, the model's {part} hidden_size {expected}"
-        for name, found, part, expected in widths
-        if found != expected
+        f"its {name} is {width}, the model's {part} hidden_size {expected}"
+        for name, width, part, expected in widths
+        if width != expected
     ]
     if wrong:
         raise ValueError("the policy does not fit the model: " + "; ".join(wrong))
@@ -189,19 +189,19 @@ def _wanted(
     return wanted
 
 
-def _problems(wanted: dict[str, Any], found: dict[str, tuple[tuple, Any]]) -> str:
+def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> str:
     """Everything missing, mis-shaped, of a wrong dtype or unused, a line each; empty if nothing."""
     lines = []
     for name, leaf in wanted.items():
-        if name not in found:
+        if name not in stored:
             lines.append(f"  missing: {name} {list(leaf.shape)}")
             continue
-        shape, dtype = found[name]
+        shape, dtype = stored[name]
         if tuple(shape) != leaf.shape:
             lines.append(f"  wrong shape: {name} is {list(shape)}, expected {list(leaf.shape)}")
         elif not jnp.issubdtype(dtype, jnp.floating):
             lines.append(f"  wrong dtype: {name} is {dtype}, expected floating point")
-    lines += [f"  unused: {name}" for name in found if name not in wanted]
+    lines += [f"  unused: {name}" for name in stored if name not in wanted]
     return "\n".join(lines)
 
 

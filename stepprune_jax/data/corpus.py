@@ -22,8 +22,8 @@ class Limits(NamedTuple):
     """How long a row may be.
 
     Attributes:
-        image_tokens: visual tokens of a picture.
-        context: embeddings of a conversation with those of its picture; the end is cut off.
+        image_tokens: visual tokens of an image.
+        context: embeddings of a conversation with those of its image; the end is cut off.
         policy_text: tokens of the user's words that the policy sees; the end is cut off.
     """
 
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One conversation as numbers; its picture is read when it is needed.
+    """One conversation as numbers; its image is read when it is needed.
 
     Attributes:
         ids: with `IMAGE_TOKEN` at the image.
@@ -141,11 +141,11 @@ class Corpus:
         return self._entries.file
 
     def image(self, number: int) -> Path:
-        """The picture of a row."""
+        """The image of a row."""
         return self._root / self._names[self._image[number]]
 
     def describe(self, number: int) -> dict[str, Any]:
-        """A row as its file has it: number and id of its sample, number of its question, picture.
+        """A row as its file has it: number and id of its sample, number of its question, image.
 
         The question is None if the row is the whole conversation.
         """

@@ -3,8 +3,8 @@
     python -m stepprune_jax.data.easy_vqa --source FOLDER --out data/easy_vqa
 
 FOLDER holds ``train/`` and ``test/``, each with ``questions.json``, a list of [question,
-answer, number of the picture], and ``images/NUMBER.png``. Pictures of one coloured shape, thirteen
-answers. The validation split is cut from the training pictures and shares none with them.
+answer, number of the image], and ``images/NUMBER.png``. Images of one coloured shape, thirteen
+answers. The validation split is cut from the training images and shares none with them.
 """
 
 import json
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     Attributes:
         question: the question.
         answer: one word.
-        image: number of the picture in its split.
+        image: number of the image in its split.
     """
 
     question: str
@@ -42,14 +42,14 @@ def convert(
     Args:
         source: folder with ``train/`` and ``test/`` of easy-VQA.
         out: folder to write; what it holds of an earlier conversion is replaced.
-        validation_share: share of the training pictures that become the validation split.
-        seed: of the choice of these pictures.
+        validation_share: share of the training images that become the validation split.
+        seed: of the choice of these images.
 
     Returns:
         Number of questions of "train", "validation" and "test".
 
     Raises:
-        FileNotFoundError: a file or picture of the source is missing.
+        FileNotFoundError: a file or image of the source is missing.
         ValueError: the share leaves one of the splits empty, or an entry is not a question, an
             answer and a number; the file and the entry are named. Nothing is written then.
     """
@@ -61,8 +61,8 @@ def convert(
     count = round(validation_share * len(numbers))
     if not 0 < count < len(numbers):
         raise ValueError(
-            f"validation_share {validation_share} of {len(numbers)} training pictures leaves the "
-            f"{'training' if count else 'validation'} split without a picture"
+            f"validation_share {validation_share} of {len(numbers)} training images leaves the "
+            f"{'training' if count else 'validation'} split without an image"
         )
     held = set(np.random.default_rng(seed).permutation(numbers)[:count].tolist())
     validation = [asked for asked in train if asked.image in held]
@@ -76,7 +76,7 @@ def convert(
 
 
 def read_split(source: str | Path, split: str) -> list[Asked]:
-    """Reads a split of easy-VQA and checks that its pictures are there.
+    """Reads a split of easy-VQA and checks that its images are there.
 
     Args:
         source: folder with ``train/`` and ``test/`` of easy-VQA.
@@ -86,7 +86,7 @@ def read_split(source: str | Path, split: str) -> list[Asked]:
         The questions in the file's order.
 
     Raises:
-        FileNotFoundError: the question file or a picture is missing.
+        FileNotFoundError: the question file or an image is missing.
         ValueError: an entry is not a question, an answer and a number.
     """
     folder = Path(source) / split
@@ -101,7 +101,7 @@ def read_split(source: str | Path, split: str) -> list[Asked]:
         item = _asked(entry, f"{file}: entry {number}")
         if item.image not in present and not (folder / "images" / _image(item.image)).is_file():
             path = folder / "images" / _image(item.image)
-            raise FileNotFoundError(f"{file}: entry {number}: no picture at {path}")
+            raise FileNotFoundError(f"{file}: entry {number}: no image at {path}")
         present.add(item.image)
         asked.append(item)
     return asked
@@ -117,12 +117,12 @@ def category(asked: Asked) -> str:
 def _asked(entry: Any, where: str) -> Asked:
     """Checks one entry."""
     if not isinstance(entry, list) or len(entry) != 3:
-        raise ValueError(f"{where}: expected [question, answer, picture], got {entry!r}")
+        raise ValueError(f"{where}: expected [question, answer, image], got {entry!r}")
     named = dict(zip(Asked._fields, entry, strict=True))
     question, answer = words(named, "question", where), words(named, "answer", where)
     image = named["image"]
     if not isinstance(image, int) or isinstance(image, bool) or image < 0:
-        raise ValueError(f"{where}: expected the number of a picture, got {image!r}")
+        raise ValueError(f"{where}: expected the number of an image, got {image!r}")
     return Asked(question, answer, image)
 
 
@@ -131,15 +131,15 @@ def _image(number: int) -> str:
 
 
 def _copy_images(source: Path, out: Path, split: str, numbers: Sequence[int]) -> None:
-    """Copies the pictures of a split to ``images/SPLIT/``."""
+    """Copies the images of a split to ``images/SPLIT/``."""
     target = out / "images" / split
     target.mkdir(parents=True, exist_ok=True)
-    for number in tqdm(numbers, f"copying {split}", unit="picture", disable=len(numbers) < 500):
+    for number in tqdm(numbers, f"copying {split}", unit="image", disable=len(numbers) < 500):
         shutil.copyfile(source / split / "images" / _image(number), target / _image(number))
 
 
 def _write_conversations(file: Path, asked: Sequence[Asked]) -> None:
-    """Writes all questions about a picture as one conversation."""
+    """Writes all questions about an image as one conversation."""
     turns: dict[int, list[dict[str, str]]] = {}
     for question, answer, image in asked:
         said = turns.setdefault(image, [])
@@ -153,7 +153,7 @@ def _write_conversations(file: Path, asked: Sequence[Asked]) -> None:
 
 
 def _write_questions(out: Path, split: str, images: str, asked: Sequence[Asked]) -> None:
-    """Writes a question file and its answers; `images` is the folder of the pictures."""
+    """Writes a question file and its answers; `images` is the folder of the images."""
     questions, answers = [], []
     for number, item in enumerate(asked):
         name = f"{split}_{number:06d}"
@@ -177,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--source", required=True, help="folder of easy-VQA that holds train/ and test/")
     add("--out", required=True, help="folder to write")
-    add("--validation_share", type=float, default=0.1, help="of the training pictures")
-    add("--seed", type=int, default=0, help="of the choice of validation pictures")
+    add("--validation_share", type=float, default=0.1, help="of the training images")
+    add("--seed", type=int, default=0, help="of the choice of validation images")
     options = parser.parse_args(argv)
     try:
         counts = convert(

@@ -1,4 +1,4 @@
-"""Which files the pictures of a data set are, and whether they are there."""
+"""Which files the images of a data set are, and whether they are there."""
 
 import concurrent.futures
 import os
@@ -20,7 +20,7 @@ PRESENT, MISSING, OUTSIDE = 0, 1, 2
 
 
 class ImagePathError(ValueError):
-    """A picture's path leads to where it may not."""
+    """An image's path leads to where it may not."""
 
 
 def image_name(value: dict[str, Any], where: str) -> str:
@@ -47,7 +47,7 @@ def image_name(value: dict[str, Any], where: str) -> str:
 
 
 def existing_image(root: str | Path, name: str, where: str) -> Path:
-    """The file of a picture; links inside the root may lead anywhere.
+    """The file of an image; links inside the root may lead anywhere.
 
     Args:
         root: the image folder.
@@ -70,7 +70,7 @@ def existing_image(root: str | Path, name: str, where: str) -> Path:
 class ImageFolder:
     """An image folder that may not be left, not even by a link.
 
-    Pictures of a downloaded data set are files that its author chose, links among them. A link may
+    Images of a downloaded data set are files that its author chose, links among them. A link may
     lead out of the folder only into one that the user has named.
     """
 
@@ -78,7 +78,7 @@ class ImageFolder:
         """Resolves the folders.
 
         Args:
-            root: what the names of pictures are relative to.
+            root: what the names of images are relative to.
             linked: folders elsewhere that links in it may lead to.
 
         Raises:
@@ -87,11 +87,11 @@ class ImageFolder:
         self.root = Path(root)
         for folder in (root, *linked):
             if not os.path.isdir(folder):
-                raise FileNotFoundError(f"no folder at {folder}, where pictures should be")
+                raise FileNotFoundError(f"no folder at {folder}, where images should be")
         self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
-        """Whether pictures are there.
+        """Whether images are there.
 
         Args:
             names: from `image_name`.
@@ -114,12 +114,12 @@ class ImageFolder:
             if folder not in real:
                 real[folder] = os.path.realpath(folder)
             path = os.path.join(real[folder], file)
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
                 path = os.path.realpath(path)
-                found = os.stat(path)
+                status = os.stat(path)
         except (OSError, ValueError):  # the latter for names that no file can have
             return MISSING
         if not any(path.startswith(os.path.join(inside, "")) for inside in self._inside):
             return OUTSIDE
-        return PRESENT if stat.S_ISREG(found.st_mode) and found.st_size else MISSING
+        return PRESENT if stat.S_ISREG(status.st_mode) and status.st_size else MISSING

@@ -1,4 +1,4 @@
-"""What stands in a training file, found in one pass and kept beside the run.
+"""The index of a training file, made in one pass and kept beside the run.
 
 An index holds a few numbers for each row: where it is in the file, how many tokens it has, whether
 it can be trained on. A row is a conversation, or a question of one with its answer.
@@ -35,10 +35,10 @@ class Index(NamedTuple):
     Attributes:
         start: offset of each sample in the file.
         end: offset after it.
-        names: of the distinct pictures, as the file has them.
+        names: of the distinct images, as the file has them.
         sample: number of the sample of each row.
         pair: number of the row's question in the sample; -1 for all of them.
-        image: number of the row's picture among `names`; -1 without.
+        image: number of the row's image among `names`; -1 without.
         problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
             `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
         ids: ids of the whole row, its image as one of them.
@@ -89,7 +89,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON list; a picture's path leaves the image folder; or a malformed
+        ValueError: it is no JSON list; an image's path leaves the image folder; or a malformed
             sample, unless they are marked. The message names file, sample and field.
     """
     places, rows, names = [], [], {}
@@ -101,7 +101,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
             places.append((start, end))
             bar.update(end - bar.n)
             try:
-                found = parse_conversation(value, number, f"{file}: sample {number}")
+                record = parse_conversation(value, number, f"{file}: sample {number}")
             except ImagePathError:
                 raise
             except ValueError:
@@ -109,11 +109,13 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
                     raise
                 rows.append((number, -1, -1, MALFORMED))
                 continue
-            if found.image is None or not found.turns:
-                rows.append((number, -1, -1, NOTHING_SAID if found.image else TEXT_ONLY))
+            if record.image is None or not record.turns:
+                rows.append((number, -1, -1, NOTHING_SAID if record.image else TEXT_ONLY))
                 continue
-            image = names.setdefault(found.image, len(names))
-            pairs = range(len(found.turns) // 2) if split_turns and len(found.turns) > 2 else (-1,)
+            image = names.setdefault(record.image, len(names))
+            pairs = (
+                range(len(record.turns) // 2) if split_turns and len(record.turns) > 2 else (-1,)
+            )
             rows += [(number, pair, image, USABLE) for pair in pairs]
     start, end = np.array(places, np.int64).reshape(-1, 2).T
     sample, pair, image, problem = np.array(rows, np.int32).reshape(-1, 4).T
@@ -183,8 +185,8 @@ def load_index(path: Path) -> Index | None:
     """Reads an index; None if there is none, or a damaged one, which can be made anew."""
     try:
         with path.open("rb") as opened, np.load(opened) as file:
-            found = {name: file[name] for name in Index._fields}
-        names = tuple(json.loads(found.pop("names").tobytes()))
-        return Index(names=names, **found)
+            arrays = {name: file[name] for name in Index._fields}
+        names = tuple(json.loads(arrays.pop("names").tobytes()))
+        return Index(names=names, **arrays)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None

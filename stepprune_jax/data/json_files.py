@@ -159,9 +159,9 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
     Raises:
         ValueError: the field is missing or holds something else.
     """
-    found = value.get(field)
-    if isinstance(found, int) and not isinstance(found, bool):
-        return str(found)
+    number = value.get(field)
+    if isinstance(number, int) and not isinstance(number, bool):
+        return str(number)
     return words(value, field, where)
 
 

@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         id: from the file, where it need not be unique, or its number there.
-        image: name of its picture as the file has it, or None.
+        image: name of its image as the file has it, or None.
         turns: what was said, user first and then alternating, without image marks; none if all
             there was is a first message of the assistant, which is dropped.
     """
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
     Attributes:
         id: from the file, where it need not be unique.
-        image: its picture, or None.
+        image: its image, or None.
         turns: what was said, user first and then alternating, without image marks.
         index: place in the file, from 0.
     """
@@ -52,11 +52,11 @@ class Sample(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One question about a picture.
+    """One question about an image.
 
     Attributes:
         question_id: unique in its file.
-        image: the picture.
+        image: the image.
         text: the user's whole message, without an image mark.
         category: kind of question, for tables.
     """
@@ -68,7 +68,7 @@ class Question(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """What is known of the picture behind a question.
+    """What is known of the image behind a question.
 
     Attributes:
         complexity: number of objects.
@@ -92,14 +92,14 @@ def read_conversations(
         file: JSON list of {"id", "image", "conversations": [{"from", "value"}, ...]}; "from" is
             "human" or "gpt" in turn. Without "image" the sample is text only.
         image_root: folder that "image" is relative to.
-        split_turns: make every question with its answer a sample of its own, with the same picture.
+        split_turns: make every question with its answer a sample of its own, with the same image.
             A later question is then alone: words of an earlier one do not go with it.
 
     Returns:
         The samples in the file's order.
 
     Raises:
-        FileNotFoundError: the file or a picture is missing.
+        FileNotFoundError: the file or an image is missing.
         ValueError: the file is not such a list. The message names the file, the sample's index and
             the field.
     """
@@ -128,7 +128,7 @@ def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
         where: file and index, for messages.
 
     Returns:
-        The conversation; whether its picture is there is not looked at.
+        The conversation; whether its image is there is not looked at.
 
     Raises:
         ValueError: it is no such entry. The message begins with `where` and names the field.
@@ -151,7 +151,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
         The questions in the file's order.
 
     Raises:
-        FileNotFoundError: the file or a picture is missing.
+        FileNotFoundError: the file or an image is missing.
         ValueError: a line is not such an object, or a "question_id" comes twice. The message names
             the file, the line and the field.
     """
@@ -188,7 +188,7 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
 
 
 def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
-    """Reads what is known of the pictures behind questions.
+    """Reads what is known of the images behind questions.
 
     Args:
         file: one object a line, in any order: {"question_id", "complexity", "relevant"}.
@@ -247,7 +247,7 @@ def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
     if has_image and number % 2 == 0 and number > 0:
         raise ValueError(f'{place}: "value": {IMAGE_MARK} may stand in the first question only')
     bare = text.strip()
-    # In the midst of a text it may be talk about HTML; at an end it is a picture that got lost.
+    # In the midst of a text it may be talk about HTML; at an end it is an image that got lost.
     if not has_image and number == 0 and (bare.startswith(IMAGE_MARK) or bare.endswith(IMAGE_MARK)):
         raise ValueError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
     text = text.replace(IMAGE_MARK, "").strip()
@@ -270,17 +270,17 @@ def _matched(file: str | Path, questions: Sequence[Question], kind: str) -> list
     """The objects of a file in the order of the questions, exactly one for each."""
     known = {question.question_id for question in questions}
     seen: dict[str, str] = {}
-    found: dict[str, Record] = {}
+    matched: dict[str, Record] = {}
     for record in read_json_lines(file):
         name = _new_id(record, seen)
         if name not in known:
             raise ValueError(f'{record.where}: "question_id" {name!r} belongs to no question')
-        found[name] = record
-    missing = [q.question_id for q in questions if q.question_id not in found]
+        matched[name] = record
+    missing = [q.question_id for q in questions if q.question_id not in matched]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
-    return [found[question.question_id] for question in questions]
+    return [matched[question.question_id] for question in questions]
 
 
 def _is_count(value: Any) -> bool:

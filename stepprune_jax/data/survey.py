@@ -34,10 +34,10 @@ class Source(NamedTuple):
 
     Attributes:
         file: JSON list as of `read_conversations`.
-        image_root: folder that pictures are relative to.
+        image_root: folder that images are relative to.
         index_folder: where the counts of tokens are kept for the next run.
         split_turns: make every question with its answer a row of its own.
-        missing: what to do about a missing picture, of `REMEDIES`.
+        missing: what to do about a missing image, of `REMEDIES`.
         unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
         linked_folders: folders that links in the image folder may lead to.
     """
@@ -58,14 +58,14 @@ def open_corpus(
     identity: str,
     say: Callable[[str], Any] = print,
 ) -> Corpus:
-    """Reads a training file, and says what was found and what is left out.
+    """Reads a training file, and reports what it holds and what is left out.
 
-    Samples of text alone are left out: there is nothing in them to prune. Pictures are looked for
+    Samples of text alone are left out: there is nothing in them to prune. Images are looked for
     before anything is tokenised. Counts of tokens are kept in `source.index_folder`, so that the
     next run with this file and tokenizer begins at once.
 
     Args:
-        source: the file, the pictures, and what to do about mistakes.
+        source: the file, the images, and what to do about mistakes.
         encoder: the model's, with a fast tokenizer.
         limits: what rows are cut to.
         identity: hash of the file's contents.
@@ -75,9 +75,9 @@ def open_corpus(
         The rows that can be trained on.
 
     Raises:
-        FileNotFoundError: the file or the image folder is missing; or a picture is, and `source`
+        FileNotFoundError: the file or the image folder is missing; or an image is, and `source`
             says to stop.
-        ValueError: a picture lies outside of the folder; a sample cannot be trained on, and
+        ValueError: an image lies outside of the folder; a sample cannot be trained on, and
             `source` says to stop; or nothing is left. The message names file and sample.
     """
     encoder.check()
@@ -95,7 +95,7 @@ def open_corpus(
     for line in _report(index, missing, source, limits):
         say(line)
     if not len(used):
-        raise ValueError(f"{source.file}: expected a sample with a picture and an answer, got none")
+        raise ValueError(f"{source.file}: expected a sample with an image and an answer, got none")
     corpus = Corpus(index, used, source.file, source.image_root, encoder, limits)
     for line in _token_report(index, used, corpus, limits):
         say(line)
@@ -124,21 +124,21 @@ def _explain(index: Index, row: int, source: Source, limits: Limits) -> str:
 
 
 def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarray, " r"]:
-    """Rows whose picture is missing; refuses links that lead out of the folder."""
+    """Rows whose image is missing; refuses links that lead out of the folder."""
     state = folder.check(index.names)
-    # A row without a picture has -1, which is the number of the last entry.
+    # A row without an image has -1, which is the number of the last entry.
     of_row = np.append(state, 0)[index.image]
     outside, missing = np.flatnonzero(of_row == OUTSIDE), of_row == MISSING
     if len(outside):
-        where, name = _picture(index, int(outside[0]), source)
+        where, name = _image(index, int(outside[0]), source)
         raise ImagePathError(
             f'{where}: "image": {name} is a link that leads out of {source.image_root}; if it is '
             "meant to, name the folder it leads to in config.data.linked_folders"
         )
     if source.missing == "stop" and missing.any():
-        where, name = _picture(index, int(np.argmax(missing)), source)
+        where, name = _image(index, int(np.argmax(missing)), source)
         count = np.count_nonzero(state == MISSING) - 1
-        more = f", and {count:,} more pictures are missing" if count else ""
+        more = f", and {count:,} more images are missing" if count else ""
         raise FileNotFoundError(
             f'{where}: "image": no file, or an empty one, at {source.image_root / name}{more}; '
             "config.data.missing = 'skip' leaves such samples out"
@@ -146,24 +146,24 @@ def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarr
     return missing
 
 
-def _picture(index: Index, row: int, source: Source) -> tuple[str, str]:
-    """Where a row stands, and the name of its picture."""
+def _image(index: Index, row: int, source: Source) -> tuple[str, str]:
+    """Where a row stands, and the name of its image."""
     return f"{source.file}: sample {index.sample[row]}", index.names[index.image[row]]
 
 
 def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -> list[str]:
-    """What was found and what is left out, a line each."""
+    """What the file holds and what is left out, a line each."""
     rows = f", {len(index.sample):,} questions" if source.split_turns else ""
-    lines = [f"{source.file}: {len(index.start):,} samples{rows}, {len(index.names):,} pictures"]
+    lines = [f"{source.file}: {len(index.start):,} samples{rows}, {len(index.names):,} images"]
 
     def left_out(bad: np.ndarray, why: str, first: Callable[[int], str] | None = None):
-        found = np.flatnonzero(bad)
-        if len(found):
-            example = f"; the first: {first(int(found[0]))}" if first else ""
-            lines.append(f"  {len(found):,} left out: {why}{example}")
+        at = np.flatnonzero(bad)
+        if len(at):
+            example = f"; the first: {first(int(at[0]))}" if first else ""
+            lines.append(f"  {len(at):,} left out: {why}{example}")
 
-    def picture(row: int) -> str:
-        where, name = _picture(index, row, source)
+    def image(row: int) -> str:
+        where, name = _image(index, row, source)
         return f"{where}, {name}"
 
     def reason(row: int) -> str:
@@ -171,7 +171,7 @@ def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -
 
     left_out(index.problem == TEXT_ONLY, "text alone, nothing to prune")
     left_out(index.problem == NOTHING_SAID, "nothing but a first message of the assistant")
-    left_out(missing, "the picture is missing", picture)
+    left_out(missing, "the image is missing", image)
     left_out(index.problem == MALFORMED, "malformed", reason)
     left_out((index.problem == NO_ANSWER) & ~missing, "no answer within the context", reason)
     return lines

@@ -26,7 +26,7 @@ class Records(NamedTuple):
         num_tokens: N.
         count: [q] tokens kept.
         order: [q, t] token indices in order of choice (raster order for methods without one), -1
-            behind the count.
+            behind the count and for merged and added tokens, which come last.
         answer: the model's answers.
         correct: [q] whether they are right.
     """

@@ -27,6 +27,7 @@ from stepprune_jax.evaluation.records import RECORDS, Records, save_records, tri
 from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
+from stepprune_jax.user_input import user_input
 
 
 def write_report(
@@ -48,10 +49,10 @@ def write_report(
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
         mean_k, questions and seed.
     """
-    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     test = read_split(data, "test")
     records = [read_records(file, data, test.questions) for file in files]
     table = accuracy_table(records, run.seed)
+    reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
@@ -75,6 +76,7 @@ def write_report(
     return table
 
 
+@user_input()
 def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
     """Reads what a row kept and answered, and has it judged.
 

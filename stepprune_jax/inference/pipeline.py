@@ -9,6 +9,7 @@ where the pruner cuts between its layers, and draws the first tokens; `finish` d
 buckets, so that the number of compiled programs is bounded whatever is asked.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from stepprune_jax.parallel.placement import (
     replicate_like,
 )
 from stepprune_jax.policy import bucket_ladder, choose_bucket
-from stepprune_jax.pruning import Kept, Method, Pruner, Ranking, View
+from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
 from stepprune_jax.pruning.base import take
 
 
@@ -557,7 +558,8 @@ def rank_all(
     Returns:
         The ranking, on the host, and the mean seconds of a prompt.
     """
-    pruner = method.pruner.program()
+    # One program serves every budget: an order does not depend on it.
+    pruner = dataclasses.replace(method.pruner, budget=Budget())
     parts, seconds = [], 0.0
     for rows, count in batches(len(prompts.length), batch_size):
 

@@ -56,5 +56,5 @@ def known_as(kind: str) -> str | None:
     Args:
         kind: what jax calls it, `device_kind`, for example "NVIDIA A100-SXM4-80GB".
     """
-    fitting = (n for n, found in ACCELERATORS.items() if all(word in kind for word in found.kind))
+    fitting = (n for n, known in ACCELERATORS.items() if all(word in kind for word in known.kind))
     return next(fitting, None)

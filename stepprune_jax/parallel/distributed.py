@@ -45,11 +45,11 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: variables that contradict each other, or the others cannot be reached.
     """
-    found = arguments(environment)
-    if found is None:
+    settings = arguments(environment)
+    if settings is None:
         return
     try:
-        jax.distributed.initialize(**found)
+        jax.distributed.initialize(**settings)
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not find each other: {error}") from error
 
@@ -77,12 +77,12 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return _plain(environment)
     tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
     if tasks > 1:
-        found: dict[str, Any] = {"cluster_detection_method": "slurm"}
+        slurm: dict[str, Any] = {"cluster_detection_method": "slurm"}
         gpus = _count(environment, "SLURM_GPUS_ON_NODE")
         if tasks == _count(environment, "SLURM_STEP_NUM_NODES") and gpus > 1:
             # jax gives each task one GPU, which would leave the others of its node idle.
-            found["local_device_ids"] = range(gpus)
-        return found
+            slurm["local_device_ids"] = range(gpus)
+        return slurm
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         return {}
@@ -132,7 +132,7 @@ def say(text: str) -> None:
 def main_first(function: Callable[[], T]) -> T:
     """Calls a function in the main process and, when it is done there, in the others.
 
-    For what writes files that are to be found there afterwards.
+    For functions that write files which the other processes read afterwards.
 
     Args:
         function: what to call.
@@ -145,10 +145,10 @@ def main_first(function: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return function()
-    found, failure = None, None
+    result, failure = None, None
     if is_main():
         try:
-            found = function()
+            result = function()
         except Exception as error:  # the others wait below, and must not do so in vain
             failure = error
     failed = any_process(failure is not None)
@@ -156,7 +156,7 @@ def main_first(function: Callable[[], T]) -> T:
         raise failure
     if failed:
         raise ValueError("process 0 of this run failed and says why")
-    return found if is_main() else function()
+    return result if is_main() else function()
 
 
 def require_same(digest: str, what: str) -> None:
@@ -171,8 +171,8 @@ def require_same(digest: str, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    found = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
-    if (found != found[0]).any():
+    digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+    if (digests != digests[0]).any():
         raise ValueError(f"{what} differ between the processes of this run")
 
 

@@ -79,7 +79,9 @@ def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
             f"{where}: count[{i}] is {count[i]}, expected 0 to {order.shape[1]}, the width of order"
         )
     kept = np.arange(order.shape[1]) < count[:, None]
-    bad = np.where(kept, (order < 0) | (order >= tokens), order != -1)
+    bad = np.where(kept, (order < -1) | (order >= tokens), order != -1)
+    # Merged and added tokens, which come after the image's own, have no index.
+    bad[:, :-1] |= kept[:, :-1] & (order[:, :-1] < 0) & (order[:, 1:] >= 0)
     if bad.any():
         i, t = (int(x) for x in np.argwhere(bad)[0])
         wanted = f"a token from 0 to {tokens - 1}" if kept[i, t] else "-1, after the count"

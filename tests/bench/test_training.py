@@ -70,7 +70,7 @@ def test_weights_are_drawn_in_their_places():
 
 
 def test_a_run_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "_PICTURES", 8)
+    monkeypatch.setattr(training, "_IMAGES", 8)
     config = tiny_config(mesh="data=2,fsdp=2,tensor=2")
     found = training.measure(config, FIELDS, 2, IDS, tmp_path)
     assert found.policy > 0 and found.fed > 0 and 0 <= found.wait < found.update
@@ -102,7 +102,7 @@ def test_the_lines_have_the_numbers():
     ):
         assert words in lines
     lines = "\n".join(training.report(found._replace(peak=None), 1, None))
-    assert "no peak is known" in lines and "not told by this device" in lines
+    assert "no peak is known" in lines and "not reported by this device" in lines
 
 
 def test_a_shape_is_a_name_or_a_folder(tmp_path):

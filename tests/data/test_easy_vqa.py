@@ -60,11 +60,11 @@ def test_the_folder_is_read_back_as_it_was(source, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, picture., got"),
+        ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, image., got"),
         ([TRAIN[0], ["a?", "", 1]], 'entry 1: "answer" is empty'),
         ([[3, "b", 1]], 'entry 0: "question" must be a string, got a number'),
-        ([["a?", "b", "1"]], "entry 0: expected the number of a picture, got '1'"),
-        ([["a?", "b", -1]], "entry 0: expected the number of a picture, got -1"),
+        ([["a?", "b", "1"]], "entry 0: expected the number of an image, got '1'"),
+        ([["a?", "b", -1]], "entry 0: expected the number of an image, got -1"),
         ([], "expected at least one question"),
         ({}, "expected a JSON list, got an object"),
     ],
@@ -78,9 +78,7 @@ def test_bad_entries_are_refused_before_anything_is_written(source, tmp_path, ro
 
 def test_missing_files_are_named(source, tmp_path):
     (source / "test" / "images" / "9.png").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"questions\.json: entry 1: no picture at .*9\.png"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"questions\.json: entry 1: no image at .*9\.png"):
         easy_vqa.convert(source, tmp_path / "out")
     with pytest.raises(
         FileNotFoundError, match=r"has no train/questions\.json; expected the folder"
@@ -93,8 +91,8 @@ def test_missing_files_are_named(source, tmp_path):
     [
         (0.0, "expected between 0 and 1"),
         (float("nan"), "expected between 0 and 1"),
-        (0.01, "leaves the validation split without a picture"),
-        (0.99, "leaves the training split without a picture"),
+        (0.01, "leaves the validation split without an image"),
+        (0.99, "leaves the training split without an image"),
     ],
 )
 def test_shares_that_leave_nothing_are_refused(source, tmp_path, share, message):

@@ -135,7 +135,7 @@ def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
     assert "train.json: sample 1: " in str(info.value)
 
 
-def test_missing_pictures_and_folders_are_named(root):
+def test_missing_images_and_folders_are_named(root):
     entry = {"image": "gone.png", "conversations": GOOD}
     with pytest.raises(FileNotFoundError, match=r'sample 0: "image": no file at .*gone\.png$'):
         conversations(root, entry)
@@ -214,7 +214,7 @@ def test_bad_questions_are_refused_by_line_and_field(root, row, message):
         questions(root, question(1), row)
 
 
-def test_missing_pictures_of_questions_are_named(root):
+def test_missing_images_of_questions_are_named(root):
     with pytest.raises(FileNotFoundError, match=r'line 1: "image": no file at .*no\.png'):
         questions(root, question(1, image="no.png"))
 

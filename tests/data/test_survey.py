@@ -41,7 +41,7 @@ def opened(tmp_path, tokenizer):
     images = tmp_path / "images"
     images.mkdir()
     for name in ("a.png", "b.png"):
-        (images / name).write_bytes(b"x")  # pictures are only looked for
+        (images / name).write_bytes(b"x")  # images are only looked for
     (images / "empty.png").write_bytes(b"")
 
     def open_samples(*samples, limits=LIMITS, tokenizer=tokenizer, **choices):
@@ -96,7 +96,7 @@ def test_questions_can_be_rows_of_their_own(opened, tokenizer):
     assert len(corpus) == 3
     for row, turns in zip(corpus.rows(range(3)), (TURNS[:2], TURNS[2:], TURNS[:2]), strict=True):
         assert row.ids.tolist() == llava_encoder(tokenizer).encode(turns, 1).ids
-    assert "2 samples, 3 questions, 1 pictures" in opened.lines[0]
+    assert "2 samples, 3 questions, 1 images" in opened.lines[0]
 
 
 def test_what_is_left_out_is_counted(opened, tokenizer):
@@ -110,9 +110,9 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
     )  # fmt: skip
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     text = "\n".join(opened.lines)
-    assert "train.json: 8 samples, 4 pictures" in text
+    assert "train.json: 8 samples, 4 images" in text
     assert "2 left out: text alone" in text
-    assert "3 left out: the picture is missing; the first: " in text
+    assert "3 left out: the image is missing; the first: " in text
     assert "sample 1, gone.png" in text
     assert "1 left out: malformed; the first: " in text and "sample 3: conversations[2]" in text
     assert "1 left out: no answer within the context; the first: " in text
@@ -120,7 +120,7 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
     row = llava_encoder(tokenizer).encode(TURNS[:2], 1)
     assert f"1 rows to train on, {sum(x != IGNORE for x in row.labels)} supervised" in text
     assert f"embeddings, 9 of them visual: median {len(row.ids) + 8}" in text
-    with pytest.raises(ValueError, match=r"train\.json: expected a sample with a picture"):
+    with pytest.raises(ValueError, match=r"train\.json: expected a sample with an image"):
         opened(CHAT, gone, missing="skip")
 
 
@@ -130,7 +130,7 @@ def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, token
     alone, chat = ({**row, "conversations": later["conversations"][:1]} for row in (later, CHAT))
     corpus = opened(alone, chat, later)
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
-    assert corpus.rows([0])[0].ids.tolist() == encode_conversation(tokenizer, TURNS[:2], 1).ids
+    assert corpus.rows([0])[0].ids.tolist() == llava_encoder(tokenizer).encode(TURNS[:2], 1).ids
     assert opened.lines[1:3] == [
         "  1 left out: text alone, nothing to prune",
         "  1 left out: nothing but a first message of the assistant",
@@ -166,10 +166,10 @@ def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, messa
         opened(sample(), bad, limits=limits)
 
 
-def test_missing_pictures_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
+def test_missing_images_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
     monkeypatch.setattr(survey, "measure", None)
     wrong = [sample(image=name) for name in ("gone.png", "x\0y", "n" * 5000, "empty.png")]
-    message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more pictures"
+    message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more images"
     with pytest.raises(FileNotFoundError, match=message):
         opened(sample(), *wrong)
     opened.images.rename(opened.images.with_name("elsewhere"))
@@ -177,7 +177,7 @@ def test_missing_pictures_stop_a_run_before_anything_is_tokenised(opened, monkey
         opened(sample(), missing="skip")
 
 
-def test_pictures_outside_of_the_folder_are_refused(opened, tmp_path):
+def test_images_outside_of_the_folder_are_refused(opened, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "c.png").write_bytes(b"x")

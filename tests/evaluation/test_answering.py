@@ -13,7 +13,7 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.calibrate import Sample, stop_biases, stop_margins
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.rows import plan_rows
-from stepprune_jax.evaluation.settings import Settings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.inference import generate
 from stepprune_jax.inference.decoding import run_decode, run_start
@@ -34,7 +34,7 @@ from stepprune_jax.pruning.base import take
 from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
-SETTINGS = Settings(budgets=(4, 2), batch_size=4)
+SETTINGS = EvalSettings(budgets=(4, 2), batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,8 @@ def test_biases_meet_the_mean_on_the_questions_they_are_computed_on(margins):
     policy = stepprune()
     assert margins.shape == (9, STEPS)
     for mean, bias in zip((3, 2), stop_biases(policy, margins, [3, 2]), strict=True):
-        count = np.asarray(count_at_bias(margins, bias, policy.config.min_tokens))
-        assert count.mean() == pytest.approx(mean, abs=1 / 9) and count.std() > 0
+        count = np.asarray(count_at_bias(jnp.asarray(margins), bias, policy.config.min_tokens))
+        assert count.mean() == pytest.approx(mean, abs=0.25) and count.std() > 0
 
 
 @pytest.mark.parametrize("kind", ["no text", "one-shot"])
@@ -143,13 +143,16 @@ def test_other_policies_keep_what_they_rank_first(model, test, kind):
     assert ranked.texts == alone.texts
 
 
+OWN = Budget("own")
+
+
 @dataclasses.dataclass(frozen=True)
 class AnyOrder(Ranker):
     """Keeps what its parameters say: an order and a count for each question by its number."""
 
     name: ClassVar[str] = "any"
     budgets: ClassVar[tuple[str, ...]] = ("own",)
-    budget: Budget = Budget("own")
+    budget: Budget = OWN
 
     def counts(self, params, ranking, exact):
         del exact
@@ -207,7 +210,7 @@ def test_rows_come_in_the_order_of_the_table(model):
     assert [row.steps(N) for row in rows] == [9] + [4, 2] * 4 + [4, 2, 4, 4, 4, 4, 2]
     # Rows share a ranking with those of the same method or policy, and with no other.
     keys = [row.ranking for row in rows]
-    assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 5
+    assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 4
     assert len({*keys[9:14]}) == len({*keys[1:3]}) == 1
 
 
@@ -285,7 +288,7 @@ def test_prompts_beyond_the_context_are_refused(test):
     length = test.prompts.length.copy()
     length[2] = CONTEXT_LIMIT
     with pytest.raises(ValueError, match=f"question 2 takes {CONTEXT_LIMIT - 1 + N} embeddings"):
-        check_lengths(test._replace(prompts=test.prompts._replace(length=length)))
+        check_lengths(test._replace(prompts=test.prompts._replace(length=length)), CONTEXT_LIMIT)
 
 
 def test_a_broken_image_is_named(model, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import shutil
@@ -9,7 +10,7 @@ from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from small_world import one_shot, one_width, small_run, stepprune, tiny_model, write_split
+from small_world import changed, one_shot, one_width, small_run, stepprune, tiny_model, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import Provenance
@@ -19,7 +20,6 @@ from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import policy_digest
-from stepprune_jax.evaluation.settings import read_settings
 from stepprune_jax.inference import generate
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.parallel.placement import mesh_of, row_count
@@ -177,8 +177,7 @@ def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
 def test_interrupted_runs_resume_with_what_is_missing(
     run, config, tmp_path, batch_size, appends, monkeypatch
 ):
-    workdir, config = new_run(tmp_path), config.copy_and_resolve_references()
-    config.eval.batch_size = batch_size
+    workdir, config = new_run(tmp_path), changed(config, batch_size=batch_size)
     monkeypatch.setattr(encode, "CHUNK", 4)
     (workdir / "answers").mkdir()
     biases = (run / "answers" / "stop_biases.json").read_text()
@@ -254,7 +253,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
 ):
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
-    digests, settings = {"StepPrune": policy_digest(stepprune(5))}, read_settings(config)
+    digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
     sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
     biases = StopBiases(tmp_path, "w", digests, settings)
     assert biases.known(sample.about) == {}
@@ -264,7 +263,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
     assert biases.known({"split": "validation", "sample": "other"}) == {}
-    more = StopBiases(tmp_path, "w", digests, settings._replace(budgets=(4, 3)))
+    more = StopBiases(tmp_path, "w", digests, dataclasses.replace(settings, budgets=(4, 3)))
     assert more.known(sample.about) == {}
     assert more.compute(model, policies, sample, "matmul", 4)["StepPrune"][4] == new["StepPrune"][4]
     assert biases.known(sample.about) == new
@@ -285,19 +284,21 @@ def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
 
 
 def test_stop_biases_are_calibrated_on_all_questions_or_some(config, root):
-    settings = read_settings(config)
     places = {"test": root, "validation": root}
-    some = generate_stage.shapes_benchmark(places, settings._replace(validation_questions=4), True)
-    whole = generate_stage.shapes_benchmark(places, settings._replace(validation_questions=0), True)
-    assert [len(found.sample.questions) for found in (some, whole)] == [4, 12]
-    assert some.sample.about != whole.sample.about
-    assert generate_stage.shapes_benchmark(places, settings, False).sample is None
+
+    def sample(stops=True, **fields):
+        settings = changed(config, **fields).eval
+        return generate_stage.shapes_benchmark(places, settings, stops).sample
+
+    some, whole = sample(validation_questions=4), sample(validation_questions=0)
+    assert (len(some.questions), len(whole.questions)) == (4, 12)
+    assert some.about != whole.about and sample(stops=False) is None
 
 
 def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
     run, config, tmp_path, monkeypatch
 ):
-    workdir, config = tmp_path / "run", config.copy_and_resolve_references()
+    workdir = tmp_path / "run"
     shutil.copytree(run, workdir)
     shutil.rmtree(workdir / "answers" / "shapes")
     monkeypatch.setattr(encode, "CHUNK", 8)
@@ -341,33 +342,29 @@ def test_only_rows_with_something_missing_are_computed(run, config, tmp_path, mo
 
 def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
-    config = config.copy_and_resolve_references()
-    config.eval.rows = {"Random": config.eval.rows["AutoSelect-like"]}
-    config.eval.methods = "random"
+    config = changed(config, rows={"Random": config.eval.rows["AutoSelect-like"]}, methods="random")
     with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: leave out one"):
         generate_answers(config, tmp_path)
 
 
 def test_a_missing_policy_is_reported(config, tmp_path, capsys):
-    settings = read_settings(config)
+    def policies(**fields):
+        return generate_stage._policies(changed(config, **fields).eval, tmp_path, None)
+
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
-        generate_stage._policies(settings, tmp_path, None)
-    free = settings._replace(methods="", rows={}, benchmarks="pope")
-    assert not generate_stage._policies(free, tmp_path, None)
+        policies()
+    assert not policies(methods="", rows={}, benchmarks="pope")
     assert capsys.readouterr().out.startswith("no row 'StepPrune': there is no ")
     # The shapes world is evaluated to compare the run's own policy.
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
-        generate_stage._policies(free._replace(benchmarks="pope,shapes"), tmp_path, None)
+        policies(methods="", rows={}, benchmarks="pope,shapes")
     # Rows that are not wanted need no file.
-    assert not generate_stage._policies(
-        settings._replace(methods="grid", rows={"x": "nowhere"}), tmp_path, None
-    )
+    assert not policies(methods="grid", rows={"x": "nowhere"})
 
 
 def test_devices_share_the_questions_one_each(run, config, tmp_path):
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods, config.eval.rows = "pope", "all tokens", {}
-    config.eval.batch_size, config.mesh = 1, "data"
+    config = changed(config, benchmarks="pope", methods="all tokens", rows={}, batch_size=1)
+    config = dataclasses.replace(config, mesh="data")
     widths, answer = [], generate_stage.answer_all
 
     def watched(model, method, prompts, vision, longest, options, batching, **more):
@@ -410,8 +407,7 @@ def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
 def test_questions_without_any_image_are_answered(run, model, config, root, tmp_path, monkeypatch):
     asked = [question for question in asked_by("scienceqa", root) if question.image is None]
     monkeypatch.setattr(generate_stage, "public_questions", lambda *_: asked)
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods = "scienceqa", "random,AutoSelect-like"
+    config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
     generate_answers(config, tmp_path)
     for method in ("random-exact-55.6", "autoselect-like-exact-77.8"):
         said = [row["text"] for row in lines(tmp_path, "scienceqa", method)]
@@ -419,8 +415,7 @@ def test_questions_without_any_image_are_answered(run, model, config, root, tmp_
 
 
 def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods, config.eval.rows = "gqa", "All,grid,visionzip", {}
+    config = changed(config, benchmarks="gqa", methods="All,grid,visionzip", rows={})
     generate_answers(config, tmp_path)
     assert set(files(tmp_path)) == {
         f"answers/gqa/{name}.jsonl"
@@ -431,11 +426,15 @@ def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
 
 
 def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
-    settings, seed = read_settings(config), 3
+    settings, seed = config.eval, 3
 
     def labels(methods):
         rows = generate_stage.plan_rows(
-            settings._replace(methods=methods, benchmarks="pope"), model.config, {}, {}, seed
+            dataclasses.replace(settings, methods=methods, benchmarks="pope"),
+            model.config,
+            {},
+            {},
+            seed,
         )
         return {row.label for row in rows}
 
@@ -453,5 +452,5 @@ def test_prompts_beyond_the_context_lose_their_end(model, root):
     prompts = encoded.prompts
     long = prompts._replace(length=np.full_like(prompts.length, CONTEXT_LIMIT))
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = cut_prompts(encoded._replace(prompts=long))
+        cut = cut_prompts(encoded._replace(prompts=long), CONTEXT_LIMIT)
     assert cut.prompts.length.tolist() == [CONTEXT_LIMIT - 8, CONTEXT_LIMIT] * 2

@@ -1,12 +1,13 @@
 import csv
+import dataclasses
 import json
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import save_all, small_run, tiny_model, write_split
+from small_world import changed, one_width, save_all, small_run, tiny_model, write_split
 
-from stepprune_jax.evaluate import run
-from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.benchmarks.answer_files import Provenance
+from stepprune_jax.evaluate import evaluate as run
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -17,7 +18,7 @@ PUBLIC = "pope,mme,vqav2"
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "WIDTHS", (192,))
+        one_width(patch)
         yield
 
 
@@ -104,8 +105,8 @@ def test_figures_are_drawn(done):
 
 def test_scoring_alone_needs_no_model(done, monkeypatch):
     config, workdir, _ = done
-    config = config.copy_and_resolve_references()
-    config.model.folder = str(workdir / "nowhere")
+    model = dataclasses.replace(config.model, folder=str(workdir / "nowhere"))
+    config = dataclasses.replace(config, model=model)
     before = scores(workdir)
     for name in ("scores.json", "overlays_pope.png"):
         (workdir / "report" / name).unlink()
@@ -140,39 +141,113 @@ def test_unfinished_answers_have_no_score(done, tmp_path, capsys):
         other.write_text(whole_mme)
 
 
-def test_the_validation_split_of_vqav2_is_scored_here(done):
+def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
     config, workdir, _ = done
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks, config.eval.methods = "vqav2", "all tokens"
-    config.eval.questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
+    config = changed(config, benchmarks="vqav2", methods="all tokens", questions=questions)
+    # With a test world of its own, all answers have a folder of their own.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test_seed=5))
     run(config, workdir.parent / "val")
+    assert (workdir.parent / "val" / "answers_test_5" / "vqav2" / "all-tokens.jsonl").is_file()
+    assert "all-tokens" in capsys.readouterr().out
     (found,) = scores(workdir.parent / "val")
     assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2
 
 
-def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path):
+def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, monkeypatch):
     config, _ = world
-    config = config.copy_and_resolve_references()
-    config.eval.benchmarks = "shapes"
+    config = changed(config, benchmarks="shapes")
     save_all(tmp_path)
     run(config, tmp_path)
     table = json.loads((tmp_path / "report" / "table.json").read_text())
     found = scores(tmp_path)
-    assert len(found) == len(table) == 7
+    assert len(found) == len(table) == 4
     key = lambda row: (row["method"], row["mode"], row["pruning_rate"])  # noqa: E731
     rows = {key(row): row for row in table}
     for score in found:
         assert round(score["headline"], 2) == rows[key(score)]["accuracy"]
         assert round(score["mean_k"], 2) == rows[key(score)]["mean_k"]
+    # The second time nothing is answered, so that no model is needed; the report is the same.
+    before = {path.name: path.read_bytes() for path in (tmp_path / "report").glob("*.json")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepprune_jax.evaluation.generate_stage.load_model", None)
+        patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+        run(config, tmp_path)
+        assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
+        # Answers in another order than the questions are put in it before they are reported.
+        path = tmp_path / "answers" / "shapes" / "stepprune-adaptive-77.8.jsonl"
+        text = path.read_text()
+        path.write_text("".join(text.splitlines(keepends=True)[::-1]))
+        with pytest.raises(ValueError, match="run the stage generate again, which sorts its lines"):
+            run(config, tmp_path, stages=["score"])
+        run(config, tmp_path)
+        assert path.read_text() == text
+        assert {p.name: p.read_bytes() for p in (tmp_path / "report").glob("*.json")} == before
+    # Rows of other budgets, as an interrupted run leaves them, do not hold the report up.
+    monkeypatch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+    file = tmp_path / "answers" / "shapes" / "stepprune-exact-77.8.jsonl"
+    other = file.with_name("stepprune-exact-55.6.jsonl")
+    card = json.loads(file.with_suffix(".json").read_text())
+    other.with_suffix(".json").write_text(json.dumps(card | {"budget": 4}))
+    other.write_text(file.read_text().splitlines(keepends=True)[0])
+    capsys.readouterr()
+    run(config, tmp_path, stages=["score"])
+    assert "no report" not in capsys.readouterr().out
+    # One of this run's rows does.
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    run(config, tmp_path, stages=["score"])
+    assert f"no report on shapes: the answers of {file} are not" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report" / "table.json").read_text()) == table
 
 
-def test_mistakes_are_told_before_anything_is_loaded(world, tmp_path):
+def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_path, capsys):
     config, _ = world
+    config = changed(config, benchmarks="shapes", methods="grid")
+    run(config, tmp_path)
+    assert "no figures: they are about the row 'StepPrune'" in capsys.readouterr().out
+    table = json.loads((tmp_path / "report" / "table.json").read_text())
+    assert [row["method"] for row in table] == ["all tokens", "grid"]
+    assert not (tmp_path / "report" / "index.html").exists()
+
+
+def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
+    config, _ = world
+    config = changed(config, benchmarks="shapes")
+    save_all(tmp_path)
+    answers, report = tmp_path / "answers" / "shapes", tmp_path / "report"
+    answers.mkdir(parents=True)
+    for method, budget, name in (("all tokens", 9, "all-tokens"), ("grid", 2, "grid-exact-77.8")):
+        card = Provenance("shapes", "x", 9, method, "exact", budget, 9, None, "model")._asdict()
+        card["pruning_rate"] = 0.0 if budget == 9 else 77.8
+        del card["budget"], card["made"]
+        (answers / f"{name}.json").write_text(json.dumps(card))
+        lines = [
+            {"question_id": f"test-{n}", "prompt": "?", "text": "dog", "kept": budget, "ms": 1.0}
+            for n in range(9)
+        ]
+        (answers / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.mkdir()
+    manifest = '{"kind": "stepprune_report", "seed": 3}'
+    (report / "report.json").write_text(manifest)
+    (report / "table.json").write_text("[]")
+    run(config, tmp_path, stages=["score"])
+    said = capsys.readouterr().out
+    assert f"no report on shapes: {answers} holds answers of an older version" in said
+    assert "Move the folder away and run eval.py again\n" in said
+    assert (report / "report.json").read_text() == manifest
+    assert (report / "table.json").read_text() == "[]"
+    assert [score["headline"] for score in scores(tmp_path)] == [100.0, 100.0]
+    with pytest.raises(ValueError, match=r"all-tokens.jsonl holds answers that were made differ"):
+        run(config, tmp_path)
+
+
+def test_mistakes_are_reported_before_anything_is_loaded(world, tmp_path):
+    config, _ = world
+    save_all(tmp_path)
     with pytest.raises(ValueError, match=r"--stages is 'guess', expected generate, convert, score"):
         run(config, tmp_path, stages=["guess"])
     with pytest.raises(FileNotFoundError, match=r"no answers to pope, mme, vqav2 in .*: run the"):
         run(config, tmp_path, stages=["score"])
-    config = config.copy_and_resolve_references()
-    config.eval.data = str(tmp_path / "nowhere")
+    config = changed(config, data=str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere/pope/llava_pope_test"):
         run(config, tmp_path)

@@ -1,9 +1,13 @@
+"""The whole evaluation of a run on the shapes world: from policies to tables and a page."""
+
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from small_world import (
+    ROOT,
     one_shot,
     save_all,
     small_run,
@@ -12,12 +16,15 @@ from small_world import (
     write_answers,
     write_split,
 )
-from stepprune_jax.evaluation.evaluate import evaluate
 
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.evaluate import evaluate
+from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.evaluation.generate_stage import answers_folder
 from stepprune_jax.evaluation.report import read_report
-from stepprune_jax.evaluation.settings import read_settings
+from stepprune_jax.evaluation.settings import read_evaluation
 from stepprune_jax.evaluation.sources import split_folders
+from stepprune_jax.studies.variants import load_config
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -42,32 +49,40 @@ def run(world, tmp_path_factory):
     ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
     config = small_run(*world, rows=rows, ablations=ablations)
     (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    evaluate(config, workdir)
+    with pytest.MonkeyPatch.context() as patch:  # not drawn: the next one is
+        patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+        evaluate(config, workdir)
     said = read_report(workdir / "report").records[0].answer
     right = ["no such" if n in WRONG else text for n, text in enumerate(said)]
     questions = [json.loads(line) for line in (world[1] / "test.jsonl").read_text().splitlines()]
     write_answers(world[1], questions, right)
-    return config, workdir, evaluate(config, workdir, command="python eval.py --here")
+    evaluate(config, workdir, command="python eval.py --here")
+    return config, workdir, read_table(workdir)
+
+
+def read_table(workdir):
+    return json.loads((workdir / "report" / "table.json").read_text())
 
 
 def test_the_table_has_every_row(run):
     _, workdir, table = run
     heads = [(row["method"], row["mode"], row["pruning_rate"]) for row in table]
     expected = [("all tokens", "exact", 0.0)]
-    for method in ("random", "grid", "[CLS] top-K", "AutoSelect-like"):
+    for method in ("random", "grid", "[CLS] top-K", "VisionZip", "AutoSelect-like"):
         expected += [(method, "exact", 55.6), (method, "exact", 77.8)]
     for method in ("StepPrune literal", "StepPrune"):
         expected += [(method, mode, rate) for mode in ("exact", "adaptive")
                      for rate in (55.6, 77.8)]  # fmt: skip
-    own = heads[17]
+    own = heads[19]
     assert own[:2] == ("StepPrune, own stop", "adaptive")
-    assert heads[:17] == expected
-    assert heads[18:] == [("other", "exact", 55.6), ("other", "exact", 77.8)]
+    assert heads[:19] == expected
+    assert heads[20:] == [("other", "exact", 55.6), ("other", "exact", 77.8)]
     assert table[0]["accuracy"] == round(100 * 6 / 9, 2) and table[0]["retention"] == 100.0
     assert {row["questions"] for row in table} == {9} and {row["seed"] for row in table} == {3}
-    kept = round(9 * table[17]["mean_k"]) / 9  # the table rounds the mean over nine questions
-    assert table[17]["pruning_rate"] == round(100 * (1 - kept / 9), 1)
-    assert json.loads((workdir / "report" / "table.json").read_text()) == table
+    kept = round(9 * table[19]["mean_k"]) / 9  # the table rounds the mean over nine questions
+    assert table[19]["pruning_rate"] == round(100 * (1 - kept / 9), 1)
+    lines = (workdir / "report" / "table.csv").read_text().splitlines()
+    assert len(lines) == len(table) + 1
 
 
 def test_the_report_can_be_read_again(run, world):
@@ -84,7 +99,8 @@ def test_the_report_can_be_read_again(run, world):
     statistics = json.loads((workdir / "report" / "statistics.json").read_text())
     assert len(statistics["adaptive"]) == 5 and len(statistics["adaptive_minus_exact"]) == 4
     assert {row["method"] for row in statistics["default_minus"]} == {
-        "random", "grid", "[CLS] top-K", "AutoSelect-like", "StepPrune literal", "other",
+        "random", "grid", "[CLS] top-K", "VisionZip", "AutoSelect-like", "StepPrune literal",
+        "other",
     }  # fmt: skip
     families = json.loads((workdir / "report" / "table_by_family.json").read_text())
     assert set(families[0]["families"]) == {"long", "short"}
@@ -102,11 +118,15 @@ def test_the_page_is_drawn(run):
 def test_a_second_run_gives_the_same_report(run):
     config, workdir, table = run
     (workdir / "report" / "records" / "99-old.npz").write_bytes(b"left over")
-    assert evaluate(config, workdir) == table
+    with pytest.MonkeyPatch.context() as patch:  # nothing is left to answer
+        patch.setattr(generate_stage, "load_model", None)
+        evaluate(config, workdir)
+    assert read_table(workdir) == table
     assert len(read_report(workdir / "report").records) == len(table)
 
 
-def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path):
+def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_stage, "load_model", None)
     config = small_run(*world)
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train.py"):
         evaluate(config, tmp_path)
@@ -119,12 +139,14 @@ def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path):
     with pytest.raises(ValueError, match="holds files that are not a report's"):
         evaluate(config, tmp_path)
     (tmp_path / "report" / "poem.txt").unlink()
-    config.data.folder = str(tmp_path / "absent")
+    data = dataclasses.replace(config.data, folder=str(tmp_path / "absent"))
+    config = dataclasses.replace(config, data=data)
     with pytest.raises(FileNotFoundError, match=r"config.data.folder: no folder .*absent"):
         evaluate(config, tmp_path)
 
 
-def test_policies_that_do_not_fit_are_named(world, tmp_path):
+def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_stage, "load_model", None)
     save_policy(stepprune(), tmp_path / "policy.safetensors")
     for fields, message in [
         ({"budgets": (10,)}, "budgets holds 10, the model has 9 visual tokens"),
@@ -143,7 +165,7 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": 1}, r"config.eval has unknown field\(s\) colour; it has benchmarks"),
+        ({"colour": 1}, "config.eval.colour is no field"),
         ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
         ({"budgets": (3, 3)}, "expected distinct integers"),
         ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),
@@ -152,6 +174,7 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path):
         ({"benchmarks": ""}, "config.eval.benchmarks is '', expected some of gqa, "),
         ({"questions": {"popes": "x"}}, r"config.eval.questions is .*, expected files by name of"),
         ({"methods": "grid,step"}, "config.eval.methods is 'grid,step', expected some of all"),
+        ({"methods": "autoselect"}, "'autoselect', expected some of .*, StepPrune$"),
         ({"samples": -1}, "config.eval.samples is -1, expected an integer from 0"),
         ({"validation_questions": -1}, "config.eval.validation_questions is -1"),
         ({"positions": "mixed"}, "positions is 'mixed'"),
@@ -161,28 +184,49 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path):
 )
 def test_bad_settings_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        read_settings(ConfigDict({"eval": fields}))
+        small_run("model", "data", **fields)
 
 
 def test_settings_have_defaults():
-    assert read_settings(ConfigDict()).budgets == (48, 32, 16)
-    found = read_settings(ConfigDict({"eval": {"budgets": [3, 2]}}))
+    config = load_config(str(ROOT / "configs" / "shapes.py"))
+    with config.unlocked():
+        del config.eval
+    assert read_evaluation(config).eval.budgets == (48, 32, 16)
+    config.eval = ConfigDict({"budgets": (3, 2)})
+    found = read_evaluation(config).eval
     assert found.budgets == (3, 2) and found.benchmark_names == ["shapes"]
 
 
+def test_methods_are_named_by_pruners_or_labels():
+    rows = {"AutoSelect-like": "x", "StepPrune literal": "y"}
+    methods = "grid,fastv,visionzip,stepprune,AutoSelect"
+    settings = small_run("model", "data", methods=methods, rows=rows, benchmarks="pope").eval
+    wanted = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
+    assert [label for label in settings.labels if settings.wants(label)] == wanted
+    # Of the shapes world all tokens are answered too, for retention is measured against them.
+    assert dataclasses.replace(settings, benchmarks="pope,shapes").wants("all tokens")
+    assert not settings.wants("all tokens")
+
+
+def with_data(run, **fields):
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
+
+
 def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
-    config = ConfigDict({"data": {
-        "name": "shapes", "folder": "", "train_scenes": 1, "validation_scenes": 1,
-        "test_scenes": 2, "seed": 0, "test_seed": 5,
-    }})  # fmt: skip
+    config = with_data(
+        small_run("model", ""), name="shapes", train_scenes=1, validation_scenes=1, test_scenes=2,
+        seed=0, test_seed=5,
+    )  # fmt: skip
     places = split_folders(config, tmp_path)
     assert places["test"] == tmp_path / "data_test_5"
     assert places["validation"] == tmp_path / "data"
     fresh = (places["test"] / "test.jsonl").read_text()
     assert fresh != (places["validation"] / "test.jsonl").read_text()
     assert not (places["test"] / "train.json").exists()
-    config.data.test_seed = None
-    assert split_folders(config, tmp_path)["test"] == tmp_path / "data"
-    config.data.test_seed, config.data.folder = 5, str(tmp_path)
+    assert answers_folder(config, tmp_path) == tmp_path / "answers_test_5"
+    own = with_data(config, test_seed=None)
+    assert answers_folder(own, tmp_path) == tmp_path / "answers"
+    assert split_folders(own, tmp_path)["test"] == tmp_path / "data"
+    config = with_data(config, folder=str(tmp_path))
     with pytest.raises(ValueError, match=r"test_seed is 5, but the data of config.data.folder"):
         split_folders(config, tmp_path)

@@ -1,5 +1,6 @@
 """A tiny model with a folder of questions, made in a second."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -98,6 +99,11 @@ def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
     config.model.folder, config.data.name, config.data.folder = str(model), "folder", str(data)
     config.eval = ConfigDict({"budgets": (4, 2), "batch_size": 4, **fields})
     return read_evaluation(config)
+
+
+def changed(run: EvaluationRun, **fields) -> EvaluationRun:
+    """The run with other settings of its evaluation."""
+    return dataclasses.replace(run, eval=dataclasses.replace(run.eval, **fields))
 
 
 def save_all(workdir: Path) -> dict[str, str]:

@@ -259,6 +259,16 @@ def test_a_token_after_the_count_is_named(report):
         excerpts.check_report(broken(report, order=order))
 
 
+def test_merged_tokens_come_last(report):
+    order = report.records[1].order.copy()
+    kept = int(report.records[1].count[3])
+    order[3, kept - 5 : kept] = -1
+    excerpts.check_report(broken(report, order=order))
+    order[3, kept - 1] = 7
+    with pytest.raises(ValueError, match=rf"order\[3, {kept - 2}\] is -1, expected a token from 0"):
+        excerpts.check_report(broken(report, order=order))
+
+
 def test_the_table_names_the_budget_itself(report):
     # 640 of 2,880 tokens are 77.8 % pruned, of which 639.4 would be computed back.
     rows = [row | {"mean_k": 640.0} for row in report.table if row["pruning_rate"] == 77.8]

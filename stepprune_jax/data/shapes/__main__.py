@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test_seed", type=int, help="of test scenes; default: --seed")
     for split, scenes in (("train", 3000), ("validation", 300), ("test", 500)):
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the pictures, in pixels")
+    parser.add_argument("--side", type=int, default=SIDE, help="of the images, in pixels")
     parser.add_argument("--grid", type=int, default=GRID, help="patches along an edge")
     parser.add_argument("--emphasis", type=float, default=1.0, help="on slowly learned families")
     parser.add_argument("--patches", action="store_true", help="also label every training patch")

@@ -67,7 +67,7 @@ def area(shape: Shape) -> float:
 
 
 def _fill(canvas: ImageDraw.ImageDraw, shape: Shape, scale: float, color) -> None:
-    """Fills a shape on a canvas `scale` times finer than the picture."""
+    """Fills a shape on a canvas `scale` times finer than the image."""
     if shape.kind == "circle":
         x, y, r = (scale * value for value in (shape.x, shape.y, shape.radius))
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=color)
@@ -85,16 +85,16 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
 
     Args:
       scene: What to draw.
-      side: Height and width of the picture.
+      side: Height and width of the image.
 
     Returns:
-      An RGB picture of `side` by `side` pixels; the same for the same arguments.
+      An RGB image of `side` by `side` pixels; the same for the same arguments.
     """
     random = np.random.default_rng(scene.texture_seed + 1)
     base = Image.fromarray(_background(scene, side).astype(np.uint8))
-    picture = base.resize((side * _FINE, side * _FINE), Image.Resampling.NEAREST)
+    image = base.resize((side * _FINE, side * _FINE), Image.Resampling.NEAREST)
     scale = _FINE * side / SIDE
-    canvas = ImageDraw.Draw(picture)
+    canvas = ImageDraw.Draw(image)
     for stroke in scene.strokes:
         ends = [tuple(scale * v for v in point) for point in (stroke.start, stroke.end)]
         canvas.line(ends, fill=(stroke.shade,) * 3, width=max(1, round(scale)))
@@ -103,7 +103,7 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=_tinted(dot.color, random))
     for shape in scene.shapes:
         _fill(canvas, shape, scale, _tinted(shape.color, random))
-    return picture.reduce(_FINE)
+    return image.reduce(_FINE)
 
 
 @functools.cache
@@ -129,14 +129,14 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
 
     Args:
       scene: The scene.
-      grid: Patches along an edge of the picture.
+      grid: Patches along an edge of the image.
 
     Returns:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
       `class_color` (0 none, colours from 1), `class_background` and `class_middle` (1 where the
       middle of a shape is, else 0), int8 [n], and `value_place`
       float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
-      picture of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
+      image of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
       much rather right than left, below than above, that centre is.
     """
     n = grid * grid

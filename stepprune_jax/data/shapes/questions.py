@@ -29,7 +29,7 @@ class Mention(NamedTuple):
     Attributes:
       word: Last word that names them.
       number: How many there are.
-      place: Middle and radius of the only one, as shares of the picture's side; else None.
+      place: Middle and radius of the only one, as shares of the image's side; else None.
     """
 
     word: str
@@ -57,7 +57,7 @@ class Query(NamedTuple):
 
 
 def _mention(word: str, shapes: list[Shape]) -> Mention:
-    """What `word` stands for, the shapes found in the scene."""
+    """What `word` stands for, the shapes of that name in the scene."""
     only = shapes[0] if len(shapes) == 1 else None
     place = only and (only.x / SIDE, only.y / SIDE, only.radius / SIDE)
     return Mention(word, len(shapes), place)
@@ -101,17 +101,17 @@ def _shape(scene: Scene, random: np.random.Generator, grid: int) -> Query | None
     shape = _pick(random, _sole(scene, lambda s: s.color))
     if shape is None:
         return None
-    text, told = f"What shape is {shape.color}?", _mention(shape.color, [shape])
-    return Query("shape", text, shape.kind, _middle(grid, shape), (told,))
+    text, mention = f"What shape is {shape.color}?", _mention(shape.color, [shape])
+    return Query("shape", text, shape.kind, _middle(grid, shape), (mention,))
 
 
 def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     """Asked in the manner of POPE: absent pairs mostly have a colour and a kind that are there."""
     if random.random() < 0.5:
         shape = _pick(random, list(scene.shapes))
-        told = _mention(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
+        mention = _mention(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
         text = f"Is there a {_named(shape)}?"
-        return Query("existence", text, "yes", _middle(grid, shape), (told,))
+        return Query("existence", text, "yes", _middle(grid, shape), (mention,))
     present = {(s.color, s.kind) for s in scene.shapes}
     colors, kinds = {s.color for s in scene.shapes}, {s.kind for s in scene.shapes}
     mixed = sorted((c, k) for c in colors for k in kinds if (c, k) not in present)
@@ -121,9 +121,9 @@ def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
         absent = [(c, k) for c in COLORS for k in SHAPES if (c, k) not in present]
         half = [pair for pair in absent if pair[0] in colors or pair[1] in kinds]
         color, kind = _pick(random, half)
-    rivals = [s for s in scene.shapes if s.color == color or s.kind == kind]
+    similar = [s for s in scene.shapes if s.color == color or s.kind == kind]
     text = f"Is there a {color} {kind}?"
-    return Query("existence", text, "no", _middle(grid, *rivals), (_mention(kind, []),))
+    return Query("existence", text, "no", _middle(grid, *similar), (_mention(kind, []),))
 
 
 def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -160,15 +160,15 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
     one, two = (more, less) if random.random() < 0.5 else (less, more)
     hits = [[s for s in scene.shapes if s.color == color] for color in (one, two)]
     text = f"Are there more {one} shapes than {two} shapes?"
-    told = tuple(_mention("shapes", hit) for hit in hits)
+    mentions = tuple(_mention("shapes", hit) for hit in hits)
     relevant = _middle(grid, *hits[0], *hits[1])
-    return Query("comparison", text, _yes(counts[one] > counts[two]), relevant, told)
+    return Query("comparison", text, _yes(counts[one] > counts[two]), relevant, mentions)
 
 
 def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """Left or right, above or below, by at least ten pixels.
 
-    Mostly of two shapes in the same half of the picture, so that where one of them is says little.
+    Mostly of two shapes in the same half of the image, so that where one of them is says little.
     """
     pairs = list(itertools.permutations(_sole(scene, _named), 2))
     axis, near = int(random.integers(2)), random.random() < 0.8
@@ -273,13 +273,13 @@ def ask(
     Returns:
       The questions, in random order of families.
     """
-    makers, found = list(FAMILIES.values()), {}
+    makers, queries = list(FAMILIES.values()), {}
     weights = WEIGHTS * [emphasis if family in SLOW else 1.0 for family in FAMILIES]
     for _ in range(12 * count):
         maker = makers[int(random.choice(len(makers), p=weights / weights.sum()))]
         query = maker(scene, random, grid)
         if query is not None:
-            found.setdefault(query.text, query)
-        if len(found) == count:
+            queries.setdefault(query.text, query)
+        if len(queries) == count:
             break
-    return list(found.values())
+    return list(queries.values())

@@ -24,7 +24,7 @@ _CLEAR = 1.0  # pixels that the middle of a shape stays away from the edges of i
 
 
 class Shape(NamedTuple):
-    """A coloured shape; `x`, `y` and `radius` in pixels of a picture of `SIDE` pixels."""
+    """A coloured shape; `x`, `y` and `radius` in pixels of an image of `SIDE` pixels."""
 
     kind: str
     color: str
@@ -50,7 +50,7 @@ class Stroke(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Everything that is in a picture.
+    """Everything that is in an image.
 
     Attributes:
       background: One of `BACKGROUNDS`.
@@ -70,7 +70,7 @@ class Scene(NamedTuple):
 
     @property
     def complexity(self) -> int:
-        """Number of things in the picture: shapes, dots and strokes."""
+        """Number of things in the image: shapes, dots and strokes."""
         return len(self.shapes) + len(self.dots) + len(self.strokes)
 
 

@@ -1,4 +1,4 @@
-"""Writes the world as a LLaVA data folder: conversations, question files, answers, pictures."""
+"""Writes the world as a LLaVA data folder: conversations, question files, answers, images."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def _name(split: str, number: int) -> str:
 
 
 def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
-    """Draws the pictures of a split, one after the other."""
+    """Draws the images of a split, one after the other."""
     for number in tqdm(
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
     ):
@@ -71,7 +71,7 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
-    """Conversations: all questions about a picture in one, as LLaVA merges its VQA data."""
+    """Conversations: all questions about an image in one, as LLaVA merges its VQA data."""
     samples, labels, asked = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
         turns = []
@@ -158,7 +158,7 @@ def write_world(
       patches: Also write what pretraining learns from beside the answers: `train_patches.npz`,
         labels of every training patch, and `train_mentions.npz`, number and place of the shapes
         that a question speaks of.
-      side: Height and width of the pictures in pixels.
+      side: Height and width of the images in pixels.
       grid: Patches along an edge, for their labels and for what an answer depends on.
       emphasis: Factor on how often training questions are of the families that are learned last.
 
@@ -218,12 +218,14 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
             )
         return False
     try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
+        written = json.loads(manifest.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
     # Older worlds do not say what was then the only size.
-    found = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | found
-    differ = [f"{k} is {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
+    written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written
+    differ = [
+        f"{k} is {written.get(k)}, not {v}" for k, v in settings.items() if written.get(k) != v
+    ]
     if differ:
         raise ValueError(
             f"{folder} holds a shapes world with other settings ({'; '.join(differ)}); "
@@ -241,7 +243,7 @@ def preview(folder: str | Path, seed: int, count: int) -> Path:
       count: How many, from 1.
 
     Returns:
-      The picture, `preview.png`.
+      The image, `preview.png`.
     """
     tiles = [render(scene_at(seed, "train", number)[0], 192) for number in range(count)]
     columns = min(count, 6)
