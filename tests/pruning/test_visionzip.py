@@ -122,10 +122,10 @@ def test_budgets_that_leave_room_for_both_kinds_pass():
 @pytest.mark.parametrize(
     ("count", "contextual", "message"),
     [
-        (1, None, "visionzip: 0 dominant and 1 contextual tokens of 9 patches"),
-        (5, 5, "visionzip: 0 dominant and 5 contextual tokens of 9 patches"),
-        (5, 0, "visionzip: 5 dominant and 0 contextual tokens of 9 patches"),
-        (5, -1, "visionzip: 6 dominant and -1 contextual tokens of 9 patches"),
+        (1, None, "visionzip: 0 dominant and 1 contextual tokens of 9; expected at least"),
+        (5, 5, "visionzip: 0 dominant and 5 contextual tokens of 9; expected at least"),
+        (5, 0, "visionzip: 5 dominant and 0 contextual tokens of 9; expected at least"),
+        (5, -1, "visionzip: 6 dominant and -1 contextual tokens of 9; expected at least"),
         (10, None, "budget is 10, expected an integer from 1 to 9"),
     ],
 )
