@@ -113,6 +113,7 @@ class Pairs(NamedTuple):
     Attributes:
         image: [r] row in the `Vision`.
         prompt: [r] row of the batch.
+        place: [r] which of the prompt's images it is.
         slot: [b, j] pair of each image of each prompt.
         present: [b, j] True = image.
         count: pairs without the padding.
@@ -120,6 +121,7 @@ class Pairs(NamedTuple):
 
     image: Int[np.ndarray, "r"]
     prompt: Int[np.ndarray, "r"]
+    place: Int[np.ndarray, "r"]
     slot: Int[np.ndarray, "b j"]
     present: Bool[np.ndarray, "b j"]
     count: int
@@ -265,8 +267,10 @@ def pair_up(image_of: Int[np.ndarray, "b j"]) -> Pairs:
     image = image_of[prompt, place_of]
     if count:
         padding = row_bucket(count, range(b, count + b, b)) - count
-        image, prompt = (np.append(x, np.repeat(x[:1], padding)) for x in (image, prompt))
-    return Pairs(image.astype(np.int32), prompt.astype(np.int32), slot, present, count)
+        rows = np.append(np.arange(count), np.zeros(padding, np.int64))
+        image, prompt, place_of = image[rows], prompt[rows], place_of[rows]
+    image, prompt, place_of = (x.astype(np.int32) for x in (image, prompt, place_of))
+    return Pairs(image, prompt, place_of, slot, present, count)
 
 
 def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pairs: Pairs) -> View:
@@ -294,7 +298,9 @@ def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pair
     if not pruner.reads_text:
         words, num_words = np.zeros((len(words), 1), np.int32), np.zeros(len(words), np.int32)
     sizes, n = vision.sizes[image], vision.features.shape[1]
-    of_prompt = (words[pairs.prompt], num_words[pairs.prompt], prompts.number[pairs.prompt])
+    # Each image of a prompt has draws of its own; the first has those of the prompt's number.
+    number = prompts.number[pairs.prompt] + (pairs.place << 24)
+    of_prompt = (words[pairs.prompt], num_words[pairs.prompt], number)
     rows, grid, count = place_rows(mesh, (rows, vision.grid[image], _exact(pruner, sizes)))
     words, num_words, number = place_rows(mesh, of_prompt)
     tokens, taps, text, text_valid = run_view(
@@ -435,7 +441,9 @@ def begin(
         mesh=mesh,
     )
     stages = decoding.Stages(
-        method.pruner.program() if layer_cuts else None, layer_cuts, tuple(slots[1:])
+        method.pruner.program() if layer_cuts else None,
+        tuple(cut._replace(budget=Budget()) for cut in layer_cuts),  # counts are an argument
+        tuple(slots[1:]),
     )
     state, trace = decoding.run_start(
         model.params,

@@ -7,6 +7,7 @@ learned comes as an argument. Nothing outside this package asks which method it 
 """
 
 import dataclasses
+import math
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -46,7 +47,7 @@ class Budget:
             "own": value is None,
             "count": whole and value >= 1,
             "rate": isinstance(value, int | float | Fraction) and 0 < value <= 1,
-            "mean": isinstance(value, int | float | Fraction) and value > 0,
+            "mean": isinstance(value, int | float | Fraction) and 0 < value < math.inf,
         }[self.kind]
         if not good:
             expected = {

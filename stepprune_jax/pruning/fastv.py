@@ -45,6 +45,10 @@ class FastV(Pruner):
                 f"first {self.layer} see all {num_tokens} tokens"
             )
 
+    def program(self) -> Pruner:
+        """Drops the number: `drop` is given the counts."""
+        return dataclasses.replace(self, budget=Budget(), average=False)
+
     def entering(self, num_tokens: int) -> int:
         """Returns n: all tokens enter."""
         return num_tokens

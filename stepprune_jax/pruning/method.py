@@ -79,6 +79,8 @@ def make_method(
         raise ValueError(f"the policy is one of {_name_of(policy)!r}, not of {name!r}")
     if stop_bias is not None and policy is None:
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
+    if stop_bias is not None and "own" not in kind.budgets:
+        raise ValueError(f"{name} has no stop: a stop bias (--stop_bias) has no effect on it")
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
     elif budget is None and kind.budgets != ("all",):  # all tokens only if that is asked for
