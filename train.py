@@ -21,6 +21,9 @@ _WORKDIR = flags.DEFINE_string(
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check configuration and data, say memory, operations and hours, and leave."
 )
+_TARGET = flags.DEFINE_string(
+    "target", None, "With --dry_run: devices that need not be here, as h200:2, a6000:2, v5e:2x4."
+)
 _PROFILE = flags.DEFINE_string("profile", None, "FIRST:LAST, updates to profile, from 1.")
 
 
@@ -28,11 +31,13 @@ def main() -> None:
     """Reads the flags and trains."""
     if _DRY_RUN.value:
         with user_input():
-            use_virtual_devices(_CONFIG.value)
-        dry_run(_CONFIG.value, _WORKDIR.value)
+            use_virtual_devices(_CONFIG.value, _TARGET.value)
+        dry_run(_CONFIG.value, _WORKDIR.value, _TARGET.value)
         return
     window = None
     with user_input():
+        if _TARGET.value is not None:
+            raise ValueError("--target is for a dry run: give --dry_run, too")
         program.use_cores(_CONFIG.value)
         distributed.start()
         if _PROFILE.value is not None:

@@ -1,40 +1,55 @@
 """A run before the run: what it would take, from its configuration and data, without weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from stepprune_jax.aot import targets
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.generate.placement import row_count
+from stepprune_jax.sharding import build_mesh
 from stepprune_jax.training import settings
 from stepprune_jax.training.data import open_batches
+from stepprune_jax.training.memory import advice, remedies
 from stepprune_jax.training.plan import Plan, make_plan
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import user_input
 
 
-def use_virtual_devices(config: Any) -> None:
-    """Makes as many CPU devices as the configuration plans for; before jax starts.
+def use_virtual_devices(config: Any, target: str | None = None) -> None:
+    """Makes as many CPU devices as are planned for; before jax starts.
 
-    Where jax sees accelerators, those are used and these are not.
+    Where jax sees accelerators, those are used and these are not, unless there is a target.
 
     Args:
         config: the run's `ConfigDict`.
+        target: as in `dry_run`.
 
     Raises:
-        ValueError: the group `accelerator` is missing or has a bad value.
+        ValueError: the group `accelerator` is missing or has a bad value, or a bad target.
     """
+    jax.config.update("jax_num_cpu_devices", _for_target(config, target).accelerator.count)
+    if target is not None:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _for_target(config: Any, target: str | None) -> Any:
+    """The configuration with the target's devices in its group `accelerator`."""
     settings.accelerator(config)
-    jax.config.update("jax_num_cpu_devices", config.accelerator.count)
+    if target is None:
+        return config
+    config, named = config.copy_and_resolve_references(), targets.read_name(target)
+    config.accelerator.name, config.accelerator.count = named.accelerator, named.count
+    return config
 
 
-def dry_run(config: Any, workdir: str | Path) -> Plan:
+def dry_run(config: Any, workdir: str | Path, target: str | None = None) -> Plan:
     """Checks configuration and data, compiles the update from abstract weights, and prints.
 
     Neither weights nor accelerators are needed: of the model's folder only its configuration, its
@@ -44,32 +59,46 @@ def dry_run(config: Any, workdir: str | Path) -> Plan:
     Args:
         config: see `configs/shapes.py`.
         workdir: folder of the run.
+        target: devices to plan for with their own compiler, as in `aot.targets.read_name`. Where
+            that is not installed, the CPU's plans for as many, and a line says so.
 
     Returns:
         What was printed.
 
     Raises:
         FileNotFoundError: model or data is missing.
-        ValueError: a bad configuration or bad data, or too few devices.
+        ValueError: a bad configuration or bad data, a bad target, too few devices, or a compiler
+            that refuses the update because it does not fit.
     """
     with user_input():
         settings.check_config(config)
-        settings.accelerator(config)
-        mesh = settings.make_mesh(config, _devices(config))
+        config = _for_target(config, target)
+        lacking = targets.missing(target) if target else None
+        if lacking:
+            print(f"target      {target}: {lacking}; the CPU's plans in its place", flush=True)
+        compiler = targets.target(target) if target and not lacking else None
+        devices = compiler.devices if compiler else _devices(config, target)
+        mesh = settings.make_mesh(config, devices)
+        if compiler and mesh is None:  # a mesh says which device it is
+            mesh = build_mesh("single", devices)
         source = inspect_folder(*model_folders(config))
         setup = settings.make_setup(config, source.config, mesh)
         data = training_source(config, Path(workdir).expanduser().resolve())
         batches = open_batches(config, data, file_identity(data.file), source)
-    plan = make_plan(batches, setup, mesh, model_dtype(config), config.batch_size)
-    for line in _report(plan, config, setup, mesh):
+    with advice(config, devices):
+        plan = make_plan(
+            batches, setup, mesh, model_dtype(config), config.batch_size,
+            compiler.compile if compiler else None,
+        )  # fmt: skip
+    for line in _report(plan, config, setup, mesh, devices):
         print(line, flush=True)
     return plan
 
 
-def _devices(config: Any) -> list[Any]:
+def _devices(config: Any, target: str | None) -> list[Any]:
     """The accelerators that there are, else as many CPU devices as are planned for."""
     found, count = jax.devices(), config.accelerator.count
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" and target is None:
         return found
     if len(found) < count:
         raise ValueError(
@@ -79,13 +108,15 @@ def _devices(config: Any) -> list[Any]:
     return found[:count]
 
 
-def _report(plan: Plan, config: Any, setup: Setup, mesh: Mesh | None) -> Iterator[str]:
+def _report(
+    plan: Plan, config: Any, setup: Setup, mesh: Mesh | None, devices: Sequence[Any]
+) -> Iterator[str]:
     """The plan in lines."""
     name, (device, utilisation) = config.accelerator.name, settings.accelerator(config)
     parts = row_count(mesh)
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
-    backend = jax.default_backend()
-    kind = "virtual CPU" if backend == "cpu" else backend
+    backend = devices[0].platform
+    kind = "virtual CPU" if backend == "cpu" else devices[0].device_kind
     yield f"mesh        {sizes}: {plan.devices} {kind} device(s)"
     rows = setup.frozen_rows or config.batch_size
     yield (
@@ -104,6 +135,8 @@ def _report(plan: Plan, config: Any, setup: Setup, mesh: Mesh | None) -> Iterato
         f"            {name}: {device.memory / gib:.1f} GiB, {verdict} "
         f"({use.total / device.memory:.0%})"
     )
+    if use.total > device.memory:
+        yield f"            to change: {'; '.join(remedies(config, devices))}"
     total = sum(plan.widths.values())
     shares = ", ".join(
         f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    batches: Batches, setup: step.Setup, mesh: Mesh | None, dtype: Any, rows: int
+    batches: Batches,
+    setup: step.Setup,
+    mesh: Mesh | None,
+    dtype: Any,
+    rows: int,
+    compile_fn: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """Compiles the widest update, and counts the operations of each.
 
@@ -58,6 +64,8 @@ def make_plan(
         mesh: devices; None for the default one.
         dtype: of the frozen weights.
         rows: of a batch.
+        compile_fn: compiles what was traced, for devices that jax does not see; by default for
+            those that it sees.
 
     Returns:
         The plan.
@@ -75,12 +83,14 @@ def make_plan(
         for leaf in jax.tree.leaves(abstract_weights(setup, mesh, dtype))
     )
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
-    memory = planned_memory(traced[widest])
+    memory = planned_memory(traced[widest], compile_fn)
     return Plan(mesh.size if mesh else 1, held, memory, flops / widths.total(), dict(widths))
 
 
-def planned_memory(traced: Any) -> Usage:
-    """Compiles what `trace_update` returned; its memory on each device."""
+def planned_memory(traced: Any, compile_fn: Callable[[Any], Any] | None = None) -> Usage:
+    """Compiles what `trace_update` returned, as in `make_plan`; its memory on each device."""
+    if compile_fn is not None:
+        return usage(compile_fn(traced))
     on_cpu = jax.default_backend() == "cpu"
     return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
 
