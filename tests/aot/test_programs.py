@@ -1,0 +1,168 @@
+"""The programs that a user runs, and the table of what compiles."""
+
+import json
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from stepprune_jax import testing
+from stepprune_jax.aot import __main__ as command
+from stepprune_jax.aot import targets
+from stepprune_jax.aot.programs import DTYPES, Programs, load_config, model_of
+from stepprune_jax.bench.memory import MODELS, model_config
+from stepprune_jax.sharding import build_mesh
+
+ALL = {
+    "update", "validation", "tower", "prefill", "decode", "encode", "select", "select_parallel",
+    "gather", "pick 1", "pick 2", "pick 8",
+}  # fmt: skip
+NO_POLICY = {"update", "validation", "tower", "prefill", "decode"}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch, pytestconfig):
+    """Configurations are named from the repository's root, and import each other."""
+    monkeypatch.chdir(pytestconfig.rootpath)
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath))
+
+
+def tiny(tmp_path, **changes):
+    """The shapes configuration with a model of a few weights."""
+    config = load_config("configs/shapes.py")
+    (tmp_path / "config.json").write_text(json.dumps(testing.tiny_hf_config()))
+    config.model.folder, config.batch_size = str(tmp_path), 4
+    config.policy.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
+    config.policy.min_tokens = 1
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_program_is_traced_as_a_run_places_it(tmp_path, dtype, devices):
+    mesh = build_mesh("data", jax.devices()[:devices])
+    programs = Programs(tiny(tmp_path), mesh, dtype)
+    assert set(programs.names()) == ALL
+    for name in programs.names():
+        traced = programs.trace(name)
+        inputs = jax.tree.leaves(traced.lower().args_info)
+        assert inputs, name
+        dtypes = {str(leaf.dtype) for leaf in inputs}
+        # Weights of the frozen model, if it takes part, have its dtype.
+        assert DTYPES[dtype][0] in dtypes or name in ("select", "select_parallel") or "pick" in name
+
+
+def test_every_program_of_a_tiny_model_compiles_here(tmp_path):
+    """On the CPU: what the table lists are programs, not only traces."""
+    mesh = build_mesh("data", jax.devices()[:2])
+    programs = Programs(tiny(tmp_path), mesh, "float32")
+    for name in sorted(ALL - {"update", "select", "validation"}):
+        traced = programs.trace(name)
+        assert traced.lower().compile().memory_analysis().argument_size_in_bytes > 0, name
+
+
+def test_a_selector_without_a_loop_has_no_loop_to_compile(tmp_path):
+    config = load_config("configs/ablations/autoselect.py")
+    config.model.folder = tiny(tmp_path).model.folder
+    assert set(Programs(config, build_mesh(), "float32").names()) == NO_POLICY
+
+
+def test_published_models_need_no_folder():
+    for file, name in (("llava7b", "llava-7b"), ("llava13b", "llava-13b")):
+        assert model_of(load_config(f"configs/{file}.py:literal")) == model_config(name)
+        assert name in MODELS
+    assert model_of(load_config("configs/shapes.py")).num_image_tokens == 144
+
+
+def test_every_configuration_and_ablation_is_in_the_full_table(pytestconfig):
+    configs = pytestconfig.rootpath / "configs"
+    wanted = {f"configs/ablations/{path.name}" for path in configs.glob("ablations/*.py")}
+    wanted |= {
+        f"configs/{name}.py{arg}" for name in ("shapes", "llava7b") for arg in ("", ":literal")
+    }
+    listed = {config for group in command.FULL for config in group.configs}
+    assert listed == wanted
+    for group in (*command.FULL, *command.SHORT):
+        assert set(group.programs) <= ALL and set(group.dtypes) <= set(DTYPES)
+        for name in group.targets:
+            targets.read_name(name)
+        for config in group.configs:
+            load_config(config)
+
+
+@pytest.fixture
+def cpu_target(monkeypatch):
+    """A target whose devices are virtual CPUs of the name of a card."""
+
+    class Device:
+        def __init__(self, device):
+            self.device, self.device_kind = device, "NVIDIA H200"
+
+    class Target(targets.Target):
+        def compile(self, traced):
+            return traced.lower().compile()
+
+    def make(name):
+        targets.read_name(name)
+        return Target(name, tuple(map(Device, jax.devices()[:1])), {})
+
+    def mesh(preset, devices) -> Mesh:
+        return build_mesh(preset, [device.device for device in devices])
+
+    monkeypatch.setattr(command, "target", make)
+    monkeypatch.setattr(command, "build_mesh", mesh)
+    return Target
+
+
+def test_the_table_has_a_line_for_each_program(cpu_target, capsys):
+    assert command.main(["--target", "h200", "--program", "gather", "pick 1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    cells = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[:5] for row in cells] == [
+        ["h200", "1", "configs/shapes.py", "float32", program] for program in ("gather", "pick 1")
+    ]
+    assert [row[-1] for row in cells] == ["ok", "ok"]
+    assert cells[0][6] == "-" and int(cells[1][6].split()[0]) > 10  # the pointer's loop
+
+
+def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch):
+    def fail(self, traced):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape | shapes\nmust be the same")
+
+    monkeypatch.setattr(cpu_target, "compile", fail)
+    assert command.main(["--target", "h200", "--program", "gather"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAILED: INVALID_ARGUMENT: Reshape / shapes must be the same |" in out
+    assert "1 program(s) failed to compile" in err
+
+
+def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch):
+    def fail(self, traced):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm")
+
+    monkeypatch.setattr(cpu_target, "compile", fail)
+    assert command.main(["--target", "h200", "--program", "gather"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("| does not fit |")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--program", "prune"], "configs/shapes.py has no program 'prune', it has update, "),
+        (["--config", "configs/none.py"], "--config: no file at configs/none.py"),
+        (["--target", "h2000"], "target 'h2000' is unknown"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(cpu_target, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended, command.one_line_errors(command.NAME):
+        command.main([*(["--target", "h200"] if "--target" not in flags else []), *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_full_table_takes_no_other_flags(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--full", "--target", "h200"])
+    assert "--full stands alone" in capsys.readouterr().err
