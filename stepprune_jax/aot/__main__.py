@@ -93,7 +93,7 @@ def groups(flags: argparse.Namespace) -> Sequence[Group]:
     )  # fmt: skip
 
 
-def compile_row(device_memory: float, to: Target, traced: Any) -> tuple[list[str], bool]:
+def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[list[str], bool]:
     """Compiles a program.
 
     Args:

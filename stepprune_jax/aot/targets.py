@@ -181,21 +181,21 @@ def missing(name: str) -> str | None:
         ValueError: a bad name.
     """
     if read_name(name).kind in CARDS:
-        there = _has("jax_cuda12_plugin", "jax_cuda13_plugin") and _cuda_toolkit()
+        there = _has("jax_cuda12_plugin") and _cuda_toolkit()
         return None if there else f"XLA's CUDA compiler is missing: {INSTALL}"
     return None if _has("libtpu") else f"XLA's TPU compiler is missing: {INSTALL}"
 
 
-def _has(*modules: str) -> bool:
-    """Whether one of these is installed."""
-    return any(importlib.util.find_spec(module) for module in modules)
+def _has(module: str) -> bool:
+    """Whether a module is installed."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _cuda_toolkit() -> Path | None:
     """The folder of ptxas and libdevice: that of NVIDIA's package, else the machine's own."""
     spec = importlib.util.find_spec("nvidia")
     packages = spec.submodule_search_locations if spec else ()
-    own = [Path(root) / part for root in packages for part in ("cuda_nvcc", "cu13")]
+    own = [Path(root) / "cuda_nvcc" for root in packages]
     folders = (*own, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
 
@@ -238,8 +238,10 @@ def _tpu(name: str, named: Named) -> Target:
     """A target of TPU chips in a layout."""
     import libtpu
 
-    # Without these libtpu asks the network what machine it is on.
+    # Else libtpu asks the network what machine it is on, and lets one process in at a time, as if
+    # each took the chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
     sizes = tuple(map(int, named.size.split("x")))
     hosts = {}
@@ -249,7 +251,9 @@ def _tpu(name: str, named: Named) -> Target:
         topology = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{named.kind}:{named.size}", **hosts
         )
-    except RuntimeError as error:
+    except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0]
+        if not said.startswith("INVALID_ARGUMENT"):
+            raise
         raise ValueError(f"target {name!r}: libtpu has no such layout of chips: {said}") from error
     return Target(name, tuple(topology.devices), {})
