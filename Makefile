@@ -41,7 +41,7 @@ bench: env
 # Compiles for GPUs and TPUs that need not be here; AOT_FLAGS=--full for 7B and every target.
 aot: $(AOT_VENV)/.installed
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m stepprune_jax.aot $(AOT_FLAGS)
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/aot
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/aot tests/training/test_dry_run_target.py
 
 $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)

@@ -142,8 +142,8 @@ def rows(group: Group) -> Iterator[tuple[list[str], bool]]:
                 )
         for program in group.programs or known:
             memory = ACCELERATORS[known_as(kind)].memory
-            found, compiled = compile_row(memory, to, programs.trace(program))
-            yield [name, str(len(to.devices)), config, dtype, program, *found], compiled
+            cells, compiled = compile_row(memory, to, programs.trace(program))
+            yield [name, str(len(to.devices)), config, dtype, program, *cells], compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

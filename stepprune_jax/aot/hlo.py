@@ -32,8 +32,8 @@ class Loop(NamedTuple):
 def loops(text: str) -> tuple[Loop, ...]:
     """Counts what each loop of a program starts on the device in one iteration.
 
-    On a GPU each of them is a kernel (a product in a library may be two) or a copy, and costs about
-    two microseconds however small it is. On a TPU the program is one, and these are its steps.
+    On a GPU each of them is a kernel or a copy (a product in a library may be two), and a small one
+    takes as long as its launch. On a TPU a program is one kernel, and these are its steps.
 
     Args:
         text: of a compiled, scheduled program: `compiled.as_text()`.
@@ -47,15 +47,15 @@ def loops(text: str) -> tuple[Loop, ...]:
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("expected the text of a compiled program, with is_scheduled=true")
     computations = _computations(text)
-    found = []
+    counted = []
     for lines in computations.values():
         for line in lines:
             if _opcode(line) == "while":
                 parts = (re.search(rf"{part}=%?([^\s,]+)", line) for part in ("condition", "body"))
                 name = _NAME.search(line)
                 kernels = sum(_kernels(part.group(1), computations) for part in parts)
-                found.append(Loop(name.group(1) if name else "", kernels))
-    return tuple(sorted(found, key=lambda loop: -loop.kernels))
+                counted.append(Loop(name.group(1) if name else "", kernels))
+    return tuple(sorted(counted, key=lambda loop: -loop.kernels))
 
 
 def _computations(text: str) -> dict[str, list[str]]:

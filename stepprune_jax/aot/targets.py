@@ -165,9 +165,9 @@ def target(name: str) -> Target:
     Raises:
         ValueError: a bad name, or the compiler is not installed.
     """
-    named, lacking = read_name(name), missing(name)
-    if lacking:
-        raise ValueError(f"target {name!r}: {lacking}")
+    named, problem = read_name(name), missing(name)
+    if problem:
+        raise ValueError(f"target {name!r}: {problem}")
     return (_cuda if named.kind in CARDS else _tpu)(name, named)
 
 

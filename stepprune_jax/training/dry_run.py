@@ -73,10 +73,10 @@ def dry_run(config: Any, workdir: str | Path, target: str | None = None) -> Plan
     with user_input():
         settings.check_config(config)
         config = _for_target(config, target)
-        lacking = targets.missing(target) if target else None
-        if lacking:
-            print(f"target      {target}: {lacking}; the CPU's plans in its place", flush=True)
-        compiler = targets.target(target) if target and not lacking else None
+        problem = targets.missing(target) if target else None
+        if problem:
+            print(f"target      {target}: {problem}; the CPU's plans in its place", flush=True)
+        compiler = targets.target(target) if target and not problem else None
         devices = compiler.devices if compiler else _devices(config, target)
         mesh = settings.make_mesh(config, devices)
         if compiler and mesh is None:  # a mesh says which device it is

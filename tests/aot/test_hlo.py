@@ -101,8 +101,8 @@ def test_a_program_of_xla_is_read():
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: jnp.sort(x) * 2, x)
 
     text = jax.jit(f).lower(jnp.ones(4)).compile().as_text()
-    (found,) = loops(text)
-    assert found.name == "jit(f)/while" and found.kernels >= 2  # a sort and a product
+    (loop,) = loops(text)
+    assert loop.name == "jit(f)/while" and loop.kernels >= 2  # a sort and a product
     assert loops(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == ()
 
 

@@ -151,7 +151,7 @@ def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch
         (["--target", "h2000"], "target 'h2000' is unknown"),
     ],
 )
-def test_mistakes_are_told_in_one_line(cpu_target, capsys, flags, message):
+def test_mistakes_are_reported_in_one_line(cpu_target, capsys, flags, message):
     with pytest.raises(SystemExit) as ended, command.one_line_errors(command.NAME):
         command.main([*(["--target", "h200"] if "--target" not in flags else []), *flags])
     assert ended.value.code == 2

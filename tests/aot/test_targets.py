@@ -19,9 +19,9 @@ from stepprune_jax.sharding import build_mesh
 
 def made(name):
     """A target; skips a test with the reason where there is none."""
-    lacking = targets.missing(name)
-    if lacking:
-        pytest.skip(lacking)
+    problem = targets.missing(name)
+    if problem:
+        pytest.skip(problem)
     return targets.target(name)
 
 

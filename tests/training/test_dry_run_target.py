@@ -32,9 +32,9 @@ def quick_config(world, **changes):
     ("name", "kind"), [("a6000:2", "NVIDIA RTX A6000"), ("v5e", "TPU v5 lite")]
 )
 def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
-    lacking = targets.missing(name)
-    if lacking:
-        pytest.skip(lacking)
+    problem = targets.missing(name)
+    if problem:
+        pytest.skip(problem)
     changes = {"mesh": "single"} if name == "v5e" else {}
     plan, named = dry_run(quick_config(world, **changes), tmp_path, name), targets.read_name(name)
     assert plan.devices == named.count
@@ -59,7 +59,7 @@ def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
     assert config.accelerator.name == "rtx-a6000"  # the run's own configuration is as it was
 
 
-def test_what_does_not_fit_is_told_with_what_to_change(world, tmp_path, capsys, monkeypatch):
+def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(targets, "missing", lambda name: "not here")
     large = Plan(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
     monkeypatch.setattr(module, "make_plan", lambda *arguments: large)
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_told_with_what_to_change(world, tmp_path, capsys, 
     assert "set config.mesh=fsdp (cuts the weights over 2 devices)" in change
 
 
-def test_a_compiler_that_refuses_for_memory_is_told_in_one_line(world, tmp_path, monkeypatch):
+def test_a_compiler_that_refuses_for_memory_is_one_line(world, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Used 26.4G of 15.75G hbm.\nLargest allocations: ..."
@@ -79,9 +79,11 @@ def test_a_compiler_that_refuses_for_memory_is_told_in_one_line(world, tmp_path,
 
     monkeypatch.setattr(targets, "missing", lambda name: "not here")
     monkeypatch.setattr(module, "make_plan", refuse)
-    with pytest.raises(ValueError, match=r"remat=True .*mesh=fsdp .*2 devices.* 26.4G of") as told:
+    with pytest.raises(
+        ValueError, match=r"remat=True .*mesh=fsdp .*2 devices.* 26.4G of"
+    ) as refused:
         dry_run(quick_config(world), tmp_path, "a6000:2")
-    assert is_user_error(told.value) and "\n" not in str(told.value)
+    assert is_user_error(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_bad_target_is_refused_before_anything_is_read(world, tmp_path):

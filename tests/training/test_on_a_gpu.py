@@ -54,8 +54,8 @@ def test_every_attention_is_that_of_the_products(
         jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(query, key, value)
     )
     there = [jax.device_put(x, gpu) for x in inputs]
-    found = jax.jit(lambda q, k, v: fused_attend(q, k, v, causal, implementation))(*there)
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=tolerance)
+    result = jax.jit(lambda q, k, v: fused_attend(q, k, v, causal, implementation))(*there)
+    np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=tolerance)
     products = jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(*there)
     np.testing.assert_allclose(np.asarray(products, np.float32), expected, atol=tolerance)
 
@@ -69,10 +69,10 @@ def test_pick_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
     params, memory = jax.device_put((params, memory), cpu)
     expected = jax.jit(policy.select, static_argnames="config")(params, config, memory)
     there = jax.device_put((params, memory), gpu)
-    found = jax.jit(policy.pick, static_argnames="config")(there[0], config, there[1])
+    result = jax.jit(policy.pick, static_argnames="config")(there[0], config, there[1])
     assert int(expected.count.min()) > 0
-    np.testing.assert_array_equal(found.action, expected.action)
-    np.testing.assert_array_equal(found.count, expected.count)
+    np.testing.assert_array_equal(result.action, expected.action)
+    np.testing.assert_array_equal(result.count, expected.count)
 
 
 def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
@@ -87,13 +87,13 @@ def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
         batch,
         jax.random.key(1),
     )
-    found = {}
+    result = {}
     for name, device in (("gpu", gpu), ("cpu", cpu)):
         params, rest = jax.device_put((model.params, arguments), device)
         _, scalars = step.update(params, *rest, jnp.int32(0), setup=setup, mesh=None)
-        found[name] = jax.tree.map(float, scalars)
+        result[name] = jax.tree.map(float, scalars)
     for scalar in ("loss", "lm_loss", "grad_norm", "k_mean"):
-        assert found["gpu"][scalar] == pytest.approx(found["cpu"][scalar], rel=1e-3), scalar
+        assert result["gpu"][scalar] == pytest.approx(result["cpu"][scalar], rel=1e-3), scalar
 
 
 def test_a_run_goes_on_bit_for_bit_on_the_same_card(world, tmp_path, monkeypatch, capsys):
