@@ -102,8 +102,8 @@ def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[li
         traced: the program.
 
     Returns:
-        Memory, kernels, CPU seconds and result, and whether it compiled. That a program does not fit
-        is a result as well.
+        Memory, kernels, CPU seconds and result, and whether it compiled. That a program does not
+        fit is a result as well.
     """
     begin = time.process_time()  # of all threads: what the wall clock says depends on the machine
     try:
