@@ -52,7 +52,8 @@ class Group(NamedTuple):
 SHORT = (
     Group(("h200", "v5e"), (SHAPES,), ("float32",)),
     Group(("h200", "v5e"), (SHAPES,), ("bfloat16",), (*POLICY, *ANSWER, "tower")),
-    Group(("h200", "a6000:2"), (f"{SHAPES}:literal",), ("float32",), ("update",)),
+    Group(("h200",), (f"{SHAPES}:literal",), ("float32",), ("update",)),
+    Group(("a6000:2",), (SHAPES,), ("float32",), ("update",)),
     Group(("a100", "a6000:2", "v5e:2x4", "v6e"), (SHAPES,), ("float32",), (*PICKS, *ANSWER)),
     Group(("h200", "v5e"), (LLAVA,), ("mixed",), PICKS),
 )
