@@ -56,11 +56,12 @@ def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
         assert not learned or "float32" in dtypes, name
 
 
-def test_every_program_of_a_tiny_model_compiles_here(tmp_path):
+def test_programs_of_a_tiny_model_compile_here(tmp_path):
     """On the CPU: what the table lists are programs, not only traces."""
     mesh = build_mesh("data", jax.devices()[:2])
     programs = Programs(tiny(tmp_path), mesh, "float32")
-    for name in sorted(ALL - {"update"}):  # which all other tests of training compile
+    names = {"statistics", "view", "place", "prefill cut", "decode cut", "select 2", "select own 2"}
+    for name in sorted(names):
         traced = programs.trace(name)
         assert traced.lower().compile().memory_analysis().argument_size_in_bytes > 0, name
 
