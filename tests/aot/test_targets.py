@@ -105,6 +105,16 @@ def test_the_hazard_compiles_for_every_number_of_rows(name, rows, dtype):
     assert usage(compiled).total > 4 * 64 * 64
 
 
+def test_the_soft_top_k_has_no_window_on_a_tpu():
+    """A running logsumexp as a window, fused with its neighbours, took the compiler minutes."""
+    target = made("v5e")
+    at = NamedSharding(build_mesh("single", target.devices), P())
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for shape in ((32, 144), (32,))]
+    traced = jax.jit(lambda scores, k: policy.soft_topk(scores, k, 0.4)).trace(*shapes)
+    assert "reduce_window" not in traced.lower().as_text()
+    assert usage(target.compile(traced)).total > 4 * 32 * 144
+
+
 def test_a_product_without_tiles_is_compiled_without_triton():
     lowered = types.SimpleNamespace(given=[])
 
