@@ -2,11 +2,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+AOT_VENV ?= .venv-aot
+AOT_FLAGS ?=
 RUN ?= runs/shapes
 DEMO_FLAGS ?=
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test lint bench env clean
+.PHONY: demo report test lint bench aot env clean
 
 env: $(VENV)/.installed
 
@@ -37,5 +39,16 @@ bench: env
 	$(PY) -m stepprune_jax.bench.policy --repeats 5
 	$(PY) -m stepprune_jax.bench.backbone --attention matmul xla --load_gb 2
 
+# Compiles for GPUs and TPUs that need not be here; AOT_FLAGS=--full for 7B and every target.
+aot: $(AOT_VENV)/.installed
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m stepprune_jax.aot $(AOT_FLAGS)
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/aot tests/training/test_dry_run_target.py
+
+$(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(AOT_VENV)
+	$(AOT_VENV)/bin/pip install --quiet --upgrade pip
+	$(AOT_VENV)/bin/pip install --quiet -r requirements-dev.txt -e ".[aot]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) runs build *.egg-info

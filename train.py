@@ -22,6 +22,9 @@ _WORKDIR = flags.DEFINE_string(
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check configuration and data, report memory, operations and hours, and exit."
 )
+_TARGET = flags.DEFINE_string(
+    "target", None, "With --dry_run: devices that need not be here: h200:2, a6000:2, v5e:2x4."
+)
 _PROFILE = flags.DEFINE_string("profile", None, "FIRST:LAST, updates to profile, from 1.")
 
 
@@ -31,11 +34,13 @@ def main() -> None:
         run = read_run(_CONFIG.value)
     if _DRY_RUN.value:
         with user_input():
-            use_virtual_devices(run)
-        dry_run(run, _WORKDIR.value)
+            use_virtual_devices(run, _TARGET.value)
+        dry_run(run, _WORKDIR.value, _TARGET.value)
         return
     window = None
     with user_input():
+        if _TARGET.value is not None:
+            raise ValueError("--target is for a dry run: add --dry_run")
         distributed.use_cores(run.cpu_devices)
         distributed.start()
         if _PROFILE.value is not None:

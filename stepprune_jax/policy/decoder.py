@@ -154,7 +154,8 @@ def _decode(params, config, context, queries, cache, first):
     ) / math.sqrt(query.shape[-1])
     if config.stop == "hazard":
         stop, *own = _hazard(weights["hazard"], config, context, queries, cache, first)
-        logits = jnp.concatenate([logits[..., :-1], stop[..., None]], axis=-1)
+        # Not a concatenation: fused with the readout, XLA's CUDA backend fails to compile it.
+        logits = logits.at[..., -1].set(stop)
         histories.append(own)
     key, value = zip(*histories, history, strict=True)
     return logits, Cache(key, value)

@@ -42,12 +42,26 @@ def _log_density(backend: str, u: Array) -> Array:
     return -jnp.abs(u) - jnp.log(2.0).astype(u.dtype)
 
 
+def _cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array, "*b n"]:
+    """Logarithms of the running sums of e^z along the last axis."""
+    axis = z.ndim - 1
+
+    def scan(z):
+        return jax.lax.associative_scan(jnp.logaddexp, z, reverse=reverse, axis=axis)
+
+    def window(z):
+        return jax.lax.cumlogsumexp(z, axis=axis, reverse=reverse)
+
+    # As a window, fused with its neighbours, it takes XLA's TPU compiler minutes.
+    return jax.lax.platform_dependent(z, tpu=scan, default=window)
+
+
 def _lapsum_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
     """Closed form: between neighbouring scores the total mass is A e^b + B e^-b + C in b."""
     n = z.shape[-1]
     z = jnp.sort(z, axis=-1)
-    below = jax.lax.cumlogsumexp(z, axis=z.ndim - 1)  # log sum_{j <= i} e^z_j
-    above = jax.lax.cumlogsumexp(-z, axis=z.ndim - 1, reverse=True)  # log sum_{j >= i} e^-z_j
+    below = _cumlogsumexp(z)  # log sum_{j <= i} e^z_j
+    above = _cumlogsumexp(-z, reverse=True)  # log sum_{j >= i} e^-z_j
     # Strictly above, with an empty sum after the last score.
     above = jnp.concatenate([above[..., 1:], jnp.full_like(z[..., :1], _ABSENT)], axis=-1)
     rank = jnp.arange(1, n + 1)

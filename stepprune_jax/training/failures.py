@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,12 @@ class Guard:
 
 
 @contextlib.contextmanager
-def memory_advice(run: Run) -> Iterator[None]:
+def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[None]:
     """Turns the compiler's and the allocator's report of too little memory into one line.
 
     Args:
         run: settings of the run.
+        devices: devices that it uses; by default all that jax sees.
 
     Raises:
         ValueError: memory was not enough; the message says what to change.
@@ -85,29 +86,33 @@ def memory_advice(run: Run) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first_line, remedies = str(error).strip().splitlines()[0], "; ".join(_remedies(run))
+        first_line, changes = str(error).strip().splitlines()[0], "; ".join(remedies(run, devices))
         with user_input():
             raise ValueError(
-                f"the devices' memory is not enough: {remedies}. jax says: {first_line}"
+                f"the devices' memory is not enough: {changes}. jax says: {first_line}"
             ) from error
 
 
-def _remedies(run: Run) -> list[str]:
-    """What needs less memory and is not done yet, the least costly first."""
-    spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh))
+def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
+    """Lists what needs less memory and is not done yet, the least costly first.
+
+    Args:
+        run: settings of the run.
+        devices: devices that it uses; by default all that jax sees.
+    """
+    devices = jax.devices() if devices is None else devices
+    spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))
     each, rows = run.batch_size // spread, run.model.rows_at_once
-    remedies = []
+    changes = []
     if rows != 1 and each > 1:
         now = f"{rows} rows" if rows else f"all {each} rows of a device"
-        remedies.append(f"lower config.model.rows_at_once (the frozen model runs {now} at a time)")
+        changes.append(f"lower config.model.rows_at_once (the frozen model runs {now} at a time)")
     if not run.model.remat:
-        remedies.append("set config.model.remat=True (recomputes blocks instead of keeping them)")
+        changes.append("set config.model.remat=True (recomputes blocks instead of keeping them)")
     if run.model.dtype == "float32":
-        remedies.append("set config.model.dtype=bfloat16")
-    if jax.device_count() > 1 and run.mesh in ("single", "data"):
-        remedies.append(
-            f"set config.mesh=fsdp (cuts the weights over {jax.device_count()} devices)"
-        )
+        changes.append("set config.model.dtype=bfloat16")
+    if len(devices) > 1 and run.mesh in ("single", "data"):
+        changes.append(f"set config.mesh=fsdp (cuts the weights over {len(devices)} devices)")
     if each > 1:
-        remedies.append(f"lower config.batch_size ({run.batch_size}; this changes what is learned)")
-    return remedies or ["use more devices, or larger ones"]
+        changes.append(f"lower config.batch_size ({run.batch_size}; this changes what is learned)")
+    return changes or ["use more devices, or larger ones"]

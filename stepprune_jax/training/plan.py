@@ -1,8 +1,9 @@
 """What a run would take, compiled and counted from shapes: `train.py --dry_run`."""
 
 import collections
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ from stepprune_jax.models import vlm
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
+from stepprune_jax.parallel.sharding import BATCH_RULES, build_mesh, shardings
+from stepprune_jax.parallel.targets import Target, make_target, missing, read_name
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches
+from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
 from stepprune_jax.user_input import user_input
@@ -56,7 +59,9 @@ class Plan(NamedTuple):
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
-def make_plan(batches: Batches, setup: step.Setup, dtype: Any, rows: int) -> Plan:
+def make_plan(
+    batches: Batches, setup: step.Setup, dtype: Any, rows: int, target: Target | None = None
+) -> Plan:
     """Compiles the widest update, and counts the operations of each.
 
     Args:
@@ -64,6 +69,7 @@ def make_plan(batches: Batches, setup: step.Setup, dtype: Any, rows: int) -> Pla
         setup: the static part of the update.
         dtype: dtype of the frozen weights.
         rows: rows of a batch.
+        target: devices that jax does not see, those of the mesh; by default it sees them.
     """
     apart = max(1, setup.steps // _SAMPLED)
     widths = collections.Counter(
@@ -76,13 +82,15 @@ def make_plan(batches: Batches, setup: step.Setup, dtype: Any, rows: int) -> Pla
         for leaf in jax.tree.leaves(abstract_weights(setup, dtype))
     )
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
-    memory = planned_memory(traced[widest])
+    memory = planned_memory(traced[widest], target)
     mesh = setup.forward.mesh
     return Plan(mesh.size if mesh else 1, held, memory, flops / widths.total(), dict(widths))
 
 
-def planned_memory(traced: Any) -> Usage:
+def planned_memory(traced: Any, target: Target | None = None) -> Usage:
     """Compiles what `trace_update` returned; returns its memory on each device."""
+    if target is not None:
+        return usage(target.compile(traced))
     on_cpu = jax.default_backend() == "cpu"
     return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
 
@@ -140,27 +148,34 @@ def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
     )
 
 
-def use_virtual_devices(run: Run) -> None:
-    """Makes as many CPU devices as the configuration plans for; before jax starts.
+def use_virtual_devices(run: Run, target: str | None = None) -> None:
+    """Makes as many CPU devices as are planned for; before jax starts.
 
-    Where jax sees accelerators, those are used and these are not.
+    Where jax sees accelerators, those are used and these are not, unless there is a target.
 
     Args:
         run: settings of the run.
+        target: as in `dry_run`.
 
     Raises:
-        ValueError: the group `accelerator` is missing.
+        ValueError: the group `accelerator` is missing, or a bad target.
     """
-    jax.config.update("jax_num_cpu_devices", _planned_for(run).count)
+    jax.config.update("jax_num_cpu_devices", _planned_for(run, target).count)
+    if target is not None:
+        jax.config.update("jax_platforms", "cpu")
 
 
-def _planned_for(run: Run) -> AcceleratorSettings:
+def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
+    """The group `accelerator`, with the devices of the target if there is one."""
     if run.accelerator is None:
         raise ValueError("config.accelerator is missing")
-    return run.accelerator
+    if target is None:
+        return run.accelerator
+    named = read_name(target)
+    return dataclasses.replace(run.accelerator, name=named.accelerator, count=named.count)
 
 
-def dry_run(run: Run, workdir: str | Path) -> Plan:
+def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
     """Checks configuration and data, compiles the update from abstract weights, and prints.
 
     Neither weights nor accelerators are needed: of the model's folder only its configuration, its
@@ -170,30 +185,42 @@ def dry_run(run: Run, workdir: str | Path) -> Plan:
     Args:
         run: settings of the run.
         workdir: folder of the run.
+        target: devices to plan for with their own compiler, as `targets.read_name` takes them.
+            Where it is not installed, the CPU's plans for as many, and a line says so.
 
     Returns:
         What was printed.
 
     Raises:
         FileNotFoundError: model or data is missing.
-        ValueError: a bad configuration or bad data, or too few devices.
+        ValueError: a bad configuration or bad data, a bad target, too few devices, or a compiler
+            that refuses the update because it does not fit.
     """
     with user_input():
-        mesh = make_mesh(run, _devices(run))
+        run = dataclasses.replace(run, accelerator=_planned_for(run, target))
+        problem = missing(target) if target else None
+        if problem:
+            print(f"target      {target}: {problem}; the CPU's plans in its place", flush=True)
+        compiler = make_target(target) if target and not problem else None
+        devices = compiler.devices if compiler else _devices(run, target)
+        mesh = make_mesh(run, devices)
+        if compiler and mesh is None:  # a mesh says which device it is
+            mesh = build_mesh("single", devices)
         source = inspect_folder(*model_folders(run))
         setup = make_setup(run, source.config, mesh)
         data = training_source(run, Path(workdir).expanduser().resolve())
         batches = open_batches(run, data, file_identity(data.file), source)
-    plan = make_plan(batches, setup, model_dtype(run), run.batch_size)
-    for line in _report(plan, run, setup):
+    with memory_advice(run, devices):
+        plan = make_plan(batches, setup, model_dtype(run), run.batch_size, compiler)
+    for line in _report(plan, run, setup, devices):
         print(line, flush=True)
     return plan
 
 
-def _devices(run: Run) -> list[Any]:
+def _devices(run: Run, target: str | None) -> list[Any]:
     """The accelerators that there are, else as many CPU devices as are planned for."""
-    devices, count = jax.devices(), _planned_for(run).count
-    if jax.default_backend() != "cpu":
+    devices, count = jax.devices(), run.accelerator.count
+    if jax.default_backend() != "cpu" and target is None:
         return devices
     if len(devices) < count:
         raise ValueError(
@@ -203,14 +230,14 @@ def _devices(run: Run) -> list[Any]:
     return devices[:count]
 
 
-def _report(plan: Plan, run: Run, setup: step.Setup) -> Iterator[str]:
+def _report(plan: Plan, run: Run, setup: step.Setup, devices: Sequence[Any]) -> Iterator[str]:
     """The plan in lines."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
     device, mesh = ACCELERATORS[name], setup.forward.mesh
     parts = row_count(mesh)
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
-    backend = jax.default_backend()
-    kind = "virtual CPU" if backend == "cpu" else backend
+    backend = devices[0].platform
+    kind = "virtual CPU" if backend == "cpu" else devices[0].device_kind
     yield f"mesh        {sizes}: {plan.devices} {kind} device(s)"
     rows = setup.forward.rows or run.batch_size
     yield (
@@ -229,6 +256,8 @@ def _report(plan: Plan, run: Run, setup: step.Setup) -> Iterator[str]:
         f"            {name}: {device.memory / gib:.1f} GiB, {verdict} "
         f"({use.total / device.memory:.0%})"
     )
+    if use.total > device.memory:
+        yield f"            to change: {'; '.join(remedies(run, devices))}"
     total = sum(plan.widths.values())
     shares = ", ".join(
         f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())

@@ -1,0 +1,165 @@
+"""Compiles what a user runs for GPUs and TPUs that this machine does not have, and prints a table.
+
+    python -m stepprune_jax.aot                    # small shapes: minutes
+    python -m stepprune_jax.aot --full             # LLaVA-7B, every ablation and target: hours
+    python -m stepprune_jax.aot --target a6000:2 --config configs/llava7b.py --program update
+
+Without flags a selection of targets, configurations and programs is compiled; flags name others,
+and all combinations of them are compiled. The exit status is 1 if a program failed to compile.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from stepprune_jax.aot.hlo import loops
+from stepprune_jax.aot.programs import DTYPES, Programs, load_run
+from stepprune_jax.command_line import Parser, one_line_errors
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.parallel.compiling import usage
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.parallel.targets import Target, make_target
+from stepprune_jax.user_input import user_input
+
+NAME = "python -m stepprune_jax.aot"
+COLUMNS = (
+    "target", "devices", "configuration", "dtype", "program", "GiB a device", "kernels in loops",
+    "CPU seconds", "result",
+)  # fmt: skip
+
+SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
+TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
+ABLATIONS = ("alive", "autoselect", "causal", "last", "uniform")
+PICKS = ("policy.pick 1", "policy.pick 2", "policy.pick 8")
+# Those that have failed on some target, or are built like them.
+CRITICAL = (*PICKS, "prefill cut")
+
+
+class Group(NamedTuple):
+    """All combinations of these; no program names mean all that the configuration has."""
+
+    targets: Sequence[str]
+    configs: Sequence[str]
+    dtypes: Sequence[str]
+    programs: Sequence[str] = ()
+
+
+SHORT = (
+    Group(("h200", "v5e"), (SHAPES,), ("float32",)),
+    Group(("h200", "v5e"), (SHAPES,), ("bfloat16",), CRITICAL),
+    Group(("a100", "a6000:2", "v5e:2x4", "v6e"), (SHAPES,), ("float32",), CRITICAL),
+)
+FULL = (
+    Group(TARGETS, (SHAPES, f"{SHAPES}:literal"), ("float32", "bfloat16")),
+    Group(TARGETS, [f"configs/ablations/{name}.py" for name in ABLATIONS], ("float32",)),
+    Group(TARGETS, (LLAVA, f"{LLAVA}:literal"), ("mixed", "bfloat16")),
+)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = Parser(
+        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="7B shapes, every ablation and target")
+    parser.add_argument("--target", nargs="+", help="such as h200, a6000:2, v5e:2x4")
+    parser.add_argument("--config", nargs="+", help="files, such as configs/shapes.py:literal")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="of model and policy")
+    parser.add_argument("--program", nargs="+", help="such as update, or 'select own 8'")
+    flags = parser.parse_args(arguments)
+    if flags.full and (flags.target or flags.config or flags.dtype or flags.program):
+        parser.error("--full stands alone: it has targets, configurations and programs of its own")
+    return flags
+
+
+def groups(flags: argparse.Namespace) -> Sequence[Group]:
+    """What the flags ask for."""
+    if flags.full:
+        return FULL
+    if not (flags.target or flags.config or flags.dtype or flags.program):
+        return SHORT
+    return (
+        Group(
+            flags.target or ("h200", "v5e"), flags.config or (SHAPES,),
+            flags.dtype or ("float32",), flags.program or (),
+        ),
+    )  # fmt: skip
+
+
+def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[list[str], bool]:
+    """Compiles a program.
+
+    Args:
+        device_memory: bytes of a device.
+        to: what for.
+        traced: the program.
+
+    Returns:
+        Memory, kernels, CPU seconds and result, and whether it compiled. That a program does not
+        fit is a result as well.
+    """
+    begin = time.process_time()  # of all threads: what the wall clock says depends on the machine
+    try:
+        compiled = to.compile(traced)
+    except jax.errors.JaxRuntimeError as error:
+        seconds, said = f"{time.process_time() - begin:.1f}", " ".join(str(error).split())
+        if said.startswith("RESOURCE_EXHAUSTED"):
+            return ["-", "-", seconds, "does not fit"], True
+        return ["-", "-", seconds, "FAILED: " + said[:300].replace("|", "/")], False
+    seconds, size = time.process_time() - begin, usage(compiled).total
+    kernels = " ".join(str(loop.kernels) for loop in loops(compiled.as_text())) or "-"
+    result = "ok" if size <= device_memory else "does not fit"
+    return [f"{size / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
+
+
+def rows(group: Group) -> Iterator[tuple[list[str], bool]]:
+    """Compiles a group: the lines of the table, and whether each program compiled.
+
+    Raises:
+        FileNotFoundError: there is no such configuration.
+        ValueError: a target that is unknown or cannot be compiled for here, a bad configuration,
+            or a program that it does not have.
+    """
+    for name, config, dtype in itertools.product(group.targets, group.configs, group.dtypes):
+        with user_input():
+            to = make_target(name)
+            kind = to.devices[0].device_kind
+            # TPUs have less memory each: there the frozen weights are cut.
+            preset = "fsdp" if kind.startswith("TPU") else "data"
+            programs = Programs(load_run(config), build_mesh(preset, to.devices), dtype)
+            known = programs.names()
+            unknown = sorted(set(group.programs) - set(known))
+            if unknown:
+                raise ValueError(
+                    f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}"
+                )
+        for program in group.programs or known:
+            memory = ACCELERATORS[known_as(kind)].memory
+            cells, compiled = compile_row(memory, to, programs.trace(program))
+            yield [name, str(len(to.devices)), config, dtype, program, *cells], compiled
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 if a program failed to compile, else 0."""
+    flags = parse(arguments)
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    failed = 0
+    for group in groups(flags):
+        for row, compiled in rows(group):
+            print("| " + " | ".join(row) + " |", flush=True)
+            failed += not compiled
+    if failed:
+        print(f"{NAME}: {failed} program(s) failed to compile", file=sys.stderr)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    # Before anything asks jax for devices: there is none that could be used.
+    jax.config.update("jax_platforms", "cpu")
+    with one_line_errors(NAME):
+        sys.exit(main())

@@ -1,0 +1,337 @@
+"""What a user runs, as named programs of a run's settings, traced from shapes alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax import policy
+from stepprune_jax.bench.memory import MODELS
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.inference import decoding, pipeline
+from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.parallel.placement import jit_for_weights, row_count
+from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
+from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
+from stepprune_jax.policy.layers import compute_dtype
+from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained, View
+from stepprune_jax.pruning.autoselect import AutoSelect
+from stepprune_jax.studies.variants import load_config
+from stepprune_jax.training import Run, plan, read_run, selectors, step
+from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.language_loss import row_losses
+from stepprune_jax.training.settings import make_setup
+
+# Name to the dtypes of the frozen model and of the selector.
+DTYPES = {
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "mixed": ("bfloat16", "float32"),
+}
+NEW_TOKENS = 32  # longest answer
+
+# Rows of the programs that choose tokens of an image.
+ROWS = (1, 2, 8)
+
+_WHOLE = ((r".*", P()),)
+
+
+def load_run(name: str) -> Run:
+    """Reads and checks a configuration file.
+
+    Args:
+        name: its path, with an argument after a colon: "configs/shapes.py:literal".
+
+    Returns:
+        The settings of its run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is bad.
+    """
+    return read_run(load_config(name))
+
+
+def model_of(run: Run) -> ModelConfig:
+    """Returns the shape of a run's model; the published LLaVA-v1.5 need no folder."""
+    name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
+    name = name.replace("llava-1.5", "llava")
+    if name in MODELS:
+        return LlavaConfig.from_hf(MODELS[name])
+    return inspect_folder(*model_folders(run)).config
+
+
+class Programs:
+    """The programs of a run on a mesh."""
+
+    def __init__(self, run: Run, mesh: Mesh, dtype: str):
+        """Builds the static part of the programs.
+
+        Args:
+            run: from `load_run`.
+            mesh: of a target's devices, from `build_mesh`.
+            dtype: of `DTYPES`.
+
+        Raises:
+            ValueError: the settings do not fit the mesh.
+        """
+        frozen, own = DTYPES[dtype]
+        group = selectors.METHODS[run.method][1]
+        run = dataclasses.replace(run, **{group: {**getattr(run, group), "dtype": own}})
+        self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
+        self._model = model_of(run)
+        self._setup = make_setup(run, self._model, mesh)
+        self._tokens = self._model.max_image_tokens
+        unit = run.data.length_multiple
+        self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
+
+    def names(self) -> tuple[str, ...]:
+        """Lists what there is to trace."""
+        return tuple(self._table())
+
+    def trace(self, name: str) -> Any:
+        """Traces a program; the result has `lower`.
+
+        Args:
+            name: one of `names`.
+        """
+        return self._table()[name]()
+
+    def _table(self) -> dict[str, Callable[[], Any]]:
+        table = {
+            "update": self._update,
+            "statistics": self._statistics,
+            "validation": self._validation,
+            "tower": self._tower,
+            "view": self._view,
+            "rank": self._rank,
+            "take": self._take,
+            "place": self._place_tokens,
+            "prefill": self._prefill,
+            "prefill cut": functools.partial(self._prefill, self._cut),
+            "decode": self._decode,
+            "decode cut": functools.partial(self._decode, self._cut),
+        }
+        for rows in ROWS:
+            exact = Budget("count", self._kept)
+            table[f"select {rows}"] = functools.partial(self._select, exact, rows)
+        if isinstance(self._setup.selector, PolicyConfig):
+            for rows in ROWS:
+                own = functools.partial(self._select, Budget("own"), rows)
+                table[f"select own {rows}"] = own
+            table["policy.select_parallel"] = functools.partial(
+                self._choose, policy.select_parallel, self._rows
+            )
+            for rows in ROWS:
+                table[f"policy.pick {rows}"] = functools.partial(self._choose, policy.pick, rows)
+        return table
+
+    # Shapes and where they lie.
+
+    def _place(self, tree: Any, rules: Any = _WHOLE) -> Any:
+        """Shapes with the shardings of the rules."""
+        return jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            tree,
+            shardings(tree, rules, self._mesh),
+        )
+
+    def _by_rows(self, tree: Any) -> Any:
+        """Shapes that begin with a row axis, which is split where the mesh divides it."""
+        rows = jax.tree.leaves(tree)[0].shape[0]
+        return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
+
+    @functools.cached_property
+    def _weights(self) -> Any:
+        return plan.abstract_weights(self._setup, self._dtype)
+
+    @functools.cached_property
+    def _policy(self) -> Any:
+        selector = self._setup.selector
+        key = jax.random.key(0)
+        return self._place(jax.eval_shape(lambda: selectors.init(key, selector)))
+
+    @functools.cached_property
+    def _stats(self) -> Any:
+        return self._place(jax.eval_shape(lambda: FeatureStats.start(self._model.feature_width)))
+
+    @property
+    def _kept(self) -> int:
+        """Tokens of an image that a budget leaves."""
+        return -(-self._tokens // 4)
+
+    @property
+    def _cut(self) -> Pruner:
+        layer = min(FastV.layer, self._model.text.num_layers - 1)
+        return FastV(Budget("count", self._kept), layer)
+
+    def _pixels(self, rows: int) -> Any:
+        return self._by_rows(self._model.family.max_pixels(self._model, rows))
+
+    def _features(self, rows: int) -> Any:
+        return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
+
+    def _kept_tokens(self, rows: int) -> Kept:
+        index = _shape((rows, self._kept))
+        tokens = _shape((*index.shape, self._model.feature_width), self._dtype)
+        return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
+
+    def _pruner_view(self, rows: int) -> View:
+        text = (rows, self._bucket.text)
+        count = _shape((rows,))
+        return self._by_rows(
+            View(
+                tokens=self._features(rows),
+                valid=None,
+                grid=_shape((rows, 2)),
+                text=_shape((*text, self._model.text.hidden_size), self._dtype),
+                text_valid=_shape(text, bool),
+                number=count,
+                count=count,
+            )
+        )
+
+    def _sequence(self, rows: int) -> vlm.Sequence:
+        """A question with all visual tokens."""
+        shape = (rows, self._bucket.text + self._tokens - 1, self._model.text.hidden_size)
+        function = functools.partial(vlm.from_embeddings, self._model)
+        return self._by_rows(jax.eval_shape(function, _shape(shape, self._dtype), _shape((rows,))))
+
+    # Training.
+
+    def _update(self) -> Any:
+        return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
+
+    def _statistics(self) -> Any:
+        real = self._by_rows(_shape((self._rows,), bool))
+        return step.gather_stats.trace(
+            self._weights, self._stats, self._pixels(self._rows), real, setup=self._setup
+        )
+
+    def _validation(self) -> Any:
+        kept = self._kept_tokens(self._rows)
+        targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
+        return jit_for_weights(row_losses, ("model", "options")).trace(
+            self._weights,
+            model=self._model,
+            options=self._setup.forward._replace(rows=0),
+            kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
+            targets=self._by_rows(targets),
+        )
+
+    # From images to answers: the programs of `inference.pipeline`, in their order.
+
+    def _tower(self) -> Any:
+        return pipeline.run_encode.trace(
+            self._weights,
+            self._model,
+            self._pixels(self._rows),
+            taps=(),
+            attention=self._setup.forward.attention,
+            mesh=self._mesh,
+        )
+
+    def _view(self) -> Any:
+        row = _shape((self._rows,))
+        words = _shape((self._rows, self._bucket.text))
+        features, row, words = self._by_rows((self._features(self._rows), row, words))
+        return pipeline.run_view.trace(
+            self._weights, self._model, features, (), row, words, row, mesh=self._mesh
+        )
+
+    def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
+        """The selector as a pruner, and what it has learned."""
+        selector = self._setup.selector
+        kind = StepPrune if isinstance(selector, PolicyConfig) else AutoSelect
+        bias = self._place(_shape((), jnp.float32))
+        return kind(budget, config=selector).program(), Trained(self._policy, self._stats, bias)
+
+    def _select(self, budget: Budget, rows: int) -> Any:
+        pruner, learned = self._pruner(budget)
+        capacity = self._kept if budget.is_exact else pruner.most(self._tokens)
+        return pipeline.run_select.trace(pruner, learned, self._pruner_view(rows), capacity)
+
+    def _rank(self) -> Any:
+        pruner, learned = self._pruner(Budget("count", self._kept))
+        steps = pruner.most(self._tokens)
+        return pipeline.run_rank.trace(pruner, learned, self._pruner_view(self._rows), steps)
+
+    def _take(self) -> Any:
+        order, count = _shape((self._rows, self._tokens)), _shape((self._rows,))
+        arrays = self._by_rows((self._features(self._rows), order, count))
+        return pipeline.run_take.trace(*arrays, capacity=self._kept)
+
+    def _place_tokens(self) -> Any:
+        row, one = _shape((self._rows,)), _shape((self._rows, 1))
+        ids, grid = _shape((self._rows, self._bucket.text)), _shape((self._rows, 2))
+        present = _shape(one.shape, bool)
+        ids, length, grid, slot, present = self._by_rows((ids, row, grid, one, present))
+        return pipeline.run_place.trace(
+            self._weights,
+            self._model,
+            ids,
+            length,
+            self._kept_tokens(self._rows),
+            grid,
+            slot,
+            present,
+            positions="original",
+            capacity=self._bucket.text + self._kept - 1,
+            mesh=self._mesh,
+        )
+
+    def _start(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of `decoding.start` for one question; the weights come before them."""
+        sequence, stages, pruning = self._sequence(1), decoding.ONE_STAGE, ()
+        if pruner is not None:
+            length = self._bucket.text + self._kept - 1
+            cuts = pruner.cuts(self._model, self._tokens)
+            stages = decoding.Stages(pruner.program(), cuts, (length,))
+            pruning = ((), (self._place(_shape((1, 1))),))
+        keys = self._place(jax.eval_shape(lambda: decoding.row_keys(jax.random.key(0), 1)))
+        arguments = (sequence, keys, self._sampling, pruning)
+        attention = self._setup.forward.attention
+        options = {"stages": stages, "max_tokens": NEW_TOKENS, "attention": attention}
+        return arguments, options
+
+    @property
+    def _sampling(self) -> decoding.Sampling:
+        number = _shape((), jnp.float32)
+        return self._place(decoding.Sampling(number, number, _shape((1,))))
+
+    def _prefill(self, pruner: Pruner | None = None) -> Any:
+        arguments, options = self._start(pruner)
+        return decoding.run_start.trace(
+            self._weights, self._model, *arguments, mesh=self._mesh, **options
+        )
+
+    def _decode(self, pruner: Pruner | None = None) -> Any:
+        arguments, options = self._start(pruner)
+        start = functools.partial(decoding.start, config=self._model, **options)
+        names = ("sequence", "keys", "sampling", "pruning")
+        state, _ = jax.eval_shape(start, self._weights, **dict(zip(names, arguments, strict=True)))
+        limit = self._place(_shape(()))
+        return decoding.run_decode.trace(
+            self._weights, self._model, self._place(state), self._sampling, limit, mesh=self._mesh
+        )
+
+    # The policy by itself.
+
+    def _choose(self, function: Callable[..., Any], rows: int) -> Any:
+        """Traces `policy.pick` or `policy.select_parallel`."""
+        config = self._setup.selector
+        shape = (rows, self._tokens + 1, config.policy_width)
+        memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
+        return jax.jit(function, static_argnames="config").trace(self._policy, config, memory)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

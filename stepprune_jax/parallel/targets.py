@@ -1,0 +1,259 @@
+"""Accelerators to compile for without having one: their devices, and options for their compilers.
+
+XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine. A topology tells
+them what they have to know of a device. Its devices can stand in a mesh and programs be compiled
+for them; nothing can be run there.
+"""
+
+import importlib.util
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from stepprune_jax.parallel.accelerators import known_as
+from stepprune_jax.user_input import nearest
+
+# What XLA says of a product for which its first choice of Triton tiles is none. With a device it
+# would try others, and cuBLAS.
+_NO_TILES = "Couldn't find output tile sizes"
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+INSTALL = 'pip install "stepprune-jax[aot]"'
+
+
+class Target(NamedTuple):
+    """Devices of one kind that programs can be compiled for.
+
+    Attributes:
+        name: as it was given, for example "h200:2" or "v5e:2x4".
+        devices: that a mesh can be made of.
+        options: what the compiler needs where there is no device.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compile(self, traced: Any) -> Any:
+        """Compiles a traced program whose arguments lie on `devices`.
+
+        Args:
+            traced: what `jax.jit(...).trace` returned.
+
+        Returns:
+            A `jax.stages.Compiled`, which cannot be run.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the compiler failed, or the program is too large for a TPU.
+        """
+        lowered = traced.lower()
+        try:
+            return lowered.compile(compiler_options=self.options)
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_TILES not in str(error):
+                raise
+        return lowered.compile(compiler_options=self.options | _WITHOUT_TRITON)
+
+
+class Card(NamedTuple):
+    """What XLA has to know of a CUDA device.
+
+    Attributes:
+        name: as the driver has it.
+        capability: compute capability, major and minor.
+        cores: streaming multiprocessors.
+        fpus: float32 units of a core.
+        threads: most threads that a core holds.
+        shared: KiB of shared memory of a core; a block gets one less.
+        bandwidth: of the device's memory, bytes a second.
+        cache: MiB of the second-level cache.
+        clock: GHz at most.
+        memory: bytes that the driver reports.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    threads: int
+    shared: int
+    bandwidth: int
+    cache: int
+    clock: float
+    memory: int
+
+
+# As in NVIDIA's data sheets and, for threads and shared memory, the table of compute capabilities
+# of the CUDA programming guide.
+CARDS = {
+    "h200": Card(
+        "NVIDIA H200", (9, 0), 132, 128, 2048, 228, 4_800_000_000_000, 50, 1.98, 151_397_597_184
+    ),
+    "a100": Card(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 164, 2_039_040_000_000, 40, 1.41,
+        85_100_068_864,
+    ),
+    "a6000": Card(
+        "NVIDIA RTX A6000", (8, 6), 84, 128, 1536, 100, 768_096_000_000, 6, 1.8, 51_041_271_808
+    ),
+}  # fmt: skip
+
+# Generation to the layout of chips that it is given without one: the smallest.
+TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
+
+
+class Named(NamedTuple):
+    """What the name of a target says, whatever is installed.
+
+    Attributes:
+        kind: of `CARDS` or `TPUS`.
+        size: number of cards, or layout of chips.
+        count: of devices.
+        accelerator: their name in `parallel.accelerators.ACCELERATORS`.
+    """
+
+    kind: str
+    size: str
+    count: int
+    accelerator: str
+
+
+def read_name(name: str) -> Named:
+    """Reads the name of a target.
+
+    Args:
+        name: a card of `CARDS`, with the number of them after a colon unless it is one, or a
+            generation of `TPUS`, with the layout of its chips: "h200", "a6000:2", "v5e:2x4".
+
+    Returns:
+        What it says.
+
+    Raises:
+        ValueError: an unknown name, or a bad number or layout.
+    """
+    kind, colon, size = name.partition(":")
+    if kind in CARDS:
+        if colon and not re.fullmatch(r"[1-9]\d*", size):
+            raise ValueError(f"target {name!r}: expected a number of cards, such as {kind}:2")
+        return Named(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
+    if kind in TPUS:
+        if colon and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", size):
+            raise ValueError(f"target {name!r}: expected a layout of chips, such as {kind}:2x4")
+        size = size or TPUS[kind]
+        return Named(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
+    known = (*CARDS, *TPUS)
+    raise ValueError(
+        f"target {name!r} is unknown, expected one of {', '.join(known)}, such as h200:2 or "
+        f"v5e:2x4.{nearest(kind, known)}"
+    )
+
+
+def make_target(name: str) -> Target:
+    """Makes the devices of a target, before or after jax has started.
+
+    Args:
+        name: as in `read_name`.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: a bad name, or the compiler is not installed.
+    """
+    named, problem = read_name(name), missing(name)
+    if problem:
+        raise ValueError(f"target {name!r}: {problem}")
+    return (_cuda if named.kind in CARDS else _tpu)(name, named)
+
+
+def missing(name: str) -> str | None:
+    """What the compiler of a target lacks on this machine, in one line, or None.
+
+    Args:
+        name: as in `read_name`.
+
+    Raises:
+        ValueError: a bad name.
+    """
+    if read_name(name).kind in CARDS:
+        there = _has("jax_cuda12_plugin") and _cuda_toolkit()
+        return None if there else f"XLA's CUDA compiler is missing: {INSTALL}"
+    return None if _has("libtpu") else f"XLA's TPU compiler is missing: {INSTALL}"
+
+
+def _has(module: str) -> bool:
+    """Whether a module is installed."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _cuda_toolkit() -> Path | None:
+    """The folder of ptxas and libdevice: that of NVIDIA's package, else the machine's own."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = spec.submodule_search_locations if spec else ()
+    own = [Path(root) / "cuda_nvcc" for root in packages]
+    folders = (*own, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
+    return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
+
+
+def _cuda(name: str, named: Named) -> Target:
+    """A target of cards in one machine."""
+    card = CARDS[named.kind]
+    major, minor = card.capability
+    optin = (card.shared - 1) << 10
+    # Limits that all of these cards share stand as numbers.
+    text = f"""
+      gpu_device_info {{
+        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {card.threads}
+        core_count: {card.cores} fpus_per_core: {card.fpus} clock_rate_ghz: {card.clock}
+        shared_memory_per_block: 49152 shared_memory_per_core: {card.shared << 10}
+        shared_memory_per_block_optin: {optin}
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        memory_bandwidth: {card.bandwidth} l2_cache_size: {card.cache << 20}
+        device_memory_size: {card.memory}
+        cuda_compute_capability {{ major: {major} minor: {minor} }}
+      }}
+      runtime_version {{ major: 12 minor: 8 patch: 0 }}
+      dnn_version_info {{ major: 9 minor: 10 }}
+      platform_name: "CUDA"
+      device_description_str: "{card.name}"
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="without a device", topology=f"1x1x{named.count}",
+        target_config=text,
+    )  # fmt: skip
+    toolkit = str(_cuda_toolkit())
+    # Autotuning would run candidates on the device.
+    options = {"xla_gpu_cuda_data_dir": toolkit, "xla_gpu_autotune_level": 0}
+    return Target(name, tuple(topology.devices), options)
+
+
+def _tpu(name: str, named: Named) -> Target:
+    """A target of TPU chips in a layout."""
+    import libtpu
+
+    # Else libtpu asks the network what machine it is on, and lets one process in at a time, as if
+    # each took the chips.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
+    sizes = tuple(map(int, named.size.split("x")))
+    hosts = {}
+    if len(sizes) == 2 and named.count <= 8:  # as many as one machine of v5e or v6e has
+        hosts = {"chips_per_host_bounds": (*sizes, 1)}
+    try:
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{named.kind}:{named.size}", **hosts
+        )
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).splitlines()[0]
+        if not said.startswith("INVALID_ARGUMENT"):
+            raise
+        raise ValueError(f"target {name!r}: libtpu has no such layout of chips: {said}") from error
+    return Target(name, tuple(topology.devices), {})

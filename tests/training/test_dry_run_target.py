@@ -1,0 +1,89 @@
+"""A dry run for devices that are not here, with their own compiler or without it."""
+
+import jax
+import pytest
+from tiny_run import make_run, write_data
+
+from stepprune_jax import testing
+from stepprune_jax.parallel import targets
+from stepprune_jax.parallel.compiling import Usage
+from stepprune_jax.training import plan
+from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.plan import Plan, dry_run
+from stepprune_jax.user_input import is_user_error
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+
+
+def quick_run(world, **changes):
+    """Without Muon, which is most of what there is to compile."""
+    return make_run(*world, **{"optimizer.muon_lr": 0.0, "mesh": "data"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a6000:2", "NVIDIA RTX A6000"), ("v5e", "TPU v5 lite")]
+)
+def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
+    problem = targets.missing(name)
+    if problem:
+        pytest.skip(problem)
+    changes = {"mesh": "single"} if name == "v5e" else {}
+    planned, named = dry_run(quick_run(world, **changes), tmp_path, name), targets.read_name(name)
+    assert planned.devices == named.count
+    assert planned.weights < planned.memory.arguments and planned.memory.temporary > 0
+    printed = capsys.readouterr().out
+    assert f"{named.count} {kind} device(s)" in printed
+    assert f"as XLA's {'TPU' if name == 'v5e' else 'GPU'} compiler plans" in printed
+    assert f"{named.accelerator}: " in printed and "GiB, fits" in printed
+
+
+def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
+    world, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(plan, "missing", lambda name: "XLA's CUDA compiler is missing: pip x")
+    run = quick_run(world)
+    assert dry_run(run, tmp_path, "h200:2").devices == 2
+    printed = capsys.readouterr().out
+    assert "h200:2: XLA's CUDA compiler is missing: pip x; the CPU's plans in its place" in printed
+    assert "2 virtual CPU device(s)" in printed and "as XLA's CPU compiler plans" in printed
+    assert "h200: 131.3 GiB, fits" in printed
+    assert run.accelerator.name == "rtx-a6000"  # the run's own settings are as they were
+
+
+def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "missing", lambda name: "not here")
+    large = Plan(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
+    monkeypatch.setattr(plan, "make_plan", lambda *arguments: large)
+    dry_run(quick_run(world), tmp_path, "a6000:2")
+    verdict, change = capsys.readouterr().out.splitlines()[-4:-2]
+    assert "rtx-a6000: 44.7 GiB, DOES NOT FIT (2083%)" in verdict
+    assert change.strip().startswith("to change: lower config.model.rows_at_once")
+    assert "set config.model.remat=True" in change
+    assert "set config.mesh=fsdp (cuts the weights over 2 devices)" in change
+
+
+def test_a_compiler_that_refuses_for_memory_is_one_line(world, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Used 26.4G of 15.75G hbm.\nLargest allocations: ..."
+        )
+
+    monkeypatch.setattr(plan, "missing", lambda name: "not here")
+    monkeypatch.setattr(plan, "make_plan", refuse)
+    with pytest.raises(
+        ValueError, match=r"remat=True .*mesh=fsdp .*2 devices.* 26.4G of"
+    ) as refused:
+        dry_run(quick_run(world), tmp_path, "a6000:2")
+    assert is_user_error(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_bad_target_is_refused_before_anything_is_read(world, tmp_path):
+    run = quick_run(world, **{"model.folder": "./none"})
+    with pytest.raises(ValueError, match="target 'h20' is unknown"):
+        dry_run(run, tmp_path, "h20")
+    with pytest.raises(ValueError, match="target 'h20' is unknown"):
+        plan.use_virtual_devices(run, "h20")

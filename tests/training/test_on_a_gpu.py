@@ -1,0 +1,116 @@
+"""A CUDA device computes what the CPU does; without one these are skipped and say so."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import make_run, metrics, open_tiny, write_data
+
+from stepprune_jax import load_vlm, policy, testing
+from stepprune_jax.models.layers import Segment, attend, fused_attend
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.training import settings, step, train
+from stepprune_jax.workdir.metrics import MetricsLog
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    """The first CUDA device; full float32 products, so that results can be compared."""
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"needs a CUDA device, jax has {jax.default_backend()!r}")
+    with jax.default_matmul_precision("highest"):
+        yield jax.devices()[0]
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return jax.devices("cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [("xla", "float32", 1e-5), ("xla", "bfloat16", 2e-2), ("cudnn", "bfloat16", 2e-2)],
+)
+def test_every_attention_is_that_of_the_products(
+    gpu, cpu, implementation, dtype, tolerance, causal
+):
+    shape, keys = (2, 8, 96, 64), jax.random.split(jax.random.key(0), 3)
+    inputs = [jax.random.normal(key, shape).astype(dtype) for key in keys]
+    mask = jnp.tri(shape[2], dtype=bool)[None] if causal else None
+    query, key, value = (jax.device_put(x.astype(jnp.float32), cpu) for x in inputs)
+    expected = np.asarray(
+        jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(query, key, value)
+    )
+    there = [jax.device_put(x, gpu) for x in inputs]
+    result = jax.jit(lambda q, k, v: fused_attend(q, k, v, causal, implementation))(*there)
+    np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=tolerance)
+    products = jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(*there)
+    np.testing.assert_allclose(np.asarray(products, np.float32), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("stop", ["hazard", "aligned", "softmax"])
+def test_pick_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
+    config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop=stop)
+    params = policy.init_policy(jax.random.key(0), config)
+    memory = 3 * jax.random.normal(jax.random.key(1), (rows, 145, 64))
+    params, memory = jax.device_put((params, memory), cpu)
+    expected = jax.jit(policy.select, static_argnames="config")(params, config, memory)
+    there = jax.device_put((params, memory), gpu)
+    result = jax.jit(policy.pick, static_argnames="config")(there[0], config, there[1])
+    assert int(expected.count.min()) > 0
+    np.testing.assert_array_equal(result.action, expected.action)
+    np.testing.assert_array_equal(result.count, expected.count)
+
+
+def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
+    run = make_run(*world)
+    model = load_vlm(world[0], None, jnp.float32, progress=False)
+    setup = settings.make_setup(run, model.config)
+    batch = open_tiny(run, tmp_path)[0]
+    state = step.init_state(jax.random.key(0), setup)
+    arguments = (
+        state,
+        FeatureStats.start(setup.model.feature_width),
+        batch,
+        jax.random.key(1),
+    )
+    result = {}
+    for name, device in (("gpu", gpu), ("cpu", cpu)):
+        params, rest = jax.device_put((model.params, arguments), device)
+        _, scalars = step.update(params, *rest, jnp.int32(0), setup=setup)
+        result[name] = jax.tree.map(float, scalars)
+    for scalar in ("loss", "lm_loss", "grad_norm", "k_mean"):
+        assert result["gpu"][scalar] == pytest.approx(result["cpu"][scalar], rel=1e-3), scalar
+
+
+def test_a_run_goes_on_bit_for_bit_on_the_same_card(world, tmp_path, monkeypatch, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(make_run(*world), whole)
+    write = MetricsLog.write
+
+    def stop_once(log, done, scalars):
+        write(log, done, scalars)
+        if done == 3:
+            monkeypatch.setattr(MetricsLog, "write", write)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsLog, "write", stop_once)
+    train(make_run(*world), parts)
+    assert "Stopped after step 4 of 6" in capsys.readouterr().out
+    train(make_run(*world), parts)
+    assert metrics(parts) == metrics(whole)
+    name = "policy.safetensors"
+    assert (parts / name).read_bytes() == (whole / name).read_bytes()
