@@ -10,6 +10,7 @@ import pytest
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.data.source import data_folder
+from stepprune_jax.evaluation.settings import read_evaluation
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.models import vlm
 from stepprune_jax.pretrain.run import model_config
@@ -50,7 +51,7 @@ def config(tmp_path, monkeypatch):
 
 def test_data_are_drawn_at_the_size_of_the_configuration(config, tmp_path):
     config.data.test_seed = 7
-    folders = split_folders(config, tmp_path / "run")
+    folders = split_folders(read_evaluation(config), tmp_path / "run")
     assert folders["validation"] == data_folder(read_run(config), tmp_path / "run")
     for folder in folders.values():
         manifest = json.loads((folder / "world.json").read_text())
