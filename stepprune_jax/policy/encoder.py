@@ -110,7 +110,9 @@ def encode(
     bias = row_scale = None
     if text.shape[1]:
         text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
-        x = jnp.concatenate([x, _project_text(params, config, text, gate)], axis=1)
+        text = _project_text(params, config, text, gate)
+        # Not a concatenation, as in the decoder: XLA's CUDA backend may fail to compile it.
+        x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
         is_text = jnp.arange(x.shape[1]) >= n
         if config.text_gate == "attention":
             # log of the smallest normal float32 is -87: g = 0 switches text off, finitely.
