@@ -329,22 +329,3 @@ def answer_object(
 def _bytes(value: dict[str, Any]) -> bytes:
     # An answer may hold half of a surrogate pair, which only an escape takes.
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"
-
-
-def write_whole(
-    file: AnswerFile, questions: Sequence[BenchmarkQuestion], lines: Sequence[AnswerLine]
-) -> None:
-    """Writes all answers of a method at once; replaces an existing file.
-
-    Args:
-        file: path and provenance.
-        questions: all of the benchmark.
-        lines: one a question.
-    """
-    file.path.parent.mkdir(parents=True, exist_ok=True)
-    pairs = enumerate(zip(questions, lines, strict=True))
-    data = b"".join(_bytes(answer_object(file, number, *pair)) for number, pair in pairs)
-    for path in file.parts():
-        path.unlink()
-    write_json(file.provenance_path, file.provenance._asdict())
-    replace_file(file.path, data)

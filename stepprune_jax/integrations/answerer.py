@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
-from stepprune_jax.evaluation.encode import WIDTHS, cut_prompts, encode_questions
+from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
 from stepprune_jax.inference.answer import Options, check_options
 from stepprune_jax.inference.pipeline import Batching, RunOptions, answer_all, place_method
 from stepprune_jax.parallel.placement import mesh_of, row_count
@@ -23,8 +23,6 @@ from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import Method
 from stepprune_jax.pruning.method import NO_PRUNING
 
-# Questions that share a pass through the tower.
-CHUNK = 256
 DTYPES = ("bfloat16", "float32", "float16")
 
 
@@ -147,7 +145,7 @@ def answer_questions(
     texts, done = [""] * len(wanted), 0
     for longest in sorted({w.max_new_tokens for w in wanted}):
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
-        size = max(1, CHUNK // answerer.batch_size) * answerer.batch_size
+        size = chunk_size(answerer.model, answerer.batch_size)
         for first in range(0, len(alike), size):
             places = alike[first : first + size]
             asked = [_question(place, wanted[place]) for place in places]

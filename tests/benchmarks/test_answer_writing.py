@@ -14,7 +14,6 @@ from stepprune_jax.benchmarks.answer_files import (
     outstanding,
     questions_digest,
     read_files,
-    write_whole,
 )
 from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -153,11 +152,11 @@ def test_other_settings_do_not_add_to_a_file(file):
 
 
 def test_provenance_is_read_again(file, tmp_path):
-    write_whole(file, ASKED, [AnswerLine("x", 0, 1.0)] * 5)
-    write_whole(file, ASKED, [AnswerLine("y", 0, 1.0)] * 5)
+    claim(file)
+    append(file.path, lines(file, 0, 1))
     empty = AnswerFile.of(tmp_path, provenance(method="grid"))
     claim(empty)
-    assert read_files(tmp_path / "pope") == [file] and said(file) == ["y"] * 5
+    assert read_files(tmp_path / "pope") == [file] and said(file) == ["said 0", "said 1"]
     (tmp_path / "pope" / "poem.json").write_text('{"line": 1}')
     with pytest.raises(ValueError, match=r"poem.json is not the provenance of an answer file"):
         read_files(tmp_path / "pope")
@@ -166,7 +165,8 @@ def test_provenance_is_read_again(file, tmp_path):
 def test_a_budget_stays_the_count_it_is(tmp_path):
     file = AnswerFile.of(tmp_path, provenance(budget=640, num_tokens=2880))
     assert file.provenance.pruning_rate == 77.8 and file.path.stem == "stepprune-adaptive-77.8"
-    write_whole(file, ASKED, [AnswerLine("x", 0, 1.0)] * 5)
+    claim(file)
+    append(file.path, lines(file, 0))
     assert json.loads(file.provenance_path.read_text())["budget"] == 640
     assert read_files(tmp_path / "pope")[0].provenance.budget == 640
 

@@ -25,7 +25,7 @@ def few_programs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WIDTHS", (192,))
         patch.setattr(encode, "WIDTHS", (192,))
-        patch.setattr(module, "CHUNK", 2)
+        patch.setattr(encode, "CHUNK", 2)
         yield
 
 
