@@ -327,7 +327,7 @@ def choose(
     image_sizes: Int[np.ndarray, "r"],
     sizes: Sequence[int] | None = None,
     ranking: Ranking | None = None,
-) -> Kept:
+) -> tuple[Kept, Int[np.ndarray, "r"]]:
     """Keeps tokens of each row.
 
     Args:
@@ -340,7 +340,8 @@ def choose(
         ranking: of these rows, if it is known, on the host.
 
     Returns:
-        What is kept, in the smallest size that holds every row.
+        What is kept, in the smallest size that holds every row; and [r] its counts on the host,
+        which are read back from the devices only where a learned stop decides.
     """
     pruner, n = method.pruner, view.tokens.shape[1]
     most = pruner.most(n)
@@ -352,13 +353,14 @@ def choose(
     if ranking is not None:
         count = np.asarray(pruner.counts(method.params, ranking, exact), np.int32)
         capacity = choose_bucket(count, sizes)
-        order, count = place_rows(mesh_of(model.params), (ranking.order, count))
-        return run_take(view.tokens, order, count, capacity=capacity)
+        order, placed = place_rows(mesh_of(model.params), (ranking.order, count))
+        return run_take(view.tokens, order, placed, capacity=capacity), count
     program = pruner.program()
     if pruner.budget.is_exact:
-        return run_select(program, method.params, view, choose_bucket(exact, sizes))
+        return run_select(program, method.params, view, choose_bucket(exact, sizes)), exact
     kept = run_select(program, method.params, view, most)
-    return _narrow(kept, choose_bucket(fetch(kept.count), sizes))
+    count = fetch(kept.count)
+    return _narrow(kept, choose_bucket(count, sizes)), count
 
 
 def _no_tokens(model: VLM, features: Any) -> Kept:
@@ -407,12 +409,13 @@ def begin(
     if pairs.count:
         view = make_view(model, method.pruner, vision, prompts, pairs)
         n, image_sizes = view.tokens.shape[1], vision.sizes[pairs.image]
-        kept = choose(model, method, view, image_sizes, sizes, ranking)
+        kept, counts = choose(model, method, view, image_sizes, sizes, ranking)
         grid = vision.grid[pairs.image]
     else:
         kept = _no_tokens(model, None if vision is None else vision.features)
         n, image_sizes, grid = 0, np.zeros(1, np.int32), np.ones((1, 2), np.int32)
-    of_image = np.where(pairs.present, fetch(kept.count)[pairs.slot], 0)
+        counts = np.zeros(1, np.int32)
+    of_image = np.where(pairs.present, counts[pairs.slot], 0)
     before = np.where(pairs.present, image_sizes[pairs.slot], 0)
     layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
     after = [_counts_behind(cut.budget, before, of_image) for cut in layer_cuts]

@@ -32,6 +32,13 @@ CUTTING = tuple(name for name in NAMES if PRUNERS[name].cuts is not Pruner.cuts)
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
 
+def chosen_of(*arguments, **options):
+    """What is kept, once its counts on the host have been held against those on the devices."""
+    kept, counts = pipeline.choose(*arguments, **options)
+    np.testing.assert_array_equal(kept.count, counts)
+    return kept
+
+
 def method(name, budget=K, policy=None, **more):
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
@@ -119,7 +126,7 @@ def seen_kept(model, chosen, batch=BATCH):
     vision = pipeline.encode(model, request.pixels, chosen.pruner.taps(model.config))
     pairs = pipeline.pair_up(prompts.image_of)
     view = pipeline.make_view(model, chosen.pruner, vision, prompts, pairs)
-    return view, pipeline.choose(model, chosen, view, vision.sizes[pairs.image]), pairs
+    return view, chosen_of(model, chosen, view, vision.sizes[pairs.image]), pairs
 
 
 def reference(model, name, result, row, tokens_of, batch=BATCH):
@@ -357,7 +364,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
         pytest.skip("it needs a tower whose images are all of one size")
     view = made_view(pruner, model.config, [(4, 4), (2, 3), (3, 2)])
     sizes = _sizes(view)
-    kept = pipeline.choose(model, chosen, view, sizes)
+    kept = chosen_of(model, chosen, view, sizes)
     count = np.array(kept.count) if budget == "own" else np.array(view.count)
     check(kept, view, count)
     most = [pruner.most(int(size)) for size in sizes]
@@ -365,7 +372,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
     if budget == "own":  # it stops early, or never but at T_max of each image
         assert (count < most).any() == (bias > 0)
     for row, size in list(enumerate(sizes))[1:]:
-        by_itself = pipeline.choose(model, chosen, alone(view, row), sizes[row : row + 1])
+        by_itself = chosen_of(model, chosen, alone(view, row), sizes[row : row + 1])
         np.testing.assert_array_equal(by_itself.count[0], count[row])
         same = np.asarray(kept.index[row, : count[row]])
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
@@ -444,7 +451,7 @@ def test_all_budgets_share_few_programs(model, name):
     for budget in range(1, 21):
         chosen = method(name, budget, policy=policy)
         view = made_view(chosen.pruner, model.config, [(4, 6)] * 2)
-        kept = pipeline.choose(model, chosen, view, np.array([n, n]))
+        kept = chosen_of(model, chosen, view, np.array([n, n]))
         np.testing.assert_array_equal(kept.count, [budget, budget])
     assert pipeline.run_select._cache_size() - before <= 2  # the buckets 16 and 24
 
@@ -468,8 +475,8 @@ def test_a_ranking_serves_every_budget(model, name):
         exact = [chosen.pruner.entering(N) or N] * 3
         at_budget = view._replace(count=jnp.asarray(exact, jnp.int32))
         sizes = np.full(3, N, np.int32)
-        ranked = pipeline.choose(model, chosen, at_budget, sizes, ranking=ranking)
-        selected = pipeline.choose(model, chosen, at_budget, sizes)
+        ranked = chosen_of(model, chosen, at_budget, sizes, ranking=ranking)
+        selected = chosen_of(model, chosen, at_budget, sizes)
         jax.tree.map(np.testing.assert_array_equal, ranked, selected)
         counts.add(tuple(ranked.count.tolist()))
         assert budget == "own" or counts >= {(budget,) * 3}
