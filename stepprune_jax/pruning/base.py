@@ -265,6 +265,14 @@ class Pruner:
         """
         return self
 
+    def prepare(self, weights: Any) -> Any:
+        """Returns the weights of a policy as its programs read them; runs once, when it is loaded.
+
+        Args:
+            weights: as the policy's file has them.
+        """
+        return weights
+
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Chooses the tokens that enter the language model.
 

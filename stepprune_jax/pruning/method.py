@@ -99,8 +99,8 @@ def make_method(
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
-    params = Trained(policy.params, policy.stats, bias)
-    return Method(kind(budget=budget, config=policy.config, **fields), params)
+    pruner = kind(budget=budget, config=policy.config, **fields)
+    return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
 
 
 def _name_of(policy: TrainedPolicy) -> str:
