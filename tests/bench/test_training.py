@@ -57,8 +57,9 @@ def test_weights_are_drawn_in_their_places():
     places = shardings(abstract, SHARDING_RULES, mesh)
     placed = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-        abstract, places,
-    )  # fmt: skip
+        abstract,
+        places,
+    )
     drawn = random_weights(placed)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn) == jax.tree.map(
         lambda x: (x.shape, x.dtype), abstract
