@@ -105,7 +105,7 @@ def test_pick_compiles_for_every_number_of_rows(name, rows, dtype, stop):
     """A concatenation fused with the hazard's readout ended XLA's CUDA compiler at 2 rows and 8."""
     target = made(name)
     config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop=stop, dtype=dtype)
-    compiled = target.compile(trace_pick(target, config, rows, 144))
+    compiled = target.compile(trace_pick(target, config, rows, 144).lower())
     steps, blocks = sorted(loops(compiled.as_text()), key=lambda loop: -len(loop.name))
     assert blocks.name.endswith("pick)/while") and steps.name.startswith(blocks.name)
     assert 10 < steps.kernels < 150 and 3 < blocks.kernels < 300
@@ -119,7 +119,7 @@ def test_a_pointer_step_is_few_kernels_at_the_papers_size(rows, most, dtype):
     target = made("h200")
     config = PolicyConfig(text_width=0, decoder_layers=1, dtype=dtype)
     budget = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    compiled = target.compile(trace_pick(target, config, rows, 576, budget=budget))
+    compiled = target.compile(trace_pick(target, config, rows, 576, budget=budget).lower())
     steps, blocks = sorted(loops(compiled.as_text()), key=lambda loop: -len(loop.name))
     each = steps.kernels / UNROLL + blocks.kernels / BLOCK
     assert 4 < each <= most
@@ -132,7 +132,7 @@ def test_the_soft_top_k_has_no_window_on_a_tpu():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for shape in ((32, 144), (32,))]
     traced = jax.jit(lambda scores, k: policy.soft_topk(scores, k, 0.4)).trace(*shapes)
     assert "reduce_window" not in traced.lower().as_text()
-    assert usage(target.compile(traced)).total > 4 * 32 * 144
+    assert usage(target.compile(traced.lower())).total > 4 * 32 * 144
 
 
 def test_a_product_without_tiles_is_compiled_without_triton():
@@ -145,9 +145,8 @@ def test_a_product_without_tiles_is_compiled_without_triton():
         return "compiled"
 
     lowered.compile = compile_with
-    traced = types.SimpleNamespace(lower=lambda: lowered)
     target = targets.Target("h200", (), {"xla_gpu_autotune_level": 0})
-    assert target.compile(traced) == "compiled"
+    assert target.compile(lowered) == "compiled"
     assert lowered.given == [
         {"xla_gpu_autotune_level": 0},
         {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
@@ -158,6 +157,6 @@ def test_other_failures_are_not_tried_again():
     def fail(compiler_options):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape input and output shapes")
 
-    traced = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=fail))
+    lowered = types.SimpleNamespace(compile=fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Reshape"):
-        targets.Target("h200", (), {}).compile(traced)
+        targets.Target("h200", (), {}).compile(lowered)
