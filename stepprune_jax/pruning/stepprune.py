@@ -40,6 +40,10 @@ class StepPrune(Ranker):
     reads_text: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
 
+    def __post_init__(self):
+        if self.group is not None and self.group < 1:
+            raise ValueError(f"stepprune: option group is {self.group}, expected at least 1")
+
     def most(self, num_tokens: int) -> int:
         """Returns T_max."""
         return self.config.steps(num_tokens)
