@@ -61,11 +61,15 @@ class Stages(NamedTuple):
         pruner: who drops; None without cuts.
         cuts: the places.
         slots: static length of the rows behind each cut.
+        text: text tokens of the longest prompt, padded to a bucket.
+        renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
     """
 
     pruner: Pruner | None = None
     cuts: tuple[LayerCut, ...] = ()
     slots: tuple[int, ...] = ()
+    text: int = 0
+    renumber: bool = False
 
 
 ONE_STAGE = Stages()
@@ -145,8 +149,9 @@ def start(
         The state after the first token, and what the prefill did.
     """
     b, drop = sequence.hidden.shape[0], None
+    rows = {"last": 1, "text": stages.text}
     cuts = [
-        vlm.Cut(cut.layer, slots, cut.taps, cut.rows)
+        vlm.Cut(cut.layer, slots, cut.taps, rows[cut.rows], stages.renumber)
         for cut, slots in zip(stages.cuts, stages.slots, strict=True)
     ]
     if cuts:

@@ -32,7 +32,7 @@ from stepprune_jax.models.layers import (
 )
 from stepprune_jax.models.rotary import rotary, rotate
 
-TAP_KINDS = ("hidden", "attention", "keys")
+TAP_KINDS = ("hidden", "attention", "keys", "rotary")
 
 
 class Cache(NamedTuple):
@@ -261,6 +261,20 @@ def _attention_rows(
     return attention_weights(query, [*context.past(cached), own])
 
 
+def _attention_before(
+    params: dict[str, Any],
+    config: LlamaConfig,
+    hidden: Float[Array, "b s e"],
+    context: Context,
+    layer: int,
+) -> BlockOutput:
+    """Queries and keys of a block that is about to run, without the rest of it."""
+    stack = {name: params["layers"][name] for name in ("norm1", "attention")}
+    weights = take_layer(stack, layer)
+    normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
+    return LlamaAttention(config).apply({"params": weights["attention"]}, normed, context)
+
+
 def run_layers(
     params: dict[str, Any],
     config: LlamaConfig,
@@ -292,7 +306,9 @@ def run_layers(
         capacity: slots of a cache to be made, at least s; None makes none.
         taps: "hidden" [b, s, e] (first <= layer <= last); "attention": float32 softmax weights of
             the queries at `query_index`, heads kept, [b, h, q, t], t the cache's slots (if any)
-            and then the s own; "keys" [b, h_kv, s, c] after rotary positions.
+            and then the s own, and without a cache also those that block `last` would give to
+            this stage's result; "keys" [b, h_kv, s, c] after rotary positions; "rotary"
+            [2, b, s, c] cosine and sine of the angles, the same for all layers.
         query_index: [b, q] indices into s, for "attention" taps.
         remat: recompute blocks in the backward pass instead of storing their intermediates.
         attention: "matmul", or "xla" or "cudnn" where there is no cache to read.
@@ -322,7 +338,8 @@ def run_layers(
         raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        if not first <= at < last + (kind == "hidden"):
+        beyond = kind == "hidden" or (kind == "attention" and cache is None)
+        if not first <= at < last + beyond:
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and query_index is None:
             raise ValueError(f"tap {name} needs query_index")
@@ -352,7 +369,7 @@ def run_layers(
         return (output.hidden, new), output
 
     cuts = [at for kind, at in named.values() if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind != "hidden"]
+    watched = [at for kind, at in named.values() if kind in ("attention", "keys") and at < last]
     (hidden, new), outputs, carries = scan_layers(body, (hidden, new), first, last, watched, cuts)
 
     tapped = {}
@@ -361,6 +378,11 @@ def run_layers(
             tapped[name] = carries[at][0]
         elif kind == "keys":
             tapped[name] = outputs[at].key
+        elif kind == "rotary":
+            tapped[name] = jnp.stack([context.cosine, context.sine])
+        elif at == last:
+            following = _attention_before(params, config, hidden, context, last)
+            tapped[name] = _attention_rows(following, context, None, query_index)
         else:
             tapped[name] = _attention_rows(outputs[at], context, cached_at(at), query_index)
     return Stage(hidden, None if new is None else _extend(cache, new, position, valid), tapped)

@@ -53,6 +53,8 @@ class Sequence(NamedTuple):
         image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
+        note: [b, s] what was noted of each token at a cut, for the cuts behind it; None for
+            nothing.
     """
 
     hidden: Float[Array, "b s e"]
@@ -61,6 +63,7 @@ class Sequence(NamedTuple):
     next_position: Int[Array, "b"]
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
+    note: Array | None = None
 
 
 class Cut(NamedTuple):
@@ -69,14 +72,18 @@ class Cut(NamedTuple):
     Attributes:
         layer: number of layers run before the cut, at least 1.
         slots: static length of the rows behind it.
-        taps: intermediates of the layers before it that the choice depends on.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+        taps: intermediates that the choice depends on, of the stage before it; see
+            `decoder.run_layers`.
+        rows: queries of "attention" taps: those of the last so many tokens of each row, at
+            `last_slots`.
+        renumber: whether what is left gets the position ids 0, 1, 2, ...
     """
 
     layer: int
     slots: int
     taps: tuple[Tap, ...] = ()
-    rows: str = "last"
+    rows: int = 1
+    renumber: bool = False
 
 
 # (number of the cut, the rows before it, taps by name) -> the rows, whose visual tokens may have
@@ -333,7 +340,21 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         sequence.next_position,
         taken(sequence.image, 1, -1),
         taken(sequence.index, 1, -1),
+        None if sequence.note is None else taken(sequence.note, 1, 0),
     )
+
+
+def renumber(sequence: Sequence) -> Sequence:
+    """Gives the tokens of each row the position ids 0, 1, 2, ..., and the next token the next."""
+    slots = jnp.arange(sequence.position.shape[2], dtype=jnp.int32)
+    position = jnp.where(slots < sequence.length[:, None], slots, 0)[:, None]
+    position = jnp.broadcast_to(position, sequence.position.shape)
+    return sequence._replace(position=position, next_position=sequence.length)
+
+
+def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
+    """Slots of the last `count` tokens of each row; 0 in front of those of a shorter row."""
+    return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
 def run_layers(
@@ -415,7 +436,7 @@ def prefill(
     options = {"remat": remat, "attention": attention}
     caches, after, first = [], [], 0
     for number, cut in enumerate(cuts):
-        rows = _query_rows(cut.rows, sequence) if cut.taps else None
+        rows = last_slots(sequence, cut.rows)
         stage = _stage(
             params,
             config,
@@ -429,6 +450,7 @@ def prefill(
         caches.append(stage.cache._replace(next_position=sequence.next_position))
         sequence, keep = drop_fn(number, sequence._replace(hidden=stage.hidden), stage.taps)
         sequence = compress(sequence, keep, cut.slots)
+        sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first = cut.layer
     stage = _stage(
@@ -471,14 +493,6 @@ def _stage(
         capacity=s + max_new_tokens,
         **options,
     )
-
-
-def _query_rows(rows: str, sequence: Sequence) -> Int[Array, "b q"]:
-    """Slots of the queries that the taps of a cut are taken at."""
-    if rows == "last":
-        return jnp.maximum(sequence.length - 1, 0)[:, None]
-    b, s = sequence.hidden.shape[:2]
-    return jnp.broadcast_to(jnp.arange(s), (b, s))
 
 
 def decode_step(

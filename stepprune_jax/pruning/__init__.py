@@ -3,12 +3,14 @@
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.pruning.base import (
+    POSITIONS,
     Budget,
     Kept,
     LayerCut,
     Pruner,
     Ranker,
     Ranking,
+    Survivors,
     Trained,
     View,
 )
@@ -21,6 +23,7 @@ from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
+    "POSITIONS",
     "PRUNERS",
     "AllTokens",
     "AutoSelect",
@@ -37,6 +40,7 @@ __all__ = [
     "Ranker",
     "Ranking",
     "StepPrune",
+    "Survivors",
     "Trained",
     "View",
     "VisionZip",
