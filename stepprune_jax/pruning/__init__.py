@@ -18,6 +18,7 @@ from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
@@ -36,6 +37,7 @@ __all__ = [
     "LayerCut",
     "Method",
     "Pruner",
+    "PyramidDrop",
     "Random",
     "Ranker",
     "Ranking",

@@ -222,6 +222,8 @@ class Pruner:
     reads_text: ClassVar[bool] = False
     # Whether it is the unpruned model at a budget of all tokens.
     exact_when_full: ClassVar[bool] = True
+    # Options that say how many tokens are left, so that no budget has to.
+    schedules: ClassVar[tuple[str, ...]] = ()
     # Position ids of kept tokens in its authors' program; see `vlm.assemble`.
     positions: ClassVar[str] = "original"
 

@@ -21,6 +21,8 @@ from stepprune_jax.models import vlm
 from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Pruner, Ranker, View, make_method
 
 N, K, LAYERS, STEPS = 16, 5, 3, 4
+# Options with which a budget counts what the last layer sees, as it does for all other methods.
+OPTIONS = {"pyramiddrop": {"average": False}}
 # A small random policy for each kind of trained method.
 POLICIES = {
     PolicyConfig: functools.partial(stepprune, max_steps=N),
@@ -43,7 +45,13 @@ def method(name, budget=K, policy=None, **more):
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
         policy = POLICIES[kind.config_type]()
-    return make_method(name, budget if name in COUNTING else None, policy=policy, **more)
+    return make_method(
+        name,
+        budget if name in COUNTING else None,
+        policy=policy,
+        options=OPTIONS.get(name),
+        **more,
+    )
 
 
 class Batch(NamedTuple):
@@ -420,8 +428,13 @@ def before_cut(cut):
     index = np.where(image < 0, -1, np.tile(np.arange(s) % N, 1))
     rows = np.broadcast_to(np.arange(s), (2, 1, s))
     hidden = random.standard_normal((2, s, 48), np.float32)
-    wide = {"last": 1, "all": s}[cut.rows]
-    shapes = {"attention": (2, 4, wide, s), "keys": (2, 2, s, 12), "hidden": (2, s, 48)}
+    wide = {"last": 1, "text": 8}[cut.rows]
+    shapes = {
+        "attention": (2, 4, wide, s),
+        "keys": (2, 2, s, 12),
+        "hidden": (2, s, 48),
+        "rotary": (2, 2, s, 12),
+    }
     taps = {
         f"{tap.kind}.{tap.layer}": jnp.asarray(random.standard_normal(shapes[tap.kind], np.float32))
         for tap in cut.taps

@@ -3,12 +3,12 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning import Budget, FastV, LayerCut, Survivors
 from stepprune_jax.pruning.base import keep_best
@@ -120,11 +120,11 @@ def test_generation_equals_the_torch_reference(both, layer, count):
         both.ours, prompts, images, pruner="fastv", budget=count, max_tokens=5, stop_ids=(),
         pruner_options={"layer": layer}, warm_up=False, trace=begun.append,
     )  # fmt: skip
+
+    def drop(core, entered):
+        last = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])
+        return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], [count] * len(shown))
+
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        kept, logits, ids = torch_pruning.fastv(both, prompt, shown, layer, count, 5)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_1"], np.concatenate([[], *kept]))
-        np.testing.assert_array_equal(arrays["kept_0"], np.tile(np.arange(9), len(shown)))
-        np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
-        assert answers[row].token_ids == tuple(ids)
-        assert answers[row].kept == count * len(shown)
+        expected = torch_stages.staged(both, prompt, shown, {layer: drop}, 5)
+        expected.check(trace_arrays(begun[0], row), answers[row])
