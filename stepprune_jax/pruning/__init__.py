@@ -20,6 +20,7 @@ from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
 
@@ -41,6 +42,8 @@ __all__ = [
     "Random",
     "Ranker",
     "Ranking",
+    "SparseVLM",
+    "SparseVLMv2",
     "StepPrune",
     "Survivors",
     "Trained",

@@ -17,13 +17,26 @@ from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
 
 # The only list of names: commands, configurations and tables take these.
 PRUNERS: dict[str, type[Pruner]] = {
     kind.name: kind
-    for kind in (AllTokens, Random, Grid, Cls, FastV, PyramidDrop, VisionZip, AutoSelect, StepPrune)
+    for kind in (
+        AllTokens,
+        Random,
+        Grid,
+        Cls,
+        FastV,
+        SparseVLM,
+        SparseVLMv2,
+        PyramidDrop,
+        VisionZip,
+        AutoSelect,
+        StepPrune,
+    )
 }
 
 

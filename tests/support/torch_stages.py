@@ -36,6 +36,18 @@ class Row(NamedTuple):
         kept = np.concatenate([np.zeros(0, int), *kept])
         return self.take(np.sort(np.concatenate([np.flatnonzero(self.image < 0), kept])))
 
+    def inserting(self, image, tokens):
+        """Merged tokens [c, e] behind those of an image, at the last one's position ids."""
+        at, c = self.span(image)[-1] + 1, len(tokens)
+        hidden = torch.tensor(tokens, dtype=self.hidden.dtype)[None]
+        position = self.position[:, at - 1 : at].repeat(1, c)
+        return Row(
+            torch.cat([self.hidden[:, :at], hidden, self.hidden[:, at:]], dim=1),
+            torch.cat([self.position[:, :at], position, self.position[:, at:]], dim=1),
+            np.insert(self.image, at, [image] * c),
+            np.insert(self.index, at, [-1] * c),
+        )
+
 
 class Staged(NamedTuple):
     """What came of a prompt: the rows of each stage, logits [max_tokens, v] and greedy ids."""
