@@ -222,9 +222,7 @@ def check_options(config: Any, options: Options) -> Method:
     """
     check_sampling(options.temperature, options.top_p)
     if options.positions not in POSITIONS:
-        raise ValueError(
-            f"positions is {options.positions!r}, expected one of {', '.join(POSITIONS)}"
-        )
+        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
