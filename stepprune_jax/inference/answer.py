@@ -57,8 +57,8 @@ class Options(NamedTuple):
         policy: what a trained pruner has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "original", "compact", or "own" for those of the
-            pruner's authors.
+        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+            "compact".
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
@@ -77,7 +77,7 @@ class Options(NamedTuple):
     policy: Policy | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
-    positions: str = "original"
+    positions: str = "own"
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
