@@ -57,8 +57,8 @@ class Options(NamedTuple):
         policy: what a trained pruner has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "original", "compact", or "own" for those of the
-            pruner's authors.
+        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+            "compact".
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
@@ -77,7 +77,7 @@ class Options(NamedTuple):
     policy: Policy | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
-    positions: str = "original"
+    positions: str = "own"
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
@@ -222,9 +222,7 @@ def check_options(config: Any, options: Options) -> Method:
     """
     check_sampling(options.temperature, options.top_p)
     if options.positions not in POSITIONS:
-        raise ValueError(
-            f"positions is {options.positions!r}, expected one of {', '.join(POSITIONS)}"
-        )
+        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")

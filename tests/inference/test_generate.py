@@ -459,6 +459,9 @@ def test_every_pruner_answers(model, policy, name):
         "stepprune": {"policy": policy, "budget": "1/3"},
         "autoselect": {"policy": scorer, "budget": "1/3"},
         "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
+        "pyramiddrop": {"budget": "1/3", "pruner_options": {"average": False}},
+        "sparsevlm": {"pruner_options": {"pruning_loc": [0], "sparse_token_list": [2]}},
+        "sparsevlm_v2": {"budget": "1/3", "pruner_options": {"average": "False"}},
     }.get(name, {"budget": "1/3"})
     begun, pieces = [], [""] * 4
     (together, streamed) = (

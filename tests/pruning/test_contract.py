@@ -96,9 +96,16 @@ def model(tmp_path_factory):
 def answer(model, pruner, batch=BATCH, **options):
     begun = []
     answers = generate(
-        model, *batch, pruner=pruner, max_tokens=STEPS, warm_up=False, stop_ids=(),
-        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)), **options,
-    )  # fmt: skip
+        model,
+        *batch,
+        pruner=pruner,
+        positions="original",
+        max_tokens=STEPS,
+        warm_up=False,
+        stop_ids=(),
+        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
+        **options,
+    )
     return Run(answers, begun[0])
 
 
