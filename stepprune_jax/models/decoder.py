@@ -27,7 +27,7 @@ from stepprune_jax.models.layers import (
     split_heads,
 )
 from stepprune_jax.models.rotary import rotary, rotate
-from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys")
 
@@ -299,7 +299,7 @@ def run_layers(
     """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
-        params: the language model's weights; the stack is indexed, never sliced.
+        params: the language model's weights; see `stack` for where those of layers lie.
         config: the model's shape.
         rows: what enters block `span[0]`, with position ids [b, s].
         span: first block, and the one to stop before.
@@ -342,7 +342,7 @@ def run_layers(
     cuts = [at for kind, at in named.values() if kind == "hidden"]
     watched = [at for kind, at in named.values() if kind != "hidden"]
     (hidden, new), outputs, carries = run_stack(
-        body, (hidden, new), span, watched, cuts, layers=execution.layers
+        body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
     )
 
     tapped = {}

@@ -104,9 +104,16 @@ def test_several_tokens_may_be_appended_at_once(llava):
     position = cache.next_position[:, None, None] + jnp.arange(3)
     rows = jnp.full((5, 1), 2)
     together = stage(
-        params, config, vlm.embed_text(params, config, tokens), position,
-        jnp.ones((5, 3), bool), cache, rows, (0, 4), None,
-    )  # fmt: skip
+        params,
+        config,
+        vlm.embed_text(params, config, tokens),
+        position,
+        jnp.ones((5, 3), bool),
+        cache,
+        rows,
+        (0, 4),
+        None,
+    )
     one_by_one = cache
     for step in range(3):
         logits, one_by_one = decode_step(params, config, tokens[:, step], one_by_one)
@@ -128,9 +135,16 @@ def test_dropping_tokens_between_stages_equals_masking_them(llava):
     rows = jnp.array([[0]])
     early = stage(params, config, hidden, position, valid, None, rows, (0, boundary), s + 2)
     late = stage(
-        params, config, early.hidden[:, keep], position[..., keep], valid[:, :5], None, rows,
-        (boundary, 4), 5 + 2,
-    )  # fmt: skip
+        params,
+        config,
+        early.hidden[:, keep],
+        position[..., keep],
+        valid[:, :5],
+        None,
+        rows,
+        (boundary, 4),
+        5 + 2,
+    )
     caches = (early.cache, late.cache)
     np.testing.assert_array_equal([c.length[0] for c in caches], [8, 5])
     np.testing.assert_array_equal([c.next_position[0] for c in caches], [8, 8])

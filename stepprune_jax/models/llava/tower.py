@@ -26,7 +26,7 @@ from stepprune_jax.models.layers import (
     split_heads,
 )
 from stepprune_jax.models.llava.config import ClipConfig
-from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys")
 
@@ -181,7 +181,9 @@ def encode(
 
     hidden = embed_patches(params, config, pixels)
     body = checkpoint_layer(body, remat=False)
-    _, outputs, states = run_stack(body, hidden, (0, last), watched, cuts, layers=execution.layers)
+    _, outputs, states = run_stack(
+        body, hidden, (0, last), watched, cuts, apart=is_apart(params["layers"])
+    )
     found = {}
     for name, (kind, at) in named.items():
         if kind == "hidden":
