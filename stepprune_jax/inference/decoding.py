@@ -62,11 +62,15 @@ class Stages(NamedTuple):
         pruner: who drops; None without cuts.
         cuts: the places.
         slots: static length of the rows behind each cut.
+        text: text tokens of the longest prompt, padded to a bucket.
+        renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
     """
 
     pruner: Pruner | None = None
     cuts: tuple[LayerCut, ...] = ()
     slots: tuple[int, ...] = ()
+    text: int = 0
+    renumber: bool = False
 
 
 ONE_STAGE = Stages()
@@ -147,12 +151,13 @@ def start(
     """
     b = sequence.hidden.shape[0]
     learned, counts = pruning or (None, ())
+    rows = {"last": 1, "text": stages.text}
 
     def drop(cut, count):
         return lambda rows, taps: stages.pruner.drop(learned, cut, rows, taps, count)
 
     cuts = [
-        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, cut.rows)
+        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], stages.renumber)
         for cut, slots, count in zip(stages.cuts, stages.slots, counts, strict=True)
     ]
     # The last token is never read, so it needs no slot.

@@ -88,7 +88,8 @@ def load_answerer(
         dtype: of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
         batch_size: questions that each device takes together.
-        positions: position ids of kept tokens, "original" or "compact".
+        positions: position ids of kept tokens, "original", "compact", or "own" for those of the
+            method's authors.
         attention: "matmul", "xla" or "cudnn".
         seed: of random tokens.
 

@@ -29,7 +29,7 @@ from stepprune_jax.models.layers import (
 from stepprune_jax.models.rotary import rotary, rotate
 from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
-TAP_KINDS = ("hidden", "attention", "keys")
+TAP_KINDS = ("hidden", "attention", "keys", "rotary")
 
 
 class Rows(NamedTuple):
@@ -57,8 +57,9 @@ class Wanted(NamedTuple):
         capacity: slots of a cache to be made, at least s; None makes none.
         taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "attention":
             float32 softmax weights of the queries at `query_index`, heads kept, [b, h, q, t], t the
-            cache's slots (if any) and then the s own; "keys" [b, h_kv, s, c] after rotary
-            positions.
+            cache's slots (if any) and then the s own; without a cache also those that the block
+            behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
+            positions; "rotary" [2, b, s, c] cosine and sine of the angles, whatever the layer.
         query_index: [b, q] indices into s, for "attention" taps.
     """
 
@@ -287,6 +288,20 @@ def _attention_rows(
     return attention_weights(query, [*context.past(cached), own])
 
 
+def _attention_before(
+    params: dict[str, Any],
+    config: LlamaConfig,
+    hidden: Float[Array, "b s e"],
+    context: Context,
+    layer: int,
+) -> BlockOutput:
+    """Queries and keys of a block that is about to run, without the rest of it."""
+    stack = {name: params["layers"][name] for name in ("norm1", "attention")}
+    weights = take_layer(stack, layer)
+    normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
+    return LlamaAttention(config).apply({"params": weights["attention"]}, normed, context)
+
+
 def run_layers(
     params: dict[str, Any],
     config: LlamaConfig,
@@ -340,7 +355,7 @@ def run_layers(
         return (output.hidden, new), output
 
     cuts = [at for kind, at in named.values() if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind != "hidden"]
+    watched = [at for kind, at in named.values() if kind in ("attention", "keys") and at < last]
     (hidden, new), outputs, carries = run_stack(
         body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
     )
@@ -351,6 +366,11 @@ def run_layers(
             tapped[name] = carries[at][0]
         elif kind == "keys":
             tapped[name] = outputs[at].key
+        elif kind == "rotary":
+            tapped[name] = jnp.stack([context.cosine, context.sine])
+        elif at == last:
+            following = _attention_before(params, config, hidden, context, last)
+            tapped[name] = _attention_rows(following, context, None, wanted.query_index)
         else:
             cached = cached_at(at)
             tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
@@ -384,7 +404,8 @@ def _check_stage(
         raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        if not first <= at < last + (kind == "hidden"):
+        beyond = kind == "hidden" or (kind == "attention" and cache is None)
+        if not first <= at < last + beyond:
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and wanted.query_index is None:
             raise ValueError(f"tap {name} needs query_index")
