@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
     BlockOutput,
+    Dense,
     RmsNorm,
     Segment,
     Tap,
@@ -25,9 +26,10 @@ from stepprune_jax.models.layers import (
     merge_heads,
     resolve_taps,
     split_heads,
+    wide_product,
 )
 from stepprune_jax.models.rotary import rotary, rotate
-from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys", "rotary")
 
@@ -134,9 +136,9 @@ class LlamaAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        query = split_heads(nn.Dense(heads * c, use_bias=False, name="query")(x), heads)
-        key = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
-        value = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
+        query = split_heads(Dense(heads * c, use_bias=False, name="query")(x), heads)
+        key = split_heads(Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
+        value = split_heads(Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
@@ -144,7 +146,7 @@ class LlamaAttention(nn.Module):
             mixed = attend(query, [*context.past(cached), own])
         else:
             mixed = fused_attend(query, key, value, causal=True, implementation=attention)
-        mixed = nn.Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
+        mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 
 
@@ -157,9 +159,9 @@ class LlamaMlp(nn.Module):
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Applies the MLP."""
         width = self.config.intermediate_size
-        gate = nn.Dense(width, use_bias=False, name="gate")(x)
-        up = nn.Dense(width, use_bias=False, name="up")(x)
-        down = nn.Dense(self.config.hidden_size, use_bias=False, name="down")
+        gate = Dense(width, use_bias=False, name="gate")(x)
+        up = Dense(width, use_bias=False, name="up")(x)
+        down = Dense(self.config.hidden_size, use_bias=False, name="down")
         return down(jax.nn.silu(gate) * up)
 
 
@@ -314,7 +316,7 @@ def run_layers(
     """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
-        params: the language model's weights; the stack is indexed, never sliced.
+        params: the language model's weights; see `stack` for where those of layers lie.
         config: the model's shape.
         rows: what enters block `span[0]`, with position ids [b, s].
         span: first block, and the one to stop before.
@@ -357,7 +359,7 @@ def run_layers(
     cuts = [at for kind, at in named.values() if kind == "hidden"]
     watched = [at for kind, at in named.values() if kind in ("attention", "keys") and at < last]
     (hidden, new), outputs, carries = run_stack(
-        body, (hidden, new), span, watched, cuts, layers=execution.layers
+        body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
     )
 
     tapped = {}
@@ -439,14 +441,5 @@ def logits(
     """
     hidden = final_norm(params, config, hidden)
     if config.tie_embeddings:
-        kernel, axis = params["embed"]["embedding"], 1
-    else:
-        kernel, axis = params["head"]["kernel"], 0
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if rows.shape[0] == 1 and kernel.dtype != jnp.float32:
-        # With one row it would be a matrix-vector product, for which XLA widens all of the kernel
-        # to float32 on a CPU: ten times the work. With two rows it does not.
-        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
-    dims = (((1,), (axis,)), ((), ()))
-    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
-    return result[: hidden[..., 0].size].reshape(*hidden.shape[:-1], -1)
+        return wide_product(hidden, params["embed"]["embedding"], axis=1)
+    return wide_product(hidden, params["head"]["kernel"])

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.stack import Execution
+from stepprune_jax.models.stack import Execution, lay_out
 
 POSITIONS = ("original", "compact")
 
@@ -126,9 +126,20 @@ def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, 
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def abstract_params(config: Any, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything."""
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
+def abstract_params(
+    config: Any, dtype: Any = jnp.bfloat16, layers: str = "stacked"
+) -> dict[str, Any]:
+    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything.
+
+    Args:
+        config: the model's shape.
+        dtype: of every leaf.
+        layers: where those of layers lie: "stacked", "apart" or "auto"; see `stack.lay_out`.
+
+    Returns:
+        The tree.
+    """
+    return jax.eval_shape(lambda: lay_out(init_params(jax.random.key(0), config, dtype), layers))
 
 
 def encode_image(
