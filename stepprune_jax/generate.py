@@ -30,7 +30,7 @@ from stepprune_jax.inference.answer import (
     trace_arrays,
 )
 from stepprune_jax.inference.request import read_request
-from stepprune_jax.models.layers import ATTENTIONS
+from stepprune_jax.models.stack import ATTENTIONS, LAYERS, Execution
 from stepprune_jax.models.vlm import POSITIONS
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import PRUNERS
@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights and computation")
     add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
     add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
+    add(
+        "--layers",
+        choices=LAYERS,
+        default="auto",
+        help="how they are repeated",
+    )
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--trace", metavar="FILE.npz", help="write what was kept, stage by stage, and the logits")
     return parser
@@ -82,6 +88,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
         pruner_options=dict(map(_option, arguments.pruner_options)),
+        execution=Execution(layers=arguments.layers, attention=arguments.attention),
         **{name: getattr(arguments, name) for name in _OPTIONS},
     )
     check_options(source.config, options)
@@ -120,7 +127,6 @@ _OPTIONS = (
     "temperature",
     "top_p",
     "seed",
-    "attention",
 )
 
 

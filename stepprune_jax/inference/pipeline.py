@@ -30,6 +30,7 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
@@ -48,13 +49,13 @@ class RunOptions(NamedTuple):
 
     Attributes:
         positions: position ids of kept tokens, "original" or "compact"; see `vlm.assemble`.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the layers of tower and language model are run.
         context_limit: longest row after expansion; longer ones are cut at the right end. None for
             that of the model's family.
     """
 
     positions: str = "original"
-    attention: str = "matmul"
+    execution: Execution = Execution()
     context_limit: int | None = None
 
 
@@ -150,10 +151,10 @@ def _encode(
     config: Any,
     pixels: Any,
     taps: tuple[Tap, ...],
-    attention: str,
+    execution: Execution,
     mesh: Mesh | None,
 ) -> tuple[Array, tuple[Array, ...]]:
-    features, tapped = vlm.encode_image(params, config, pixels, taps, attention)
+    features, tapped = vlm.encode_image(params, config, pixels, taps, execution)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(mesh, (features, chosen))
 
@@ -197,7 +198,7 @@ def _place(
     return constrain_rows(mesh, sequence)
 
 
-run_encode = jit_for_weights(_encode, ("config", "taps", "attention", "mesh"))
+run_encode = jit_for_weights(_encode, ("config", "taps", "execution", "mesh"))
 run_view = jit_for_weights(_view, ("config", "mesh"))
 run_place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh"))
 
@@ -224,14 +225,16 @@ def _narrow(kept: Kept, capacity: int) -> Kept:
     return Kept(*(part[:, :capacity] for part in kept[:-1]), count)
 
 
-def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "matmul") -> Vision:
+def encode(
+    model: VLM, pixels: Any, taps: Sequence[Tap] = (), execution: Execution = Execution()
+) -> Vision:
     """Runs the tower.
 
     Args:
         model: the model.
         pixels: of some images, as the family's preprocessing makes them.
         taps: intermediates that pruners want to see.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the tower's blocks are run.
 
     Returns:
         The features and taps, on the model's devices.
@@ -243,7 +246,7 @@ def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "
         model.config,
         place_rows(mesh, pixels),
         taps=taps,
-        attention=attention,
+        execution=execution,
         mesh=mesh,
     )
     family, config = model.config.family, model.config
@@ -457,7 +460,7 @@ def begin(
         (method.params, tuple(place_rows(mesh, after))) if layer_cuts else (),
         stages=stages,
         max_tokens=max_tokens,
-        attention=options.attention,
+        execution=options.execution,
         mesh=mesh,
     )
     last = after[-1] if after else of_image
@@ -499,10 +502,22 @@ def _bucket(longest: int, limit: int) -> int:
     return next(size for size in ladder(limit) if size >= longest)
 
 
-def finish(model: VLM, state: Decoding, sampling: Sampling, limit: int) -> Decoding:
+def finish(
+    model: VLM,
+    state: Decoding,
+    sampling: Sampling,
+    limit: int,
+    execution: Execution = Execution(),
+) -> Decoding:
     """Draws all tokens up to a limit; consumes the state. One at a time is the same program."""
     return decoding.run_decode(
-        model.params, model.config, state, sampling, np.int32(limit), mesh=mesh_of(model.params)
+        model.params,
+        model.config,
+        state,
+        sampling,
+        np.int32(limit),
+        execution=execution,
+        mesh=mesh_of(model.params),
     )
 
 
@@ -654,7 +669,7 @@ def answer_all(
                 sizes=batching.sizes,
                 width=width,
             )
-            state = finish(model, begun.state, greedy, max_tokens)
+            state = finish(model, begun.state, greedy, max_tokens, options.execution)
             tokens, counts = fetch((state.tokens, state.count))
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
             return ids, begun.kept, begun.trace.stages[-1].index

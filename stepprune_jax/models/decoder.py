@@ -21,18 +21,50 @@ from stepprune_jax.models.layers import (
     append_slots,
     attend,
     attention_weights,
-    check_attention,
-    checkpoint_layer,
     fused_attend,
     merge_heads,
     resolve_taps,
-    scan_layers,
     split_heads,
-    take_layer,
 )
 from stepprune_jax.models.rotary import rotary, rotate
+from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys")
+
+
+class Rows(NamedTuple):
+    """Rows of tokens that enter a stage of layers.
+
+    Attributes:
+        hidden: [b, s, e] the residual stream.
+        position: [b, s] int32 position ids; [b, p, s] for a family with p ids a token.
+        valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
+            and for the fused kernels, which see the causal order only.
+        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
+            segment 0 and of their own. Needs attention "matmul" and no cache.
+    """
+
+    hidden: Float[Array, "b s e"]
+    position: Int[Array, "b *p s"]
+    valid: Bool[Array, "b s"]
+    segment: Int[Array, "b s"] | None = None
+
+
+class Wanted(NamedTuple):
+    """What a stage of layers shall return besides its hidden states.
+
+    Attributes:
+        capacity: slots of a cache to be made, at least s; None makes none.
+        taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "attention":
+            float32 softmax weights of the queries at `query_index`, heads kept, [b, h, q, t], t the
+            cache's slots (if any) and then the s own; "keys" [b, h_kv, s, c] after rotary
+            positions.
+        query_index: [b, q] indices into s, for "attention" taps.
+    """
+
+    capacity: int | None = None
+    taps: Sequence[Tap] = ()
+    query_index: Int[Array, "b q"] | None = None
 
 
 class Cache(NamedTuple):
@@ -212,13 +244,13 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
     return cache._replace(key=key, value=value)
 
 
-def _extend(cache: Cache | None, new: Cache, position: Array, valid: Array) -> Cache:
+def _extend(cache: Cache | None, new: Cache, rows: Rows) -> Cache:
     """Appends what was written to an earlier cache, or makes it one, counting its tokens.
 
     Each row is written at its own length; what lies beyond the capacity is lost.
     """
-    count = valid.sum(-1, dtype=jnp.int32)
-    following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
+    count = rows.valid.sum(-1, dtype=jnp.int32)
+    following = jnp.where(rows.valid, rows.position + 1, 0).max(-1).astype(jnp.int32)
     if cache is None:
         return Cache(new.key, new.value, count, following)
     slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
@@ -230,22 +262,16 @@ def _extend(cache: Cache | None, new: Cache, position: Array, valid: Array) -> C
     )
 
 
-def _make_context(
-    config: LlamaConfig,
-    position: Int[Array, "b s"],
-    valid: Bool[Array, "b s"],
-    segment: Int[Array, "b s"] | None,
-    cache: Cache | None,
-) -> Context:
+def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Context:
     """Builds the angles and masks of a stage."""
-    s = position.shape[1]
-    mask = jnp.tril(jnp.ones((s, s), bool)) & valid[:, None]
-    if segment is not None:
-        mask &= (segment[:, None] == 0) | (segment[:, None] == segment[..., None])
+    s = rows.position.shape[1]
+    mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
+    if rows.segment is not None:
+        mask &= (rows.segment[:, None] == 0) | (rows.segment[:, None] == rows.segment[..., None])
     cached_mask = None
     if cache is not None:
         cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    return Context(*rotary(config, position), mask, cached_mask)
+    return Context(*rotary(config, rows.position), mask, cached_mask)
 
 
 def _attention_rows(
@@ -264,74 +290,36 @@ def _attention_rows(
 def run_layers(
     params: dict[str, Any],
     config: LlamaConfig,
-    hidden: Float[Array, "b s e"],
-    position: Int[Array, "b s"],
-    valid: Bool[Array, "b s"],
-    first: int,
-    last: int,
+    rows: Rows,
+    span: tuple[int, int],
     cache: Cache | None = None,
-    capacity: int | None = None,
-    taps: Sequence[Tap] = (),
-    query_index: Int[Array, "b q"] | None = None,
-    remat: bool = False,
-    attention: str = "matmul",
-    segment: Int[Array, "b s"] | None = None,
+    wanted: Wanted = Wanted(),
+    execution: Execution = Execution(),
 ) -> Stage:
-    """Runs blocks first to last - 1 as one stage with its own length and its own cache.
+    """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
         params: the language model's weights; the stack is indexed, never sliced.
         config: the model's shape.
-        hidden: [b, s, e] residual stream entering block `first`.
-        position: [b, s] int32 position ids.
-        valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
-            and for the fused kernels, which see the causal order only.
-        first: first block.
-        last: block to stop before.
+        rows: what enters block `span[0]`, with position ids [b, s].
+        span: first block, and the one to stop before.
         cache: this stage's earlier keys and values, to attend to and to extend.
-        capacity: slots of a cache to be made, at least s; None makes none.
-        taps: "hidden" [b, s, e] (first <= layer <= last); "attention": float32 softmax weights of
-            the queries at `query_index`, heads kept, [b, h, q, t], t the cache's slots (if any)
-            and then the s own; "keys" [b, h_kv, s, c] after rotary positions.
-        query_index: [b, q] indices into s, for "attention" taps.
-        remat: recompute blocks in the backward pass instead of storing their intermediates.
-        attention: "matmul", or "xla" or "cudnn" where there is no cache to read.
-        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
-            segment 0 and of their own. Needs "matmul" and no cache.
+        wanted: what to return besides the hidden states.
+        execution: how the blocks are run.
 
     Returns:
         A `Stage`.
 
     Raises:
-        ValueError: layers, taps, capacity or attention that do not exist or do not fit.
+        ValueError: layers, taps, capacity or segments that do not exist or do not fit.
     """
-    check_attention(attention)
-    if not 0 <= first < last <= config.num_layers:
-        raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
-    if capacity is not None and (cache is not None or capacity < hidden.shape[1]):
-        raise ValueError(
-            f"capacity {capacity} for {hidden.shape[1]} tokens: give it only where a cache is "
-            "made, and at least as large as the sequence"
-        )
-    if cache is not None and cache.key.shape[0] != last - first:
-        raise ValueError(
-            f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
-            f"{last - first}"
-        )
-    if segment is not None and (attention != "matmul" or cache is not None or capacity is not None):
-        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
-    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    for name, (kind, at) in named.items():
-        if not first <= at < last + (kind == "hidden"):
-            raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
-        if kind == "attention" and query_index is None:
-            raise ValueError(f"tap {name} needs query_index")
-
-    context = _make_context(config, position, valid, segment, cache)
+    hidden, (first, last) = rows.hidden, span
+    named = _check_stage(config, rows, span, cache, wanted, execution)
+    context = _make_context(config, rows, cache)
     new = None
-    if cache is not None or capacity is not None:
+    if cache is not None or wanted.capacity is not None:
         b, s, _ = hidden.shape
-        slots = s if capacity is None else capacity
+        slots = s if wanted.capacity is None else wanted.capacity
         new = init_cache(config, last - first, b, slots, hidden.dtype)
     block = LlamaBlock(config)
 
@@ -339,10 +327,10 @@ def run_layers(
         return None if cache is None else take_layer((cache.key, cache.value), index - first)
 
     def layer(hidden, index):
-        weights = take_layer(params["layers"], index)
-        return block.apply({"params": weights}, hidden, context, cached_at(index), attention)
+        weights = {"params": take_layer(params["layers"], index)}
+        return block.apply(weights, hidden, context, cached_at(index), execution.attention)
 
-    layer = checkpoint_layer(layer, remat)
+    layer = checkpoint_layer(layer, execution.remat)
 
     def body(carry, index):
         hidden, new = carry
@@ -353,7 +341,9 @@ def run_layers(
 
     cuts = [at for kind, at in named.values() if kind == "hidden"]
     watched = [at for kind, at in named.values() if kind != "hidden"]
-    (hidden, new), outputs, carries = scan_layers(body, (hidden, new), first, last, watched, cuts)
+    (hidden, new), outputs, carries = run_stack(
+        body, (hidden, new), span, watched, cuts, layers=execution.layers
+    )
 
     tapped = {}
     for name, (kind, at) in named.items():
@@ -362,8 +352,43 @@ def run_layers(
         elif kind == "keys":
             tapped[name] = outputs[at].key
         else:
-            tapped[name] = _attention_rows(outputs[at], context, cached_at(at), query_index)
-    return Stage(hidden, None if new is None else _extend(cache, new, position, valid), tapped)
+            cached = cached_at(at)
+            tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
+    return Stage(hidden, None if new is None else _extend(cache, new, rows), tapped)
+
+
+def _check_stage(
+    config: LlamaConfig,
+    rows: Rows,
+    span: tuple[int, int],
+    cache: Cache | None,
+    wanted: Wanted,
+    execution: Execution,
+) -> dict[str, tuple[str, int]]:
+    """Refuses what `run_layers` cannot do; returns the taps as `resolve_taps` does."""
+    (first, last), capacity = span, wanted.capacity
+    if not 0 <= first < last <= config.num_layers:
+        raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
+    if capacity is not None and (cache is not None or capacity < rows.hidden.shape[1]):
+        raise ValueError(
+            f"capacity {capacity} for {rows.hidden.shape[1]} tokens: give it only where a cache is "
+            "made, and at least as large as the sequence"
+        )
+    if cache is not None and cache.key.shape[0] != last - first:
+        raise ValueError(
+            f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
+            f"{last - first}"
+        )
+    cached = cache is not None or capacity is not None
+    if rows.segment is not None and (execution.attention != "matmul" or cached):
+        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
+    named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
+    for name, (kind, at) in named.items():
+        if not first <= at < last + (kind == "hidden"):
+            raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
+        if kind == "attention" and wanted.query_index is None:
+            raise ValueError(f"tap {name} needs query_index")
+    return named
 
 
 def embed(params: dict[str, Any], ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.stack import SCAN
 
 Labels = dict[str, Array]
 
@@ -53,7 +54,8 @@ def tower_loss(
       The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
       mean absolute error.
     """
-    hidden, _ = clip.encode(trained["vision"], config.vision, pixels, config.feature_layer)
+    vision = trained["vision"]
+    hidden, _ = clip.encode(vision, config.vision, pixels, config.feature_layer, execution=SCAN)
     total, scalars = jnp.zeros(()), {}
     for name, label in labels.items():
         head = trained["heads"][name]

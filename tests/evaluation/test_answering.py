@@ -27,6 +27,7 @@ from stepprune_jax.inference.pipeline import (
     run_rank,
 )
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import count_at_bias
 from stepprune_jax.pruning import Budget, Method, Ranker, make_method
@@ -64,7 +65,7 @@ def test(model, test_split):
 def margins(model, folder):
     """Stop margins of the policy on the validation split."""
     sample = Sample({}, read_split(folder, "validation").questions)
-    return stop_margins("StepPrune", model, stepprune(), sample, "matmul", 4)
+    return stop_margins("StepPrune", model, stepprune(), sample, Execution(), 4)
 
 
 def ask(model, split, **options):

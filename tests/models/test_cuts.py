@@ -12,11 +12,7 @@ from hf_reference import assert_close, llava_pair
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
-
-CUTS = (
-    vlm.Cut(1, 20, (Tap("attention", 0), Tap("keys", 0))),
-    vlm.Cut(3, 13, (Tap("attention", 2),), "all"),
-)
+from stepprune_jax.models.stack import Execution
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def kept_slots(number, sequence):
     return ~((sequence.image >= 0) & gone)
 
 
-def drop_fn(number, sequence, taps):
+def drop(number, sequence, taps):
     """Drops by index, having checked that the taps belong to the rows before the cut."""
     s = sequence.hidden.shape[1]
     rows = taps["attention.0" if number == 0 else "attention.2"]
@@ -38,22 +34,27 @@ def drop_fn(number, sequence, taps):
     return sequence, kept_slots(number, sequence)
 
 
+CUTS = (
+    vlm.Cut(1, 20, functools.partial(drop, 0), (Tap("attention", 0), Tap("keys", 0))),
+    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), "all"),
+)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def prefill_with_cuts(params, config, sequence, cuts=CUTS):
-    return vlm.prefill(params, config, sequence, 3, cuts=cuts, drop_fn=drop_fn)
+def prefill_with_cuts(params, config, sequence, execution=Execution()):
+    return vlm.prefill(params, config, sequence, 3, CUTS, execution=execution)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def masked_logits(params, config, sequence):
     """Logits of each row's last kept slot when dropped tokens are hidden, not removed."""
-    valid = jnp.arange(sequence.hidden.shape[1]) < sequence.length[:, None]
-    hidden, edges = sequence.hidden, (0, *(cut.layer for cut in CUTS), 4)
+    rows, edges = sequence.rows, (0, *(cut.layer for cut in CUTS), 4)
     for number, span in enumerate(itertools.pairwise(edges)):
         for earlier in range(number):
-            valid &= kept_slots(earlier, sequence)
-        hidden = vlm.run_layers(params, config, hidden, sequence.position, valid, *span).hidden
-    last = jnp.where(valid, jnp.arange(valid.shape[1]), 0).max(1)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+            rows = rows._replace(valid=rows.valid & kept_slots(earlier, sequence))
+        rows = rows._replace(hidden=vlm.run_layers(params, config, rows, span).hidden)
+    last = jnp.where(rows.valid, jnp.arange(rows.valid.shape[1]), 0).max(1)
+    hidden = jnp.take_along_axis(rows.hidden, last[:, None, None], axis=1)[:, 0]
     return vlm.logits(params, config, hidden)
 
 
@@ -153,14 +154,13 @@ def test_a_cut_that_keeps_all_changes_no_logit(llava):
     sequence = prompts.assemble(params, config, *prompts.batch())
     s = sequence.hidden.shape[1]
 
-    def keep_all(number, sequence, taps):
-        del number
+    def keep_all(sequence, taps):
         assert not taps
         return sequence, jnp.ones(sequence.image.shape, bool)
 
     @jax.jit
     def run(params, sequence):
-        return vlm.prefill(params, config, sequence, 0, cuts=(vlm.Cut(2, s),), drop_fn=keep_all)
+        return vlm.prefill(params, config, sequence, 0, cuts=(vlm.Cut(2, s, keep_all),))
 
     plain = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 0)
     assert_close(run(params, sequence).logits, plain.logits, 1e-6)
@@ -172,19 +172,19 @@ def test_merged_tokens_enter_the_layers_behind(llava):
     config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
 
-    def merge(number, sequence, taps):
-        del number, taps
+    def merge(sequence, taps):
+        del taps
         first = (sequence.image == 0) & (sequence.index >= 0)
         first &= jnp.cumsum(first, axis=1) == 1
         hidden = jnp.where(first[..., None], 2 * sequence.hidden, sequence.hidden)
         index = jnp.where(first, -1, sequence.index)
         return sequence._replace(hidden=hidden, index=index), sequence.image != 1
 
-    cut = vlm.Cut(2, sequence.hidden.shape[1])
+    cut = vlm.Cut(2, sequence.hidden.shape[1], merge)
 
     @jax.jit
     def run(params, sequence):
-        return vlm.prefill(params, config, sequence, 0, cuts=(cut,), drop_fn=merge)
+        return vlm.prefill(params, config, sequence, 0, cuts=(cut,))
 
     result, plain = run(params, sequence), jax.jit(vlm.prefill, static_argnums=(1, 3))
     difference = jnp.abs(result.logits - plain(params, config, sequence, 0).logits).max(1)
