@@ -39,7 +39,7 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, tmp_path):
             model,
             make_method("random", kept),
             encoded.prompts,
-            encoded.vision,
+            encoded.images,
             3,
             RunOptions(),
             Batching(32, (36, n)),

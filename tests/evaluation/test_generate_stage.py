@@ -325,7 +325,7 @@ def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
 
     def encoding(model, questions, **options):
         found = tower(model, questions, **options)
-        encoded.append(len(found.vision.features))
+        encoded.append(len(found.images.features))
         seen.extend(found.prompts.number.tolist())
         return found
 
