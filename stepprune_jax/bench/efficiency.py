@@ -15,10 +15,10 @@ of different images differ is not.
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,8 @@ def check_memory(flags: argparse.Namespace, config: Any, rows: Sequence[Row]) ->
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
     # The residual stream, an MLP's two activations, and one layer's scores in float32.
     layer = itemsize * (2 * text.hidden_size + 2 * text.intermediate_size)
-    row = length * (cache + layer + 4 * text.num_heads * length)
-    copies = 1 + flags.transformers
-    needed = copies * weights + max(flags.batch) * row
+    each = length * (cache + layer + 4 * text.num_heads * length)
+    needed = (1 + flags.transformers) * weights + max(flags.batch) * each
     free, device = free_memory(), jax.devices()[0].device_kind
     if needed > free:
         changes = ["--model mid"] if flags.model in MODELS and flags.model != "mid" else []
@@ -151,9 +150,9 @@ def torch_device() -> str:
     Raises:
         ValueError: `transformers` cannot run there; the message says what to install.
     """
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        raise ValueError(f"--transformers needs {' and '.join(missing)}: pip install them")
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise ValueError(f"--transformers needs {name}: pip install it")
     device = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
     if device is None:
         raise ValueError(f"--transformers runs on a CPU or GPU, jax uses {jax.default_backend()}")

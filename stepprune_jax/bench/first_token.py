@@ -3,12 +3,14 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from stepprune_jax import policy
 from stepprune_jax.bench.peaks import Peak
@@ -19,10 +21,12 @@ from stepprune_jax.inference import decoding, pipeline, programs
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import Images, Prompts
 from stepprune_jax.inference.sets import rank_all
+from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch, jit_for_weights
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import Method
+from stepprune_jax.pruning import Method, Trained
 
 _place = jit_for_weights(programs.place, ("config", "capacity", "positions", "mesh"))
 _start = jit_for_weights(decoding.start, ("config", "stages", "options", "mesh"))
@@ -123,8 +127,8 @@ def measure(
         bench: what is measured.
         rows: of the table; the first is what the others are compared with.
         batch: what they are asked.
-        references: programs of others that bring the same batch to its first token, by name; they
-            return when it is there, and take turns with the rows.
+        references: programs of others, by name, that bring the same batch to its first token and
+            return its logits [b, v]; they take turns with the rows.
 
     Returns:
         A JSON object for each row and each reference. Times are milliseconds of the whole batch as
@@ -132,56 +136,66 @@ def measure(
     """
     rows = [with_stop_bias(bench, row, batch) for row in rows]
     first = {row.name: _answer(bench, row, batch) for row in rows}
-    for call in references.values():
-        call()
+    theirs = {name: np.asarray(call()) for name, call in references.items()}
     parts = _time_stages({row.name: _stages(bench, row, batch) for row in rows}, bench.rounds)
     turns = []
     for _ in range(bench.rounds):
         turn = {row.name: _answer(bench, row, batch) for row in rows}
         turns.append(turn | {name: _Turn(_seconds(call)) for name, call in references.items()})
-    names = [rows[0].name, *references]
     results = []
-    for name in first | dict(references):
-        mine = [turn[name] for turn in turns]
-        ratios = {
-            other: [turn[other].whole / turn[name].whole for turn in turns]
-            for other in names
-            if other != name
+    for row in rows:
+        own = [first[row.name], *(turn[row.name] for turn in turns)]
+        results.append(_result(bench, row, batch, own, parts[row.name]))
+    for name, logits in theirs.items():
+        apart = np.abs(first[rows[0].name].logits - logits).max() / np.abs(logits).max()
+        whole = _spread(1e3 * turn[name].whole for turn in turns)
+        results.append({"row": name, "ms": {"whole": whole}, "difference": float(apart)})
+    for result in results:
+        result["speed_up"] = {
+            other: _spread(turn[other].whole / turn[result["row"]].whole for turn in turns)
+            for other in (rows[0].name, *references)
+            if other != result["row"]
         }
-        results.append(
-            {
-                "row": name,
-                "ms": {"whole": _spread(1e3 * turn.whole for turn in mine)},
-                "speed_up": {other: _spread(ratio) for other, ratio in ratios.items()},
-            }
-        )
-    steps = bench.options.max_tokens - 1
-    for row, result in zip(rows, results, strict=False):  # references have nothing more to say
-        mine = [turn[row.name] for turn in turns]
-        stages = {part: _spread(1e3 * s for s in taken) for part, taken in parts[row.name].items()}
-        whole, decode = result["ms"]["whole"], _spread(1e3 * turn.decode / steps for turn in mine)
-        result["ms"] = stages | {"whole": whole, "decode": decode}
-        again = statistics.median(turn.whole + turn.decode for turn in mine)
-        result["compile_s"] = max(0.0, first[row.name].whole + first[row.name].decode - again)
-        kept = mine[0].kept
-        result["kept"] = [float(kept.mean()), int(kept.min()), int(kept.max())]
-        result["cache_bytes"] = mine[0].cache // len(kept)
-        result |= _programs(bench, row, batch)
-        work = _work(bench.model, row.method, batch, round(float(kept.mean())))
-        result["tflops"] = {part: count / 1e12 for part, (count, _) in work.items()}
-        least = {part: 1e3 * bench.peak.seconds(*amounts) for part, amounts in work.items()}
-        result["roofline_ms"] = least
-        result["share"] = sum(least.values()) / whole[0]
     return results
 
 
+def _result(
+    bench: Bench,
+    row: Row,
+    batch: Batch,
+    turns: Sequence["_Turn"],
+    stages: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """The JSON object of a row, from its turns, the first of which compiled, and its stages."""
+    compiling, *turns = turns
+    steps, kept = bench.options.max_tokens - 1, compiling.kept
+    again = statistics.median(turn.whole + turn.decode for turn in turns)
+    milliseconds = {part: _spread(1e3 * s for s in taken) for part, taken in stages.items()}
+    milliseconds["whole"] = _spread(1e3 * turn.whole for turn in turns)
+    milliseconds["decode"] = _spread(1e3 * turn.decode / steps for turn in turns)
+    work = _work(bench.model, row.method, batch, round(float(kept.mean())))
+    least = {part: 1e3 * bench.peak.seconds(*amounts) for part, amounts in work.items()}
+    return {
+        "row": row.name,
+        "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
+        "ms": milliseconds,
+        "tflops": {part: flops / 1e12 for part, (flops, _) in work.items()},
+        **_programs(bench, row, batch),
+        "cache_bytes": compiling.cache // len(kept),
+        "compile_s": max(0.0, compiling.whole + compiling.decode - again),
+        "roofline_ms": least,
+        "share": sum(least.values()) / milliseconds["whole"][0],
+    }
+
+
 class _Turn(NamedTuple):
-    """An answered batch: seconds to the first token and from there to the last."""
+    """An answered batch: seconds to the first token and from there to the last, and what it was."""
 
     whole: float
     decode: float = 0.0
     kept: Any = None
     cache: int = 0
+    logits: Any = None
 
 
 def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
@@ -196,7 +210,8 @@ def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
     nbytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
     state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
     jax.block_until_ready(state.token)
-    return _Turn(middle - begin, time.perf_counter() - middle, begun.kept, nbytes)
+    end = time.perf_counter()
+    return _Turn(middle - begin, end - middle, begun.kept, nbytes, fetch(begun.trace.logits))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -230,7 +245,7 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
     stages, mesh = run.keywords["stages"], run.keywords["mesh"]
     place = functools.partial(
         _place,
-        *(params, config, pipeline.cut_slots(kept, stages.kept), texts),
+        *(params, config, kept, texts),
         capacity=stages.slots[0],
         positions=options.positions,
         mesh=mesh,
@@ -238,12 +253,12 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
     start = functools.partial(
         _start, *(params, config, learned, place(), texts.counts, sampling), **run.keywords
     )
-    shapes = (stages.kept, stages.slots)
+    shapes = (kept.index.shape, stages.slots[0])
     parts = {
         "tower": _Stage(
             taps, lambda: pipeline.encode(model, batch.images, taps, options.execution)
         ),
-        "selector": _Stage(row.name, lambda: pipeline.choose(*asked, options=options)[0]),
+        "selector": _Stage(row.name, lambda: pipeline.choose(*asked)[0]),
         "projector": _Stage(shapes, place),
         "prefill": _Stage(stages, start),
     }
@@ -307,7 +322,9 @@ def _programs(bench: Bench, row: Row, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _work(model: VLM, method: Method, batch: Batch, kept: int) -> dict[str, tuple[float, float]]:
+def _work(
+    model: VLM, method: Method, batch: Batch, kept: int
+) -> dict[str, tuple[float | int, int]]:
     """Operations, by formula, and bytes of weights and caches that each stage has to move."""
     config, pruner, size = model.config, method.pruner, len(batch.prompts.length)
     n, text = int(batch.images.sizes[0]), int(batch.prompts.length[0]) - 1
@@ -326,19 +343,18 @@ def _work(model: VLM, method: Method, batch: Batch, kept: int) -> dict[str, tupl
         work = policy_flops(shape, n, text, kept)
         selector = work["total"] if isinstance(pruner.config, PolicyConfig) else work["encoder"]
     weights, language = model.params, model.params["language"]
+    learned = method.params.weights if method.params else {}
+    used = {name: part for name, part in learned.items() if name != "denoiser"}
     return {
         "tower": (size * vision["tower"], _nbytes(weights["vision"])),
-        "selector": (size * selector, _nbytes(method.params)),
+        "selector": (size * selector, _nbytes(used)),
         "projector": (size * vision["projector"] * entering / n, _nbytes(weights["projector"])),
         "prefill": (
             size * llm_flops(config.text, lengths).flops,
-            _nbytes(language) - _nbytes(language["embed"]),
+            _nbytes({name: part for name, part in language.items() if name != "embed"}),
         ),
     }
 
 
 def _nbytes(tree: Any) -> int:
-    return sum(
-        np.asarray(leaf).nbytes if np.isscalar(leaf) else leaf.nbytes
-        for leaf in jax.tree.leaves(tree)
-    )
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

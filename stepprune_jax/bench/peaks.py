@@ -26,7 +26,7 @@ class Peak(NamedTuple):
     bandwidth: float
     source: str
 
-    def seconds(self, flops: float, nbytes: float) -> float:
+    def seconds(self, flops: float | int, nbytes: int) -> float:
         """The least time of a program with so many operations that moves so many bytes."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 

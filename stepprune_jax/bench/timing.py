@@ -58,7 +58,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def free_memory() -> float:
+def free_memory() -> int:
     """Bytes that can be allocated on the first device; of the machine's memory on a CPU."""
     device = jax.devices()[0]
     stats = None if device.platform == "cpu" else device.memory_stats()

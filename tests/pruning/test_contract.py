@@ -245,12 +245,13 @@ def test_rows_do_not_influence_each_other(run, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_larger_buckets_change_nothing(model, run, name):
+def test_stages_by_themselves_and_larger_buckets_change_nothing(model, run, name):
     chosen = method(name)
     request = read_request(model.tokenizer, model.image_settings, model.config, *BATCH)
     images = read_images(model.config, request.pixels)
     options, padding = RunOptions(max_tokens=STEPS), Padding((K + 2, N), 100)
-    batch = make_prompts(request), images, greedy(())
+    vision = pipeline.encode(model, images, chosen.pruner.taps(model.config))
+    batch = make_prompts(request), vision, greedy(())
     begun = pipeline.begin(model, chosen, *batch, options, padding=padding)
     small = run(name).begun
     enters = chosen.pruner.entering(N)
