@@ -381,9 +381,9 @@ def test_devices_share_the_questions_one_each(run, config, tmp_path):
     config = dataclasses.replace(config, mesh="data")
     widths, answer = [], generate_stage.answer_all
 
-    def watched(model, method, prompts, vision, longest, options, batching, **more):
+    def watched(model, method, prompts, images, options, batching, **more):
         widths.append((batching.batch_size, row_count(mesh_of(model.params))))
-        return answer(model, method, prompts, vision, longest, options, batching, **more)
+        return answer(model, method, prompts, images, options, batching, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate_stage, "answer_all", watched)
