@@ -133,7 +133,7 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.bench.efficiency_page", description=__doc__.split("\n")[0])
-    parser.add_argument("results", nargs="+", help="files that the benchmark wrote")
+    parser.add_argument("results", nargs="*", help="files that the benchmark wrote")
     parser.add_argument("--page", help="file whose marked part is replaced")
     flags = parser.parse_args(arguments)
     try:
