@@ -25,7 +25,7 @@ from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.stack import ATTENTIONS, LAYERS, Execution
+from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import CPU_OPTIONS
 from stepprune_jax.testing import tiny_hf_config
@@ -83,20 +83,21 @@ def make_case(params, config, reference, batch: int, length: int, new_tokens: in
 
 
 def prefill_rows(
-    case: Case, executions: dict[str, Execution], repeats: int, peak: float | None
+    case: Case, attentions: list[str], repeats: int, peak: float | None
 ) -> list[list[Any]]:
-    """Times the prefill of ours, run in several ways, and of the reference."""
+    """Times the prefill of ours, with each attention, and of the reference."""
     params, config, reference, sequence, tokens = case
     batch, length = sequence.hidden.shape[:2]
     calls, compile_seconds = {}, {}
-    for name, execution in executions.items():
+    for attention in attentions:
+        execution = Execution(attention=attention)
         run = functools.partial(
             vlm.prefill, config=config, max_new_tokens=len(tokens), execution=execution
         )
-        program, compile_seconds[name] = compiled(
+        program, compile_seconds[attention] = compiled(
             lambda params, sequence, run=run: run(params, sequence=sequence), params, sequence
         )
-        calls[name] = functools.partial(program, params, sequence)
+        calls[attention] = functools.partial(program, params, sequence)
     if reference is not None:
         device = reference.device.type
         given = torch_llama.to_torch(sequence.hidden, device)
@@ -106,8 +107,8 @@ def prefill_rows(
             )
     seconds = time_side_by_side(calls, repeats)
     best = min((s for name, s in seconds.items() if name.startswith("torch")), default=None)
-    outputs = {name: np.asarray(calls[name]().logits) for name in executions}
-    base = next(iter(outputs.values()))
+    outputs = {name: np.asarray(calls[name]().logits) for name in attentions}
+    base = outputs[attentions[0]]
     if reference is not None:
         base = torch_llama.as_numpy(calls["torch, dynamic cache"]()[0])
     work = batch * llm_flops(config.text, length).causal_flops
@@ -142,7 +143,7 @@ PREFILL_HEADER = [
 ]
 
 
-def decode_rows(case: Case, executions: dict[str, Execution], repeats: int) -> list[list[Any]]:
+def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
     """Times reading given tokens one by one after a prefill, ours and the reference."""
     params, config, reference, sequence, tokens = case
     batch, length = sequence.hidden.shape[:2]
@@ -153,23 +154,20 @@ def decode_rows(case: Case, executions: dict[str, Execution], repeats: int) -> l
     )
     cache = prefilled(params, sequence)
     ours = [jnp.asarray(row) for row in tokens]
-    calls, setups, compile_seconds = {}, {}, {}
-    for name, execution in executions.items():
-        run = functools.partial(vlm.decode_step, config=config, execution=execution)
-        step, compile_seconds[name] = compiled(
-            lambda params, token, cache, run=run: run(params, token=token, cache=cache),
-            params,
-            ours[0],
-            cache,
-            donate=(2,),
-        )
+    step, compile_seconds = compiled(
+        lambda params, token, cache: vlm.decode_step(params, config, token, cache),
+        params,
+        ours[0],
+        cache,
+        donate=(2,),
+    )
 
-        def read(cache, step=step):
-            for token in ours:
-                logits, cache = step(params, token, cache)
-            return logits
+    def run(cache):
+        for token in ours:
+            logits, cache = step(params, token, cache)
+        return logits
 
-        calls[name], setups[name] = read, lambda: jax.tree.map(jnp.copy, cache)
+    calls, setups = {"ours": run}, {"ours": lambda: jax.tree.map(jnp.copy, cache)}
     if reference is not None:
         device = reference.device.type
         given = torch_llama.to_torch(sequence.hidden, device)
@@ -180,12 +178,12 @@ def decode_rows(case: Case, executions: dict[str, Execution], repeats: int) -> l
             setups[name] = functools.partial(torch_llama.fresh, filled)
             calls[name] = lambda cache, theirs=theirs: torch_llama.decode(reference, cache, theirs)
     seconds = time_side_by_side(calls, repeats, setups)
-    best = min((s for name, s in seconds.items() if name.startswith("torch")), default=None)
-    outputs = {name: np.asarray(calls[name](setups[name]())) for name in executions}
-    base = next(iter(outputs.values()))
+    best = min((s for name, s in seconds.items() if name != "ours"), default=None)
+    error = "-"
     if reference is not None:
         name = "torch, dynamic cache"
-        base = torch_llama.as_numpy(calls[name](setups[name]()))
+        expected = torch_llama.as_numpy(calls[name](setups[name]()))
+        error = difference(run(setups["ours"]()), expected)
     count = len(tokens)
     return [
         [
@@ -196,8 +194,7 @@ def decode_rows(case: Case, executions: dict[str, Execution], repeats: int) -> l
             1e3 * s / count,
             batch * count / s,
             best / s if best else "-",
-            compile_seconds.get(name, "-"),
-            difference(outputs[name], base) if name in outputs else "-",
+            *((compile_seconds, error) if name == "ours" else ("-", "-")),
         ]
         for name, s in seconds.items()
     ]
@@ -241,7 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="of the prefill"
     )
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["auto"])
+    parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="where weights lie")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_torch", action="store_true", help="time ours alone")
     parser.add_argument("--peak_tflops", type=float, help="of the device, for its utilisation")
@@ -284,15 +281,9 @@ def main(arguments: list[str] | None = None) -> None:
         flush=True,
     )
     peak = peak_tflops(flags.peak_tflops)
-    ways = {
-        f"{attention}, {layers}": Execution(attention=attention, layers=layers)
-        for attention in flags.attention
-        for layers in flags.layers
-    }
-    decoding = {f"ours, {layers}": Execution(layers=layers) for layers in flags.layers}
     for dtype in flags.dtype:
-        abstract = vlm.abstract_params(config, jnp.dtype(dtype))
-        params = random_weights({"language": abstract["language"]})
+        language = vlm.abstract_params(config, jnp.dtype(dtype), flags.layers)["language"]
+        params = random_weights({"language": language})
         reference = None
         if not flags.no_torch:
             reference = torch_llama.build(params["language"], config, device)
@@ -301,8 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
             for length in flags.length:
                 case = make_case(params, config, reference, batch, length, flags.new_tokens)
                 utilised = peak if dtype == "bfloat16" else None
-                prefills += prefill_rows(case, ways, flags.repeats, utilised)
-                decodes += decode_rows(case, decoding, flags.repeats)
+                prefills += prefill_rows(case, flags.attention, flags.repeats, utilised)
+                decodes += decode_rows(case, flags.repeats)
         print(table(PREFILL_HEADER, prefills), "\n", flush=True)
         print(table(DECODE_HEADER, decodes), "\n", flush=True)
         del params, reference, case

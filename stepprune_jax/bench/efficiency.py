@@ -60,7 +60,7 @@ def default_rows(num_tokens: int) -> list[str]:
 
 
 def read_rows(names: Sequence[str], config: Any, decoder_layers: int, dtype: str) -> list[Row]:
-    """Makes the methods of rows, with shapes in place of what they would have learned.
+    """Makes the methods of rows, without what they would have learned.
 
     Args:
         names: "all", or a pruner and its budget, such as "cls@64" or "stepprune@mean:64".
@@ -87,9 +87,7 @@ def read_rows(names: Sequence[str], config: Any, decoder_layers: int, dtype: str
                 dtype=dtype,
                 **(fields if kind is PolicyConfig else {}),
             )
-            weights = jax.eval_shape(lambda key, s=shape: selectors.init(key, s), jax.random.key(0))
-            stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
-            learned = Policy(weights, shape, stats)
+            learned = Policy({}, shape)
         method = make_method(pruner, budget or None, policy=learned)
         method.pruner.check(config, config.max_image_tokens)
         rows.append(Row(name, method))
@@ -100,8 +98,9 @@ def draw_learned(row: Row) -> Row:
     """Draws what a row's method would have learned."""
     if not row.method.params:
         return row
-    weights, stats = _drawn(row.method.pruner.config)
-    learned = row.method.params._replace(weights=weights, stats=stats)
+    pruner = row.method.pruner
+    weights, stats = _drawn(pruner.config)
+    learned = row.method.params._replace(weights=pruner.prepare(weights), stats=stats)
     return row._replace(method=row.method._replace(params=learned))
 
 
@@ -120,9 +119,11 @@ def check_memory(flags: argparse.Namespace, config: Any, rows: Sequence[Row]) ->
     """
     dtype, text = jnp.dtype(flags.dtype), config.text
     itemsize = dtype.itemsize
-    policies = {row.method.pruner.config: row.method.params for row in rows if row.method.params}
-    leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), [*policies.values()]))
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "dtype"))
+    shapes = {row.method.pruner.config for row in rows if row.method.params}
+    key = jax.random.key(0)
+    policies = [jax.eval_shape(functools.partial(selectors.init, selector=s), key) for s in shapes]
+    leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), policies))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     length = config.max_image_tokens + flags.text + flags.new_tokens
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
     # The residual stream, an MLP's two activations, and one layer's scores in float32.
@@ -226,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         flags.parser.error(" ".join(str(error).split()))
     dtype = jnp.dtype(flags.dtype)
-    model = VLM(random_weights(vlm.abstract_params(config, dtype)), config)
+    # As `load_vlm` lays weights out.
+    model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(method=place_method(model, row.method)) for row in rows]
     theirs = reference(model, device) if device else None

@@ -329,18 +329,14 @@ def _work(
     config, pruner, size = model.config, method.pruner, len(batch.prompts.length)
     n, text = int(batch.images.sizes[0]), int(batch.prompts.length[0]) - 1
     grid = tuple(map(int, batch.images.grid[0]))
-    cuts = pruner.cuts(config, n)
-    entering = pruner.entering(n) if cuts else kept
-    lengths = [text + entering] * config.text.num_layers
-    for cut in cuts:
-        behind = config.text.num_layers - cut.layer
-        lengths[cut.layer :] = [text + cut.budget.count(n)] * behind
+    stops = not pruner.budget.is_exact
+    visual = pruner.layer_tokens(config, kept if stops else n)
     vision = vision_flops(config, [grid])
     shape = getattr(pruner, "config", None)
     shape = getattr(shape, "shape", shape)  # the policy's, or that of another one's encoder
     selector = 0
     if shape is not None:
-        work = policy_flops(shape, n, text, kept)
+        work = policy_flops(shape, n, text, kept, exact=not stops)
         selector = work["total"] if isinstance(pruner.config, PolicyConfig) else work["encoder"]
     weights, language = model.params, model.params["language"]
     learned = method.params.weights if method.params else {}
@@ -348,9 +344,9 @@ def _work(
     return {
         "tower": (size * vision["tower"], _nbytes(weights["vision"])),
         "selector": (size * selector, _nbytes(used)),
-        "projector": (size * vision["projector"] * entering / n, _nbytes(weights["projector"])),
+        "projector": (size * vision["projector"] * visual[0] / n, _nbytes(weights["projector"])),
         "prefill": (
-            size * llm_flops(config.text, lengths).flops,
+            size * llm_flops(config.text, [text + count for count in visual]).flops,
             _nbytes({name: part for name, part in language.items() if name != "embed"}),
         ),
     }

@@ -16,6 +16,7 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.llava.config import LlavaConfig, hf_config
 from stepprune_jax.models.llava.weights import canonical_name, weight_targets
+from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
 
@@ -94,8 +95,8 @@ def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu"
 
 def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
     """The tensors of some weights under their canonical names."""
-    flat = weights.flatten(params)
-    for target in weight_targets(vlm.abstract_params(config), config):
+    flat, abstract = weights.flatten(params), vlm.abstract_params(config, layers=layout_of(params))
+    for target in weight_targets(abstract, config):
         if target.path in flat:
             for layer, name in enumerate(target.names):
                 yield name, to_torch(file_tensor(target, flat[target.path], layer), device)

@@ -33,7 +33,6 @@ from stepprune_jax.checkpoints.frozen import model_dtype
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.models.stack import SCAN
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import place_rows, replicate_like
@@ -116,7 +115,7 @@ def measure(
         setup = make_setup(run, source.config, mesh)
     (bucket,), dtype, rows = batches.buckets, model_dtype(run), run.batch_size
     traced = plan.trace_update(setup, dtype, rows, bucket)
-    once = dataclasses.replace(setup, forward=setup.forward._replace(execution=SCAN))
+    once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
     model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
     update = traced.lower().compile()
     params = random_weights(plan.abstract_weights(setup, dtype))

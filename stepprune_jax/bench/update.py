@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steps=1000,
                 optimizer=_OPTIMIZER,
                 text_gate_anneal=0.1,
-                forward=ForwardOptions(Execution(layers="scan", remat=True), row_count(mesh), mesh),
+                forward=ForwardOptions(Execution(remat=True), row_count(mesh), mesh),
             )
             for ids in options.ids:
                 bucket = Bucket(ids, options.policy_text, options.targets)

@@ -20,9 +20,8 @@ from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_req
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.models.vlm import check_positions
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.pruning import Budget, Method, Pruner, make_method
+from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
 
 
 class Answer(NamedTuple):
@@ -60,7 +59,8 @@ class Options(NamedTuple):
         policy: what a trained pruner has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "original" or "compact".
+        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+            "compact".
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
@@ -79,7 +79,7 @@ class Options(NamedTuple):
     policy: Policy | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
-    positions: str = "original"
+    positions: str = "own"
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
@@ -219,7 +219,8 @@ def check_options(config: Any, options: Options) -> Method:
         ValueError: which one, and what was expected.
     """
     check_sampling(options.temperature, options.top_p)
-    check_positions(options.positions)
+    if options.positions not in POSITIONS:
+        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")

@@ -41,7 +41,9 @@ class RunOptions(NamedTuple):
     """How the model is run; static.
 
     Attributes:
-        positions: position ids of kept tokens, "original" or "compact"; see `vlm.assemble`.
+        positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
+            "own" for those of the method's authors. Behind a cut between layers, "compact" numbers
+            what is left anew.
         execution: how the layers of tower and language model are run.
         context_limit: longest row after expansion; longer ones are cut at the right end. None for
             that of the model's family.
@@ -83,11 +85,15 @@ class Stages(NamedTuple):
         slots: length of the rows of each stage.
         cuts: the places between the stages.
         pruner: who drops there; None without cuts.
+        text: text tokens of the longest prompt, padded to a bucket, for cuts that look at all.
+        renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
     """
 
     slots: tuple[int, ...]
     cuts: tuple[LayerCut, ...] = ()
     pruner: Pruner | None = None
+    text: int = 0
+    renumber: bool = False
 
 
 class Places(NamedTuple):
@@ -167,12 +173,13 @@ def start(
         The state after the first token, and what the prefill did.
     """
     b, max_tokens = sequence.hidden.shape[0], options.max_tokens
+    rows = {"last": 1, "text": stages.text}
 
     def drop(cut, count):
         return lambda rows, taps: stages.pruner.drop(learned, cut, rows, taps, count)
 
     cuts = [
-        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, cut.rows)
+        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], stages.renumber)
         for cut, slots, count in zip(stages.cuts, stages.slots[1:], counts, strict=True)
     ]
     # The last token is never read, so it needs no slot.

@@ -31,7 +31,7 @@ from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import bucket_ladder, choose_bucket
-from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking
+from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
 
 
 class Prompts(NamedTuple):
@@ -179,6 +179,22 @@ def place_method(model: VLM, method: Method) -> Method:
     return method._replace(params=replicate_like(model.params, method.params))
 
 
+def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Vision) -> View:
+    """Builds what a pruner sees of a batch.
+
+    Args:
+        model: the model.
+        pruner: who looks.
+        prompts: of the batch; at least one shows an image.
+        images: theirs, with the taps that the pruner wants.
+
+    Returns:
+        A row for each (image, prompt) pair, as those of `choose`, on the model's devices.
+    """
+    shown = _shown(model, pruner, prompts, images, _pair_up(prompts.image_of))
+    return programs.run_see(model.params, model.config, *shown, mesh=mesh_of(model.params))
+
+
 def choose(
     model: VLM,
     method: Method,
@@ -285,30 +301,37 @@ def prepare(
     kept = None if in_one else choice()
     counts = fetch(kept.count) if counts is None else counts
 
-    of_image = np.where(rows.shown, counts[rows.slot], 0)
-    before = np.where(rows.shown, sizes[rows.slot], 0)
-    after = [_counts_behind(cut.budget, before, of_image) for cut in cuts]
     limit = options.context_limit or config.family.CONTEXT_LIMIT
-    of_image, after, lengths = _fit(prompts, of_image, after, limit)
-    j, ids = rows.slot.shape[1], prompts.ids
+    of_image = _fit(prompts, np.where(rows.shown, counts[rows.slot], 0), limit)
+    survivors = _survivors(method.pruner, config, of_image, len(cuts))
+    left = [of_image, *survivors.sum(3)]
+    text = prompts.length - rows.shown.sum(1)
+    j, ids, longest = rows.slot.shape[1], prompts.ids, prompts.ids.shape[1]
     if padding.width is None:
-        slots = [_bucket(int(length.max()), limit) for length in lengths]
+        totals = [np.minimum(text + count.sum(1), limit).max() for count in left]
+        slots = [_bucket(int(total), ladder(limit)) for total in totals]
         # As many as there can be in so many slots, and one more for a row that is to be cut. So
         # the length of the rows is all that the program depends on.
-        ids = _padded_to(ids, slots[0] + j + 1)
+        ids, longest = (
+            _padded_to(ids, slots[0] + j + 1),
+            _bucket(int(text.max()), ladder(limit, 16)),
+        )
     else:
-        most = [choose_bucket(counts, fitting), *(int(c.max(initial=0)) for c in after)]
+        most = [choose_bucket(counts, fitting), *(int(c.max(initial=0)) for c in left[1:])]
         slots = [padding.width + j * count for count in most]
+    positions = method.pruner.positions if options.positions == "own" else options.positions
+    stages = Stages(tuple(slots))
+    if cuts:
+        pruner = method.pruner.program()
+        longest = longest if any(cut.rows == "text" for cut in cuts) else 0
+        stages = Stages(tuple(slots), cuts, pruner, longest, positions == "compact")
     static = {
-        "stages": Stages(
-            tuple(slots),
-            tuple(cut._replace(budget=Budget()) for cut in cuts),  # counts are an argument
-            method.pruner.program() if cuts else None,
-        ),
-        "options": options._replace(context_limit=None),
+        "stages": stages,
+        "options": options._replace(positions=positions, context_limit=None),
         "mesh": mesh,
     }
-    texts = Texts(ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], tuple(after))
+    kept_behind = tuple(survivors[..., 0])
+    texts = Texts(ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], kept_behind)
     arguments = (place_rows(mesh, texts), sampling)
     if in_one:
         arguments, static = (*choice.args, *arguments), choice.keywords | static
@@ -316,7 +339,8 @@ def prepare(
     else:
         own = (model.params, config, method.params, kept)
         run = functools.partial(programs.run_begin, *own, *arguments, **static)
-    return Ready(run, None if in_one else choice, before.sum(1), [of_image, *after][-1].sum(1))
+    before = np.where(rows.shown, sizes[rows.slot], 0)
+    return Ready(run, None if in_one else choice, before.sum(1), left[-1].sum(1))
 
 
 def begin(
@@ -508,16 +532,19 @@ def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b wi
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
 
 
-def _counts_behind(budget: Any, before: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Tokens of each image that a cut leaves."""
-    asked = np.array([[budget.count(int(n)) if n else 0 for n in row] for row in before], np.int32)
-    return np.minimum(asked.reshape(before.shape), kept).astype(np.int32)
+def _survivors(
+    pruner: Pruner, config: Any, of_image: Int[np.ndarray, "b j"], cuts: int
+) -> Int[np.ndarray, "cuts b j 2"]:
+    """`Pruner.survivors` of each image of each row, none of images without tokens."""
+    left = np.zeros((cuts, *of_image.shape, 2), np.int32)
+    for size in np.unique(of_image[of_image > 0]) if cuts else ():
+        of_size = np.array(pruner.survivors(config, int(size)))
+        left[:, of_image == size] = of_size[:, None]
+    return left
 
 
-def _fit(
-    prompts: Prompts, of_image: np.ndarray, after: list[np.ndarray], limit: int
-) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Cuts rows to the context: tokens of each image, and lengths of each row, for every stage."""
+def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
+    """Tokens of each image [b, j] once rows are cut to the context."""
     shown = prompts.image_of >= 0
     text = prompts.length - shown.sum(1)
     longest = int((text + of_image.sum(1)).max())
@@ -532,11 +559,9 @@ def _fit(
             left = truncate(ids[:length].tolist(), of_image[row, shown[row]].tolist(), limit).kept
             of_image[row] = 0
             of_image[row, : len(left)] = left
-        after = [np.minimum(count, of_image) for count in after]
-    lengths = [np.minimum(text + count.sum(1), limit) for count in (of_image, *after)]
-    return of_image, after, lengths
+    return of_image
 
 
-def _bucket(longest: int, limit: int) -> int:
-    """The next of a ladder of lengths."""
-    return next(size for size in ladder(limit) if size >= longest)
+def _bucket(longest: int, sizes: Sequence[int]) -> int:
+    """The smallest of some sizes in order that is large enough; the last one if none is."""
+    return next((size for size in sizes if size >= longest), sizes[-1])

@@ -123,6 +123,7 @@ def see(
     config: Any,
     images: Features,
     pairs: Pairs,
+    *,
     mesh: Mesh | None,
 ) -> View:
     """Builds what a pruner sees: a row for each pair."""
@@ -176,7 +177,7 @@ def choose(
             execution=choice.execution,
             mesh=mesh,
         )
-    return pruner.select(learned, see(params, config, images, pairs, mesh), choice.capacity)
+    return pruner.select(learned, see(params, config, images, pairs, mesh=mesh), choice.capacity)
 
 
 def rank(
@@ -191,7 +192,7 @@ def rank(
     mesh: Mesh | None,
 ) -> Ranking:
     """Puts the tokens of each pair in an order, `steps` long."""
-    return pruner.rank(learned, see(params, config, images, pairs, mesh), steps)
+    return pruner.rank(learned, see(params, config, images, pairs, mesh=mesh), steps)
 
 
 def place(
@@ -299,6 +300,7 @@ def answer(
 
 
 run_encode = jit_for_weights(encode, ("config", "taps", "execution", "mesh"))
+run_see = jit_for_weights(see, ("config", "mesh"))
 run_choose = jit_for_weights(choose, ("config", "choice", "mesh"))
 run_rank = jit_for_weights(rank, ("config", "pruner", "steps", "mesh"))
 run_begin = jit_for_weights(begin, ("config", "stages", "options", "mesh"))

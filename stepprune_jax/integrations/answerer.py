@@ -72,7 +72,7 @@ def load_answerer(
     dtype: str = "bfloat16",
     mesh: str = "single",
     batch_size: int = 1,
-    positions: str = "original",
+    positions: str = "own",
     attention: str = "matmul",
     seed: int = 0,
 ) -> Answerer:
@@ -90,7 +90,8 @@ def load_answerer(
         dtype: of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
         batch_size: questions that each device takes together.
-        positions: position ids of kept tokens, "original" or "compact".
+        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
+            "compact".
         attention: "matmul", "xla" or "cudnn".
         seed: of random tokens.
 

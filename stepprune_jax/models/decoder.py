@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
     BlockOutput,
+    Dense,
     RmsNorm,
     Segment,
     Tap,
@@ -25,11 +26,12 @@ from stepprune_jax.models.layers import (
     merge_heads,
     resolve_taps,
     split_heads,
+    wide_product,
 )
 from stepprune_jax.models.rotary import rotary, rotate
-from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
-TAP_KINDS = ("hidden", "attention", "keys")
+TAP_KINDS = ("hidden", "attention", "keys", "rotary")
 
 
 class Rows(NamedTuple):
@@ -57,8 +59,9 @@ class Wanted(NamedTuple):
         capacity: slots of a cache to be made, at least s; None makes none.
         taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "attention":
             float32 softmax weights of the queries at `query_index`, heads kept, [b, h, q, t], t the
-            cache's slots (if any) and then the s own; "keys" [b, h_kv, s, c] after rotary
-            positions.
+            cache's slots (if any) and then the s own; without a cache also those that the block
+            behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
+            positions; "rotary" [2, b, s, c] cosine and sine of the angles, whatever the layer.
         query_index: [b, q] indices into s, for "attention" taps.
     """
 
@@ -133,9 +136,9 @@ class LlamaAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        query = split_heads(nn.Dense(heads * c, use_bias=False, name="query")(x), heads)
-        key = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
-        value = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
+        query = split_heads(Dense(heads * c, use_bias=False, name="query")(x), heads)
+        key = split_heads(Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
+        value = split_heads(Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
@@ -143,7 +146,7 @@ class LlamaAttention(nn.Module):
             mixed = attend(query, [*context.past(cached), own])
         else:
             mixed = fused_attend(query, key, value, causal=True, implementation=attention)
-        mixed = nn.Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
+        mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 
 
@@ -156,9 +159,9 @@ class LlamaMlp(nn.Module):
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Applies the MLP."""
         width = self.config.intermediate_size
-        gate = nn.Dense(width, use_bias=False, name="gate")(x)
-        up = nn.Dense(width, use_bias=False, name="up")(x)
-        down = nn.Dense(self.config.hidden_size, use_bias=False, name="down")
+        gate = Dense(width, use_bias=False, name="gate")(x)
+        up = Dense(width, use_bias=False, name="up")(x)
+        down = Dense(self.config.hidden_size, use_bias=False, name="down")
         return down(jax.nn.silu(gate) * up)
 
 
@@ -287,6 +290,20 @@ def _attention_rows(
     return attention_weights(query, [*context.past(cached), own])
 
 
+def _attention_before(
+    params: dict[str, Any],
+    config: LlamaConfig,
+    hidden: Float[Array, "b s e"],
+    context: Context,
+    layer: int,
+) -> BlockOutput:
+    """Queries and keys of a block that is about to run, without the rest of it."""
+    stack = {name: params["layers"][name] for name in ("norm1", "attention")}
+    weights = take_layer(stack, layer)
+    normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
+    return LlamaAttention(config).apply({"params": weights["attention"]}, normed, context)
+
+
 def run_layers(
     params: dict[str, Any],
     config: LlamaConfig,
@@ -299,7 +316,7 @@ def run_layers(
     """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
-        params: the language model's weights; the stack is indexed, never sliced.
+        params: the language model's weights; see `stack` for where those of layers lie.
         config: the model's shape.
         rows: what enters block `span[0]`, with position ids [b, s].
         span: first block, and the one to stop before.
@@ -340,9 +357,9 @@ def run_layers(
         return (output.hidden, new), output
 
     cuts = [at for kind, at in named.values() if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind != "hidden"]
+    watched = [at for kind, at in named.values() if kind in ("attention", "keys") and at < last]
     (hidden, new), outputs, carries = run_stack(
-        body, (hidden, new), span, watched, cuts, layers=execution.layers
+        body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
     )
 
     tapped = {}
@@ -351,6 +368,11 @@ def run_layers(
             tapped[name] = carries[at][0]
         elif kind == "keys":
             tapped[name] = outputs[at].key
+        elif kind == "rotary":
+            tapped[name] = jnp.stack([context.cosine, context.sine])
+        elif at == last:
+            following = _attention_before(params, config, hidden, context, last)
+            tapped[name] = _attention_rows(following, context, None, wanted.query_index)
         else:
             cached = cached_at(at)
             tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
@@ -384,7 +406,8 @@ def _check_stage(
         raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        if not first <= at < last + (kind == "hidden"):
+        beyond = kind == "hidden" or (kind == "attention" and cache is None)
+        if not first <= at < last + beyond:
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and wanted.query_index is None:
             raise ValueError(f"tap {name} needs query_index")
@@ -418,14 +441,5 @@ def logits(
     """
     hidden = final_norm(params, config, hidden)
     if config.tie_embeddings:
-        kernel, axis = params["embed"]["embedding"], 1
-    else:
-        kernel, axis = params["head"]["kernel"], 0
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if rows.shape[0] == 1 and kernel.dtype != jnp.float32:
-        # With one row it would be a matrix-vector product, for which XLA widens all of the kernel
-        # to float32 on a CPU: ten times the work. With two rows it does not.
-        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
-    dims = (((1,), (axis,)), ((), ()))
-    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
-    return result[: hidden[..., 0].size].reshape(*hidden.shape[:-1], -1)
+        return wide_product(hidden, params["embed"]["embedding"], axis=1)
+    return wide_product(hidden, params["head"]["kernel"])

@@ -1,10 +1,11 @@
-"""Norms, activations, attention, caches and taps of blocks, shared by the backbones.
+"""Norms, projections, activations, attention, caches and taps of blocks, shared by the backbones.
 
 Heads stand before time, [b, h, t, c], so that both attention products are batched matrix products
 with leading batch axes, which run on a CPU without transposing keys and values first.
 Norms and softmax are computed in float32 whatever the dtype of the weights.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,61 @@ class Segment(NamedTuple):
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t c"]
     mask: Bool[Array, "#b #q t"] | None
+
+
+def wide_product(
+    x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Float[Array, "n k"], axis: int = 0
+) -> Float[Array, "*b n"]:
+    """Product of rows with a matrix, summed in float32 and not rounded.
+
+    Args:
+        x: [..., k] rows.
+        kernel: [k, n], or [n, k] with axis 1.
+        axis: of the kernel that is summed over.
+
+    Returns:
+        [..., n] float32.
+    """
+    rows, lead = x.reshape(-1, x.shape[-1]) if x.size == x.shape[-1] else x, x.shape[:-1]
+    if x.size == x.shape[-1] and kernel.dtype != jnp.float32:
+        # On a CPU, XLA widens all of a narrow matrix to float32 before it multiplies it with a
+        # single row, which takes ten times as long; two rows it multiplies without.
+        rows = jnp.broadcast_to(rows, (2, x.size))
+    dims = (((rows.ndim - 1,), (axis,)), ((), ()))
+    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
+    return result if rows is x else result[:1].reshape(*lead, -1)
+
+
+@jax.custom_vjp
+def _narrow_product(x, kernel):
+    """`x @ kernel`, summed in float32 and rounded to the dtype of x."""
+
+    def rounded(x, kernel):
+        # Asked for a narrow result, XLA on a CPU would widen all of the matrix to float32.
+        return wide_product(x, kernel).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, kernel, cpu=rounded, default=jnp.matmul)
+
+
+def _narrow_product_fwd(x, kernel):
+    return _narrow_product(x, kernel), (x, kernel)
+
+
+def _narrow_product_bwd(saved, slope):
+    return jax.vjp(jnp.matmul, *saved)[1](slope)
+
+
+_narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd)
+
+
+def _dense_product(x, kernel, dims, precision=None):
+    """What `nn.Dense` calls in place of `jax.lax.dot_general`."""
+    del dims, precision  # always the last axis with the first
+    return x @ kernel if x.dtype == jnp.float32 else _narrow_product(x, kernel)
+
+
+# A projection whose sums are float32 whatever the dtype.
+Dense = functools.partial(nn.Dense, dot_general=_dense_product)
 
 
 class LayerNorm(nn.Module):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.stack import Execution
+from stepprune_jax.models.stack import Execution, lay_out
 
 POSITIONS = ("original", "compact")
 
@@ -54,6 +54,8 @@ class Sequence(NamedTuple):
         image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
+        note: [b, s] what was noted of each token at a cut, for the cuts behind it; None for
+            nothing.
     """
 
     hidden: Float[Array, "b s e"]
@@ -62,6 +64,7 @@ class Sequence(NamedTuple):
     next_position: Int[Array, "b"]
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
+    note: Array | None = None
 
     @property
     def rows(self) -> Rows:
@@ -78,15 +81,18 @@ class Cut(NamedTuple):
         slots: static length of the rows behind it.
         drop: from the rows before it and the taps by name to the rows, whose visual tokens may have
             been merged, and which slots are left. Tokens that are not visual must be left.
-        taps: intermediates of the layers before it that the choice depends on.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+        taps: intermediates of the stage before it that the choice depends on; see `Wanted`.
+        rows: queries of "attention" taps: those of the last so many tokens of each row, at
+            `last_slots`.
+        renumber: whether what is left gets the position ids 0, 1, 2, ...
     """
 
     layer: int
     slots: int
     drop: Callable[[Sequence, dict[str, Array]], tuple[Sequence, Bool[Array, "b s"]]]
     taps: tuple[Tap, ...] = ()
-    rows: str = "last"
+    rows: int = 1
+    renumber: bool = False
 
 
 class Prefill(NamedTuple):
@@ -120,9 +126,20 @@ def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, 
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def abstract_params(config: Any, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything."""
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
+def abstract_params(
+    config: Any, dtype: Any = jnp.bfloat16, layers: str = "stacked"
+) -> dict[str, Any]:
+    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything.
+
+    Args:
+        config: the model's shape.
+        dtype: of every leaf.
+        layers: where those of layers lie: "stacked", "apart" or "auto"; see `stack.lay_out`.
+
+    Returns:
+        The tree.
+    """
+    return jax.eval_shape(lambda: lay_out(init_params(jax.random.key(0), config, dtype), layers))
 
 
 def encode_image(
@@ -336,7 +353,21 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         sequence.next_position,
         taken(sequence.image, 1, -1),
         taken(sequence.index, 1, -1),
+        None if sequence.note is None else taken(sequence.note, 1, 0),
     )
+
+
+def renumber(sequence: Sequence) -> Sequence:
+    """Gives the tokens of each row the position ids 0, 1, 2, ..., and the next token the next."""
+    slots = jnp.arange(sequence.position.shape[2], dtype=jnp.int32)
+    position = jnp.where(slots < sequence.length[:, None], slots, 0)[:, None]
+    position = jnp.broadcast_to(position, sequence.position.shape)
+    return sequence._replace(position=position, next_position=sequence.length)
+
+
+def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
+    """Slots of the last `count` tokens of each row; 0 in front of those of a shorter row."""
+    return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
 def run_layers(
@@ -409,9 +440,10 @@ def prefill(
         return sequence._replace(hidden=stage.hidden), stage.taps
 
     for cut in cuts:
-        queries = _query_index(cut.rows, sequence) if cut.taps else None
+        queries = last_slots(sequence, cut.rows)
         sequence, keep = cut.drop(*run(sequence, (first, cut.layer), cut.taps, queries))
         sequence = compress(sequence, keep, cut.slots)
+        sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first = cut.layer
     sequence, _ = run(sequence, (first, config.text.num_layers))
@@ -421,14 +453,6 @@ def prefill(
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     cache = tuple(caches) if cuts else caches[0]
     return Prefill(logits(params, config, hidden), cache, tuple(after))
-
-
-def _query_index(rows: str, sequence: Sequence) -> Int[Array, "b q"]:
-    """Slots of the queries that the taps of a cut are taken at."""
-    if rows == "last":
-        return jnp.maximum(sequence.length - 1, 0)[:, None]
-    b, s = sequence.hidden.shape[:2]
-    return jnp.broadcast_to(jnp.arange(s), (b, s))
 
 
 def decode_step(

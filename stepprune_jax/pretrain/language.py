@@ -17,7 +17,6 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Rows, Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.stack import SCAN
 from stepprune_jax.policy.noise_gate import (
     FeatureStats,
     noise_gate,
@@ -132,10 +131,10 @@ def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
     full = config.max_image_tokens
     everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
     if shown.kept is None and not shown.noisy:
-        features, _ = vlm.encode_image(params, config, pixels, execution=SCAN)
+        features, _ = vlm.encode_image(params, config, pixels)
         return features, everything, everything >= 0
     tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
-    features, taps = vlm.encode_image(params, config, pixels, (tap,), SCAN)
+    features, taps = vlm.encode_image(params, config, pixels, (tap,))
     attention = jax.lax.stop_gradient(next(iter(taps.values()))[..., 1:].mean(1))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with more and more weight on what stands out.
@@ -220,7 +219,7 @@ def run_packed(
     middle = Tap("hidden", config.text.num_layers // 2)
     rows = Rows(hidden, position[:, None], segment >= 0, segment)
     span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
-    stage = vlm.run_layers(params, config, rows, span, wanted=wanted, execution=SCAN)
+    stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
 
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (shared.shape[1] + slot)[..., None], axis=1)

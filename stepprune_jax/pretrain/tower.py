@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.stack import SCAN
 
 Labels = dict[str, Array]
 
@@ -55,7 +54,7 @@ def tower_loss(
       mean absolute error.
     """
     vision = trained["vision"]
-    hidden, _ = clip.encode(vision, config.vision, pixels, config.feature_layer, execution=SCAN)
+    hidden, _ = clip.encode(vision, config.vision, pixels, config.feature_layer)
     total, scalars = jnp.zeros(()), {}
     for name, label in labels.items():
         head = trained["heads"][name]

@@ -3,12 +3,14 @@
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.pruning.base import (
+    POSITIONS,
     Budget,
     Kept,
     LayerCut,
     Pruner,
     Ranker,
     Ranking,
+    Survivors,
     Trained,
     View,
 )
@@ -16,11 +18,14 @@ from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
+    "POSITIONS",
     "PRUNERS",
     "AllTokens",
     "AutoSelect",
@@ -33,10 +38,14 @@ __all__ = [
     "LayerCut",
     "Method",
     "Pruner",
+    "PyramidDrop",
     "Random",
     "Ranker",
     "Ranking",
+    "SparseVLM",
+    "SparseVLMv2",
     "StepPrune",
+    "Survivors",
     "Trained",
     "View",
     "VisionZip",

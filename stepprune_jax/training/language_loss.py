@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.stack import SCAN, Execution
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
 
@@ -46,12 +46,12 @@ class ForwardOptions(NamedTuple):
     """How the frozen model is run; static.
 
     Attributes:
-        execution: how its layers are run; as a scan where they are differentiated.
+        execution: how its layers are run.
         rows: rows at a time; 0 for all at once.
         mesh: what rows are split over.
     """
 
-    execution: Execution = SCAN
+    execution: Execution = Execution()
     rows: int = 0
     mesh: Mesh | None = None
 

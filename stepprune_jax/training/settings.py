@@ -192,7 +192,7 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
         f"0 or a divisor of the {each} rows of each device",
     )
     forward = ForwardOptions(
-        execution=dataclasses.replace(run.model.execution, layers="scan"),
+        execution=run.model.execution,
         rows=rows * parts if rows < each else 0,
         mesh=mesh,
     )

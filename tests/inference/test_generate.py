@@ -13,7 +13,6 @@ from generation_reference import (
     reference_answer,
     request,
 )
-from pruner_view import view_of
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
@@ -149,9 +148,11 @@ def begin(model, requests, method, max_tokens=1, **options):
 
 def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
     asked = read_request(model.tokenizer, model.image_settings, model.config, PROMPTS, IMAGES)
-    batch = make_prompts(asked), read_images(model.config, asked.pixels)
-    seen = view_of(model, Method(ByQuestion()), *batch)
-    blind = view_of(model, make_method("cls", 2), *batch)
+    images, blind = read_images(model.config, asked.pixels), make_method("cls", 2).pruner
+    vision = pipeline.encode(model, images, blind.taps(model.config))
+    seen, blind = (
+        pipeline.see(model, pruner, make_prompts(asked), vision) for pruner in (ByQuestion(), blind)
+    )
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
     encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
@@ -446,6 +447,9 @@ def test_every_pruner_answers(model, policy, name):
         "stepprune": {"policy": policy, "budget": "1/3"},
         "autoselect": {"policy": scorer, "budget": "1/3"},
         "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
+        "pyramiddrop": {"budget": "1/3", "pruner_options": {"average": False}},
+        "sparsevlm": {"pruner_options": {"pruning_loc": [0], "sparse_token_list": [2]}},
+        "sparsevlm_v2": {"budget": "1/3", "pruner_options": {"average": "False"}},
     }.get(name, {"budget": "1/3"})
     begun, pieces = [], [""] * 4
     (together, streamed) = (

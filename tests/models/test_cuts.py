@@ -11,6 +11,7 @@ import pytest
 from hf_reference import assert_close, llava_pair
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 
@@ -30,13 +31,13 @@ def drop(number, sequence, taps):
     """Drops by index, having checked that the taps belong to the rows before the cut."""
     s = sequence.hidden.shape[1]
     rows = taps["attention.0" if number == 0 else "attention.2"]
-    assert rows.shape[2:] == ((1, s) if number == 0 else (s, s))
+    assert rows.shape[2:] == ((1, s) if number == 0 else (5, s))
     return sequence, kept_slots(number, sequence)
 
 
 CUTS = (
     vlm.Cut(1, 20, functools.partial(drop, 0), (Tap("attention", 0), Tap("keys", 0))),
-    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), "all"),
+    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), 5),
 )
 
 
@@ -87,7 +88,8 @@ def test_compressed_rows_by_hand():
     image = jnp.array([[-1, 0, 0, 1, -1], [0, 0, -1, -1, -1]], jnp.int32)
     index = jnp.array([[-1, 4, 7, 2, -1], [3, -1, -1, -1, -1]], jnp.int32)
     length, following = jnp.array([5, 3], jnp.int32), jnp.array([5, 13], jnp.int32)
-    sequence = vlm.Sequence(hidden, position, length, following, image, index)
+    note = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 9]], jnp.float32)
+    sequence = vlm.Sequence(hidden, position, length, following, image, index, note)
     # The last kept slot of row 1 lies in its padding, and so is not kept.
     keep = jnp.array([[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]], bool)
     short = vlm.compress(sequence, keep, 4)
@@ -97,6 +99,11 @@ def test_compressed_rows_by_hand():
     np.testing.assert_array_equal(short.next_position, [5, 13])
     np.testing.assert_array_equal(short.image, [[-1, 0, -1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(short.index, [[-1, 7, -1, -1], [-1, -1, -1, -1]])
+    np.testing.assert_array_equal(short.note, [[1, 3, 5, 0], [7, 8, 0, 0]])
+    anew = vlm.renumber(short)
+    np.testing.assert_array_equal(anew.position[:, 0], [[0, 1, 2, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(anew.next_position, [3, 2])
+    np.testing.assert_array_equal(vlm.last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
     cut = vlm.compress(sequence, keep, 2)
     np.testing.assert_array_equal(cut.hidden[..., 0], [[0, 2], [6, 7]])
     np.testing.assert_array_equal(cut.length, [2, 2])
@@ -165,6 +172,26 @@ def test_a_cut_that_keeps_all_changes_no_logit(llava):
     plain = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 0)
     assert_close(run(params, sequence).logits, plain.logits, 1e-6)
     np.testing.assert_array_equal(run(params, sequence).cuts[0].length, sequence.length)
+
+
+def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
+    config, params = llava
+    sequence = prompts.assemble(params, config, *prompts.batch())
+    wanted = Wanted(
+        taps=(Tap("attention", 2), Tap("rotary", 0)), query_index=vlm.last_slots(sequence, 2)
+    )
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def taps(params, last):
+        stage = vlm.run_layers(params, config, sequence.rows, (0, last), wanted=wanted)
+        return stage.taps
+
+    ahead, inside = taps(params, 2), taps(params, 3)
+    np.testing.assert_allclose(ahead["attention.2"], inside["attention.2"], atol=1e-6)
+    np.testing.assert_allclose(ahead["attention.2"].sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(jnp.square(ahead["rotary.0"]).sum(0), 1, atol=1e-6)
+    with pytest.raises(ValueError, match=r"tap attention.2 is outside the stage \[0:1\]"):
+        taps(params, 1)
 
 
 def test_merged_tokens_enter_the_layers_behind(llava):

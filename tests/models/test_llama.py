@@ -164,7 +164,7 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
         def gradient(hidden, params, remat=remat):
             def loss(hidden):
                 rows = llama.Rows(hidden, position, valid)
-                how = Execution(layers="scan", remat=remat)
+                how = Execution(remat=remat)
                 stage = llama.run_layers(params, config, rows, (0, 4), execution=how)
                 return jnp.square(stage.hidden).sum()
 

@@ -1,12 +1,10 @@
-"""FastV and VisionZip on the torch model of `transformers`, one prompt at a time."""
+"""VisionZip on the torch model of `transformers`, one prompt at a time."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from generation_reference import request
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 
@@ -39,54 +37,6 @@ def prompted(pair, prompt, images, visual_fn):
 def all_patches(tower, pixels):
     """The tokens that an unpruned model projects."""
     return tower(pixels, output_hidden_states=True).hidden_states[-2][0, 1:]
-
-
-@torch.no_grad()
-def fastv(pair, prompt, images, layer, count, max_tokens):
-    """FastV, ranked once in the prefill; layers from `layer` on cache kept tokens only.
-
-    Returns:
-        Indices of each image's kept tokens, logits [max_tokens, v] of each step, and greedy ids.
-    """
-    model, core = pair.theirs, pair.theirs.model.language_model
-    hidden, spans = prompted(pair, prompt, images, all_patches)
-    cache, position = transformers.DynamicCache(), torch.arange(hidden.shape[1])[None]
-    following, received, kept, logits = hidden.shape[1], None, None, []
-    while True:
-        for number, block in enumerate(core.layers):
-            if number == layer and kept is None:
-                kept = [span[np.sort(_best(received[span], count))] for span in spans]
-                text = np.setdiff1d(np.arange(hidden.shape[1]), np.concatenate([[], *spans]))
-                stay = np.sort(np.concatenate([text, *kept])).astype(int)
-                hidden, position = hidden[:, stay], position[:, stay]
-            angles = core.rotary_emb(hidden, position)
-            if number == layer - 1 and kept is None:
-                received = _last_row(block, hidden, angles)
-            hidden = block(hidden, past_key_values=cache, position_embeddings=angles)
-        logits.append(model.lm_head(core.norm(hidden[:, -1]))[0])
-        if len(logits) == max_tokens:
-            break
-        hidden = core.embed_tokens(logits[-1].argmax()[None, None])
-        position = torch.tensor([[following]])
-        following += 1
-    logits = torch.stack(logits).numpy()
-    inside = [own - span[0] for own, span in zip(kept, spans, strict=True)]
-    return inside, logits, logits.argmax(1)
-
-
-def _last_row(block, hidden, angles):
-    """Attention of the last token to all, in the mean over heads."""
-    own, heads = block.self_attn, (1, hidden.shape[1], -1, block.self_attn.head_dim)
-    normed = block.input_layernorm(hidden)
-    query, key = (f(normed).view(heads).transpose(1, 2) for f in (own.q_proj, own.k_proj))
-    query, key = apply_rotary_pos_emb(query, key, *angles)
-    key = repeat_kv(key, own.num_key_value_groups)
-    scores = query[:, :, -1:] @ key.transpose(2, 3) * own.head_dim**-0.5
-    return scores.softmax(-1)[0, :, 0].mean(0).numpy()
-
-
-def _best(scores, count):
-    return np.argsort(-scores, kind="stable")[:count]
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
-from stepprune_jax.models.layers import Tap, activate
+from stepprune_jax.models.layers import Dense, Tap, activate
 from stepprune_jax.models.llava import tower
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import Execution
@@ -33,8 +33,8 @@ class Projector(nn.Module):
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         """Projects visual features."""
         width = self.config.text.hidden_size
-        x = activate(self.config.projector_activation, nn.Dense(width, name="up")(x))
-        return nn.Dense(width, name="down")(x)
+        x = activate(self.config.projector_activation, Dense(width, name="up")(x))
+        return Dense(width, name="down")(x)
 
 
 def init_params(key: Array, config: LlavaConfig) -> dict[str, Any]:

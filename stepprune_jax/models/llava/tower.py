@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.models.layers import (
     BlockOutput,
+    Dense,
     LayerNorm,
     Segment,
     Tap,
@@ -26,7 +27,7 @@ from stepprune_jax.models.layers import (
     split_heads,
 )
 from stepprune_jax.models.llava.config import ClipConfig
-from stepprune_jax.models.stack import Execution, checkpoint_layer, run_stack, take_layer
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys")
 
@@ -41,13 +42,13 @@ class ClipAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         width, heads = self.config.hidden_size, self.config.num_heads
         query, key, value = (
-            split_heads(nn.Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
+            split_heads(Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
         )
         if attention == "matmul":
             mixed = attend(query, [Segment(key, value, None)])
         else:
             mixed = fused_attend(query, key, value, causal=False, implementation=attention)
-        mixed = nn.Dense(width, name="out")(merge_heads(mixed))
+        mixed = Dense(width, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 
 
@@ -59,8 +60,8 @@ class ClipMlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "i t d"]) -> Float[Array, "i t d"]:
         """Applies the MLP."""
-        x = nn.Dense(self.config.intermediate_size, name="up")(x)
-        return nn.Dense(self.config.hidden_size, name="down")(activate(self.config.activation, x))
+        x = Dense(self.config.intermediate_size, name="up")(x)
+        return Dense(self.config.hidden_size, name="down")(activate(self.config.activation, x))
 
 
 class ClipBlock(nn.Module):
@@ -181,7 +182,9 @@ def encode(
 
     hidden = embed_patches(params, config, pixels)
     body = checkpoint_layer(body, remat=False)
-    _, outputs, states = run_stack(body, hidden, (0, last), watched, cuts, layers=execution.layers)
+    _, outputs, states = run_stack(
+        body, hidden, (0, last), watched, cuts, apart=is_apart(params["layers"])
+    )
     found = {}
     for name, (kind, at) in named.items():
         if kind == "hidden":
