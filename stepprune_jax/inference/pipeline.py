@@ -167,12 +167,16 @@ def _view(
     words: Int[Array, "r w"],
     num_words: Int[Array, "r"],
     mesh: Mesh | None,
+    projected: bool = False,
 ) -> tuple[Array, tuple[Array, ...], Array, Array]:
-    """Tokens, taps, text and text mask of each pair."""
+    """Tokens, projected or not, taps, text and text mask of each pair."""
     text = vlm.embed_text(params, config, words)
     mask = jnp.arange(words.shape[1]) < num_words[:, None]
     chosen = tuple(tap[image] for tap in taps)
-    return constrain_rows(mesh, (features[image], chosen, text, mask))
+    tokens = features[image]
+    if projected:
+        tokens = vlm.project(params, config, tokens)
+    return constrain_rows(mesh, (tokens, chosen, text, mask))
 
 
 def _place(
@@ -187,9 +191,10 @@ def _place(
     positions: str,
     capacity: int,
     mesh: Mesh | None,
+    projected: bool = False,
 ) -> vlm.Sequence:
-    """Projects what was kept and puts it in its places."""
-    tokens = vlm.project(params, config, kept.tokens)
+    """Projects what was kept, unless it is already, and puts it in its places."""
+    tokens = kept.tokens if projected else vlm.project(params, config, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.place, grid)
     visual = jax.tree.map(lambda part: part[slot], visual)
     visual = visual._replace(valid=visual.valid & present[..., None])
@@ -198,8 +203,8 @@ def _place(
 
 
 run_encode = jit_for_weights(_encode, ("config", "taps", "attention", "mesh"))
-run_view = jit_for_weights(_view, ("config", "mesh"))
-run_place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh"))
+run_view = jit_for_weights(_view, ("config", "mesh", "projected"))
+run_place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh", "projected"))
 
 
 @functools.partial(jax.jit, static_argnames=("pruner", "capacity"))
@@ -304,7 +309,15 @@ def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pair
     rows, grid, count = place_rows(mesh, (rows, vision.grid[image], _exact(pruner, sizes)))
     words, num_words, number = place_rows(mesh, of_prompt)
     tokens, taps, text, text_valid = run_view(
-        model.params, model.config, features, taps, rows, words, num_words, mesh=mesh
+        model.params,
+        model.config,
+        features,
+        taps,
+        rows,
+        words,
+        num_words,
+        mesh=mesh,
+        projected=pruner.after_projector,
     )
     valid = None
     if (sizes < n).any():
@@ -418,7 +431,10 @@ def begin(
     of_image = np.where(pairs.present, counts[pairs.slot], 0)
     before = np.where(pairs.present, image_sizes[pairs.slot], 0)
     layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
-    after = [_counts_behind(cut.budget, before, of_image) for cut in layer_cuts]
+    after = [
+        _counts_behind(functools.partial(method.pruner.stays, cut), before, of_image)
+        for cut in layer_cuts
+    ]
     limit = options.context_limit or config.family.CONTEXT_LIMIT
     of_image, after, lengths = _fit(prompts, of_image, after, limit)
     j, capacity = pairs.slot.shape[1], kept.tokens.shape[1]
@@ -442,6 +458,7 @@ def begin(
         positions=options.positions,
         capacity=slots[0],
         mesh=mesh,
+        projected=bool(pairs.count) and method.pruner.after_projector,
     )
     stages = decoding.Stages(
         method.pruner.program() if layer_cuts else None,
@@ -465,9 +482,9 @@ def begin(
     return Begun(state, trace, before.sum(1), last.sum(1), shapes)
 
 
-def _counts_behind(budget: Any, before: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def _counts_behind(stays: Callable[[int], int], before: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Tokens of each image that a cut leaves."""
-    asked = np.array([[budget.count(int(n)) if n else 0 for n in row] for row in before], np.int32)
+    asked = np.array([[stays(int(n)) if n else 0 for n in row] for row in before], np.int32)
     return np.minimum(asked.reshape(before.shape), kept).astype(np.int32)
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
+    STATES,
     BlockOutput,
     RmsNorm,
     Segment,
@@ -32,7 +33,7 @@ from stepprune_jax.models.layers import (
 )
 from stepprune_jax.models.rotary import rotary, rotate
 
-TAP_KINDS = ("hidden", "attention", "keys")
+TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input")
 
 
 class Cache(NamedTuple):
@@ -149,8 +150,9 @@ class LlamaBlock(nn.Module):
             RmsNorm(eps, name="norm1")(hidden), context, cached, attention
         )
         hidden = hidden + mixed.hidden
-        hidden = hidden + LlamaMlp(self.config, name="mlp")(RmsNorm(eps, name="norm2")(hidden))
-        return mixed._replace(hidden=hidden)
+        mlp_input = RmsNorm(eps, name="norm2")(hidden)
+        hidden = hidden + LlamaMlp(self.config, name="mlp")(mlp_input)
+        return mixed._replace(hidden=hidden, mlp_input=mlp_input)
 
 
 def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
@@ -292,7 +294,8 @@ def run_layers(
         capacity: slots of a cache to be made, at least s; None makes none.
         taps: "hidden" [b, s, e] (first <= layer <= last); "attention": float32 softmax weights of
             the queries at `query_index`, heads kept, [b, h, q, t], t the cache's slots (if any)
-            and then the s own; "keys" [b, h_kv, s, c] after rotary positions.
+            and then the s own; "keys" [b, h_kv, s, c] after rotary positions; "mlp_input" [b, s, e]
+            what the block's MLP reads; "normed" [b, s, e] "hidden" behind the model's last norm.
         query_index: [b, q] indices into s, for "attention" taps.
         remat: recompute blocks in the backward pass instead of storing their intermediates.
         attention: "matmul", or "xla" or "cudnn" where there is no cache to read.
@@ -322,7 +325,7 @@ def run_layers(
         raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        if not first <= at < last + (kind == "hidden"):
+        if not first <= at < last + (kind in STATES):
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and query_index is None:
             raise ValueError(f"tap {name} needs query_index")
@@ -351,16 +354,20 @@ def run_layers(
             new = _write_layer(new, index - first, output)
         return (output.hidden, new), output
 
-    cuts = [at for kind, at in named.values() if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind != "hidden"]
+    cuts = [at for kind, at in named.values() if kind in STATES]
+    watched = [at for kind, at in named.values() if kind not in STATES]
     (hidden, new), outputs, carries = scan_layers(body, (hidden, new), first, last, watched, cuts)
 
     tapped = {}
     for name, (kind, at) in named.items():
         if kind == "hidden":
             tapped[name] = carries[at][0]
+        elif kind == "normed":
+            tapped[name] = final_norm(params, config, carries[at][0])
         elif kind == "keys":
             tapped[name] = outputs[at].key
+        elif kind == "mlp_input":
+            tapped[name] = outputs[at].mlp_input
         else:
             tapped[name] = _attention_rows(outputs[at], context, cached_at(at), query_index)
     return Stage(hidden, None if new is None else _extend(cache, new, position, valid), tapped)

@@ -53,6 +53,7 @@ class Sequence(NamedTuple):
         image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
+        grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
     """
 
     hidden: Float[Array, "b s e"]
@@ -61,6 +62,7 @@ class Sequence(NamedTuple):
     next_position: Int[Array, "b"]
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
+    grid: Int[Array, "b j 2"] | None = None
 
 
 class Cut(NamedTuple):
@@ -274,6 +276,7 @@ def assemble(
         next_position=following.astype(jnp.int32),
         image=at_slots(image),
         index=at_slots(visual.index),
+        grid=visual.grid,
     )
 
 
@@ -333,6 +336,7 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         sequence.next_position,
         taken(sequence.image, 1, -1),
         taken(sequence.index, 1, -1),
+        sequence.grid,
     )
 
 

@@ -13,6 +13,7 @@ from stepprune_jax.pruning.base import (
     View,
 )
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
@@ -27,6 +28,7 @@ __all__ = [
     "AutoSelectConfig",
     "Budget",
     "Cls",
+    "Dart",
     "FastV",
     "Grid",
     "Kept",

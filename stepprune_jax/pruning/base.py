@@ -118,7 +118,8 @@ class View(NamedTuple):
     """What a pruner sees: one row is one (image, prompt).
 
     Attributes:
-        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid.
+        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid; behind
+            it for pruners that are `after_projector`.
         valid: [r, n] True = token, a prefix of each row; None where all are.
         grid: [r, 2] int32 rows and columns of the image's patches.
         text: [r, l, e] word embeddings of what the user said.
@@ -145,7 +146,7 @@ class Kept(NamedTuple):
         index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
             in the padding.
         place: [r, k] int32 the token of the image whose position ids it has.
-        tokens: [r, k, d] the tokens; zero in the padding.
+        tokens: [r, k, d] the tokens, of the same kind as those of the `View`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
     """
@@ -217,6 +218,8 @@ class Pruner:
     version: ClassVar[int] = 1
     # Whether it looks at what the user said.
     reads_text: ClassVar[bool] = False
+    # Whether it sees and returns projected tokens, in place of those before the projector.
+    after_projector: ClassVar[bool] = False
     # Whether it is the unpruned model at a budget of all tokens.
     exact_when_full: ClassVar[bool] = True
 
@@ -297,6 +300,10 @@ class Pruner:
         del config, num_tokens
         return ()
 
+    def stays(self, cut: "LayerCut", num_tokens: int) -> int:
+        """Returns how many tokens of an image of so many stay behind a cut."""
+        return cut.budget.count(num_tokens)
+
     def drop(
         self,
         params: Any,
@@ -312,7 +319,7 @@ class Pruner:
             cut: which one.
             sequence: the rows before it.
             taps: the cut's intermediates by name.
-            count: [b, j] tokens of each image that shall stay, as `LayerCut.count` says.
+            count: [b, j] tokens of each image that shall stay, as `stays` says.
 
         Returns:
             The rows, whose visual tokens may have been merged, and which slots stay. Text stays.

@@ -11,6 +11,7 @@ from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.pruning.base import Budget, Pruner, Trained, TrainedPolicy
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.random import Random
@@ -20,7 +21,17 @@ from stepprune_jax.pruning.visionzip import VisionZip
 # The only list of names: commands, configurations and tables take these.
 PRUNERS: dict[str, type[Pruner]] = {
     kind.name: kind
-    for kind in (AllTokens, Random, Grid, Cls, FastV, VisionZip, AutoSelect, StepPrune)
+    for kind in (
+        AllTokens,
+        Random,
+        Grid,
+        Cls,
+        FastV,
+        Dart,
+        VisionZip,
+        AutoSelect,
+        StepPrune,
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""FastV and VisionZip on the torch model of `transformers`, one prompt at a time."""
+"""Pruning on the torch model of `transformers`, one prompt at a time."""
 
 from typing import NamedTuple
 
@@ -41,9 +41,37 @@ def all_patches(tower, pixels):
     return tower(pixels, output_hidden_states=True).hidden_states[-2][0, 1:]
 
 
+class Boundary(NamedTuple):
+    """What is known between two layers of the language model.
+
+    Attributes:
+        core: the language model.
+        block: the last layer run.
+        before: [1, s, e] what went into it.
+        angles: of the rotary positions.
+        after: [1, s, e] what came out.
+        spans: the slots of each image's tokens.
+    """
+
+    core: torch.nn.Module
+    block: torch.nn.Module
+    before: torch.Tensor
+    angles: tuple[torch.Tensor, torch.Tensor]
+    after: torch.Tensor
+    spans: list[np.ndarray]
+
+
 @torch.no_grad()
-def fastv(pair, prompt, images, layer, count, max_tokens):
-    """FastV, ranked once in the prefill; layers from `layer` on cache kept tokens only.
+def dropped_between(pair, prompt, images, layer, choose_fn, max_tokens):
+    """Drops visual tokens before a layer, once in the prefill; it and later ones cache the rest.
+
+    Args:
+        pair: the models.
+        prompt: a question.
+        images: of the question.
+        layer: the layer.
+        choose_fn: from a `Boundary` to the slots of each image that stay, ascending.
+        max_tokens: steps.
 
     Returns:
         Indices of each image's kept tokens, logits [max_tokens, v] of each step, and greedy ids.
@@ -51,17 +79,16 @@ def fastv(pair, prompt, images, layer, count, max_tokens):
     model, core = pair.theirs, pair.theirs.model.language_model
     hidden, spans = prompted(pair, prompt, images, all_patches)
     cache, position = transformers.DynamicCache(), torch.arange(hidden.shape[1])[None]
-    following, received, kept, logits = hidden.shape[1], None, None, []
+    following, passed, kept, logits = hidden.shape[1], None, None, []
     while True:
         for number, block in enumerate(core.layers):
             if number == layer and kept is None:
-                kept = [span[np.sort(_best(received[span], count))] for span in spans]
+                kept = choose_fn(Boundary(core, *passed, hidden, spans))
                 text = np.setdiff1d(np.arange(hidden.shape[1]), np.concatenate([[], *spans]))
                 stay = np.sort(np.concatenate([text, *kept])).astype(int)
                 hidden, position = hidden[:, stay], position[:, stay]
             angles = core.rotary_emb(hidden, position)
-            if number == layer - 1 and kept is None:
-                received = _last_row(block, hidden, angles)
+            passed = block, hidden, angles
             hidden = block(hidden, past_key_values=cache, position_embeddings=angles)
         logits.append(model.lm_head(core.norm(hidden[:, -1]))[0])
         if len(logits) == max_tokens:
@@ -74,18 +101,29 @@ def fastv(pair, prompt, images, layer, count, max_tokens):
     return inside, logits, logits.argmax(1)
 
 
-def _last_row(block, hidden, angles):
-    """Attention of the last token to all, in the mean over heads."""
-    own, heads = block.self_attn, (1, hidden.shape[1], -1, block.self_attn.head_dim)
-    normed = block.input_layernorm(hidden)
+def queries_and_keys(boundary):
+    """Of the last layer run, after rotary positions: [1, h, s, c] each, keys repeated."""
+    own, before = boundary.block.self_attn, boundary.before
+    normed, heads = boundary.block.input_layernorm(before), (1, before.shape[1], -1, own.head_dim)
     query, key = (f(normed).view(heads).transpose(1, 2) for f in (own.q_proj, own.k_proj))
-    query, key = apply_rotary_pos_emb(query, key, *angles)
-    key = repeat_kv(key, own.num_key_value_groups)
-    scores = query[:, :, -1:] @ key.transpose(2, 3) * own.head_dim**-0.5
-    return scores.softmax(-1)[0, :, 0].mean(0).numpy()
+    query, key = apply_rotary_pos_emb(query, key, *boundary.angles)
+    return query, repeat_kv(key, own.num_key_value_groups)
 
 
-def _best(scores, count):
+def fastv(pair, prompt, images, layer, count, max_tokens):
+    """FastV; what is returned is that of `dropped_between`."""
+
+    def most_attended(boundary):
+        query, key = queries_and_keys(boundary)
+        scores = query[:, :, -1:] @ key.transpose(2, 3) * query.shape[3] ** -0.5
+        received = scores.softmax(-1)[0, :, 0].mean(0).numpy()
+        return [span[np.sort(best(received[span], count))] for span in boundary.spans]
+
+    return dropped_between(pair, prompt, images, layer, most_attended, max_tokens)
+
+
+def best(scores, count):
+    """Indices of the best, best first, ties to the earlier one."""
     return np.argsort(-scores, kind="stable")[:count]
 
 
