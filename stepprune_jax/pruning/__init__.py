@@ -16,6 +16,7 @@ from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
@@ -31,6 +32,7 @@ __all__ = [
     "Dart",
     "FastV",
     "Grid",
+    "HoloV",
     "Kept",
     "LayerCut",
     "Method",

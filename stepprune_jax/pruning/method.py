@@ -14,6 +14,7 @@ from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
@@ -29,6 +30,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         FastV,
         Dart,
         VisionZip,
+        HoloV,
         AutoSelect,
         StepPrune,
     )

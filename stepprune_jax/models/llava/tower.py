@@ -195,6 +195,7 @@ def encode(
         elif kind == "query":
             found[name] = outputs[at].query[:, :, 0]
         else:
-            _, query, key, value = outputs[at]
-            found[name] = attention_weights(query[:, :, :1], [Segment(key, value, None)])[:, :, 0]
+            output = outputs[at]
+            keys = Segment(output.key, output.value, None)
+            found[name] = attention_weights(output.query[:, :, :1], [keys])[:, :, 0]
     return states[result[1]], found
