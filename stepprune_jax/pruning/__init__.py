@@ -18,6 +18,7 @@ from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
@@ -36,6 +37,8 @@ __all__ = [
     "Kept",
     "LayerCut",
     "Method",
+    "PruMerge",
+    "PruMergePlus",
     "Pruner",
     "Random",
     "Ranker",

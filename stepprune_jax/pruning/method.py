@@ -15,6 +15,7 @@ from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
+from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.visionzip import VisionZip
@@ -30,6 +31,8 @@ PRUNERS: dict[str, type[Pruner]] = {
         FastV,
         Dart,
         VisionZip,
+        PruMerge,
+        PruMergePlus,
         HoloV,
         AutoSelect,
         StepPrune,
