@@ -21,6 +21,7 @@ from stepprune_jax.pruning.method import PRUNERS, Method, make_method
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Ranker",
     "Ranking",
     "StepPrune",
+    "TopV",
     "Trained",
     "View",
     "VisionZip",

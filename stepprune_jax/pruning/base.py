@@ -474,6 +474,23 @@ def keep_best(
     return (image < 0) | (within < jnp.take_along_axis(count, at, axis=1))
 
 
+def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "*r n"]:
+    """Picks tokens that lie evenly among those of a pool.
+
+    Args:
+        pool: [..., n] True = may be picked; m of them.
+        wanted: [...] how many g to pick, at most m.
+
+    Returns:
+        [..., n] True = picked: the i-th is the floor(i m / g)-th of the pool.
+    """
+    number = jnp.cumsum(pool, axis=-1, dtype=jnp.int32)
+    wanted, size = wanted[..., None], jnp.maximum(number[..., -1:], 1)
+    # How many picks lie before the k-th of the pool: the i with floor(i m / g) < k.
+    before, up_to = (-(-k * wanted // size) for k in (number - 1, number))
+    return pool & (up_to > before)
+
+
 def tower_block(config: Any) -> int:
     """Finds the tower's block whose output a model projects, if its class token ranks patches.
 

@@ -18,6 +18,7 @@ from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
 
 # The only list of names: commands, configurations and tables take these.
@@ -30,6 +31,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         Cls,
         FastV,
         Dart,
+        TopV,
         VisionZip,
         PruMerge,
         PruMergePlus,
@@ -148,4 +150,4 @@ def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
     number = expected is float and isinstance(value, int) and not isinstance(value, bool)
     if type(value) is not expected and not number and value is not field.default:
         raise ValueError(f"{name}: option {field.name} is {value!r}, expected {expected.__name__}")
-    return value
+    return float(value) if number else value

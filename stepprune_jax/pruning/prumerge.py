@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Budget, Kept, Pruner, View, by_score, tower_block
+from stepprune_jax.pruning.base import (
+    EXACT,
+    Budget,
+    Kept,
+    Pruner,
+    View,
+    by_score,
+    evenly,
+    tower_block,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +146,7 @@ class PruMergePlus(PruMerge):
             stride = jnp.maximum(n // jnp.maximum(number, 1) // 3, 1)
             patch = jnp.arange(n)
             return (patch % stride == 0) & (patch < n - 1)
-        # The i-th of g lies at floor(i m / g) among the m that are left.
-        left, wanted = jnp.cumsum(~top, axis=1), count[:, None] - 1 - number
-        up_to = -(-jnp.stack([left - 1, left]) * wanted // jnp.maximum(n - number, 1))
-        return ~top & (up_to[1] > up_to[0])
+        return evenly(~top, count - 1 - number[:, 0])
 
 
 def class_attention(

@@ -28,6 +28,8 @@ POLICIES = {
 }
 NAMES = tuple(PRUNERS)
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
+# A cut must have a layer behind it.
+OPTIONS = {"topv": {"layer": 1}}
 # Where a budget of so many leaves another number, as the authors count.
 COUNTED = {"dart": {5: 4, 8: 12}}
 # What is kept stands in another order than that of the image, or has more added to it.
@@ -48,7 +50,8 @@ def method(name, budget=K, policy=None, **more):
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
         policy = POLICIES[kind.config_type]()
-    return make_method(name, budget if name in COUNTING else None, policy=policy, **more)
+    budget = budget if name in COUNTING else None
+    return make_method(name, budget, policy=policy, options=OPTIONS.get(name), **more)
 
 
 class Batch(NamedTuple):
@@ -444,6 +447,7 @@ def before_cut(cut):
     sequence = vlm.Sequence(
         jnp.asarray(hidden), jnp.asarray(rows, jnp.int32), full, full,
         *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (2, s)) for x in (image, index)),
+        grid=jnp.full((2, 2, 2), 4),
     )  # fmt: skip
     return sequence, taps, jnp.asarray([[3, 0], [N, 5]], jnp.int32)
 
