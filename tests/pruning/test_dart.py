@@ -44,8 +44,17 @@ def kept(pruner, size, features, image, count):
 IMAGE = [-1, 0, 0, 0, 0, 0, 0, -1, -1, -1]
 SIZE = [99, 3, 9, 4, 2, 5, 1, 7, 2, 6]
 FEATURES = [
-    [0, 0], [1, 0], [1, 1], [0, 1], [-1, 0.2], [-0.5, -1], [2, 0.5], [0, -1], [1, 0], [0.3, 0.9],
-]  # fmt: skip
+    [0, 0],
+    [1, 0],
+    [1, 1],
+    [0, 1],
+    [-1, 0.2],
+    [-0.5, -1],
+    [2, 0.5],
+    [0, -1],
+    [1, 0],
+    [0.3, 0.9],
+]
 
 
 @pytest.mark.parametrize("order", ["set", "norm"])
@@ -177,9 +186,17 @@ def test_generation_equals_the_torch_reference(both, layer, pivots, order, budge
     begun, (own, words) = [], pivots
     options = {"layer": layer, "pivot_image_token": own, "pivot_text_token": words}
     answers = generate(
-        both.ours, prompts, images, pruner="dart", budget=budget, max_tokens=4, stop_ids=(),
-        pruner_options=options | {"pivot_order": order}, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner="dart",
+        budget=budget,
+        max_tokens=4,
+        stop_ids=(),
+        pruner_options=options | {"pivot_order": order},
+        warm_up=False,
+        trace=begun.append,
+    )
 
     def choose(boundary):
         return least_alike(boundary, count, pivots, order)

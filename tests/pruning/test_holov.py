@@ -12,8 +12,9 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.pruning import Budget, HoloV, View
 from stepprune_jax.testing import tiny_hf_config
 
-run_select = jax.jit(lambda pruner, view, capacity: pruner.select((), view, capacity),
-                     static_argnums=(0, 2))  # fmt: skip
+run_select = jax.jit(
+    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
+)
 
 
 def selected(tokens, attention, count, crops, capacity=None):
@@ -22,9 +23,15 @@ def selected(tokens, attention, count, crops, capacity=None):
     r, n = attention.shape
     heads = jnp.pad(jnp.stack([1.5 * attention, 0.5 * attention], 1), ((0, 0), (0, 0), (1, 0)))
     view = View(
-        tokens, None, jnp.full((r, 2), 1), jnp.zeros((r, 1, 2)), jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32), jnp.full(r, count, jnp.int32), (heads,),
-    )  # fmt: skip
+        tokens,
+        None,
+        jnp.full((r, 2), 1),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32),
+        jnp.full(r, count, jnp.int32),
+        (heads,),
+    )
     pruner = HoloV(Budget("count", count), crops).program()
     return run_select(pruner, view, min(n, count + 2) if capacity is None else capacity)
 
@@ -130,9 +137,17 @@ def test_generation_equals_the_torch_reference(tmp_path, count, crops):
     prompts, images = ask(3, seed=count)  # with two images, none and one
     begun = []
     generate(
-        both.ours, prompts, images, pruner="holov", budget=count, positions="compact",
-        pruner_options={"crops": crops}, max_tokens=1, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner="holov",
+        budget=count,
+        positions="compact",
+        pruner_options={"crops": crops},
+        max_tokens=1,
+        warm_up=False,
+        trace=begun.append,
+    )
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
         indices = []
 

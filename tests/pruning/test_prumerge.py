@@ -12,8 +12,9 @@ from stepprune_jax.pruning import Budget, PruMerge, PruMergePlus, View, make_met
 from stepprune_jax.pruning.prumerge import count_outliers, merge
 from stepprune_jax.testing import tiny_hf_config
 
-run_select = jax.jit(lambda pruner, view, capacity: pruner.select((), view, capacity),
-                     static_argnums=(0, 2))  # fmt: skip
+run_select = jax.jit(
+    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
+)
 run_merge = jax.jit(merge, static_argnums=(4, 5))
 
 
@@ -76,10 +77,15 @@ def seen(random, r, n, count, width=5):
     attention = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     rows = (attention[:, 1:], keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, 6), tokens)
     view = View(
-        jnp.asarray(tokens), None, jnp.full((r, 2), 1), jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool), jnp.zeros(r, jnp.int32), jnp.full(r, count, jnp.int32),
+        jnp.asarray(tokens),
+        None,
+        jnp.full((r, 2), 1),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32),
+        jnp.full(r, count, jnp.int32),
         (jnp.asarray(query), jnp.asarray(keys)),
-    )  # fmt: skip
+    )
     return view, zip(*rows, strict=True)
 
 
@@ -152,8 +158,11 @@ def test_without_a_budget_the_image_decides():
 @torch.no_grad()
 def last_block(tower, pixels):
     """Attention from the class token [n] with heads side by side, and keys [n, d]."""
-    layers = tower.vision_model.encoder.layers if hasattr(tower, "vision_model") else (
-        tower.encoder.layers)  # fmt: skip
+    layers = (
+        tower.vision_model.encoder.layers
+        if hasattr(tower, "vision_model")
+        else (tower.encoder.layers)
+    )
     own = layers[-1].self_attn
     normed = layers[-1].layer_norm1(tower(pixels, output_hidden_states=True).hidden_states[-2])[0]
     query, key = own.q_proj(normed), own.k_proj(normed)
@@ -169,9 +178,17 @@ def test_generation_equals_the_torch_reference(both, name, budget):
     prompts, images = ask(3, seed=budget or 0)  # with two images, none and one
     begun = []
     answers = generate(
-        both.ours, prompts, images, pruner=name, budget=budget, positions="compact", max_tokens=1,
-        pruner_options={"neighbours": 4}, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner=name,
+        budget=budget,
+        positions="compact",
+        max_tokens=1,
+        pruner_options={"neighbours": 4},
+        warm_up=False,
+        trace=begun.append,
+    )
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
         indices = []
 

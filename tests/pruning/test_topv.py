@@ -111,9 +111,14 @@ def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
     image = jnp.array([[-1, *[0] * 4, -1, 1]], jnp.int32)
     index = jnp.array([[-1, 0, 1, 2, 3, -1, 0]], jnp.int32)
     sequence = Sequence(
-        jnp.zeros((1, 7, 2)), jnp.zeros((1, 1, 7), jnp.int32), jnp.array([7]), jnp.array([7]),
-        image, index, jnp.array([[[2, 2], [1, 1]]]),
-    )  # fmt: skip
+        jnp.zeros((1, 7, 2)),
+        jnp.zeros((1, 1, 7), jnp.int32),
+        jnp.array([7]),
+        jnp.array([7]),
+        image,
+        index,
+        jnp.array([[[2, 2], [1, 1]]]),
+    )
     same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
     random = np.random.default_rng(0)
     for features in (random.standard_normal((2, 1, 7, 2)), np.zeros((2, 1, 7, 2))):
@@ -158,9 +163,17 @@ def test_generation_equals_the_torch_reference(tmp_path):
     prompts, images = ask(3, seed=5)  # with two images, none and one
     begun, count, topv = [], 9, TopV(layer=1, beta=0.3)
     answers = generate(
-        both.ours, prompts, images, pruner="topv", budget=count, max_tokens=4, stop_ids=(),
-        pruner_options={"layer": 1, "beta": 0.3}, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner="topv",
+        budget=count,
+        max_tokens=4,
+        stop_ids=(),
+        pruner_options={"layer": 1, "beta": 0.3},
+        warm_up=False,
+        trace=begun.append,
+    )
 
     def most_important(boundary):
         block, kept = boundary.block, []
