@@ -28,7 +28,7 @@ report: env
 	  --seeds 0 1 2 3 4 --processes 2
 
 test: env
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -30,3 +30,8 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the folders that take longest first: else one worker has them left at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("training", "policy"))

@@ -68,11 +68,17 @@ def test_as_many_devices_as_cores_are_asked_for():
     use_cores(0)
     assert jax.config.jax_num_cpu_devices == before
     found = subprocess.run(
-        [sys.executable, "-c", "import jax\n"
-         "from stepprune_jax.parallel.distributed import use_cores\n"
-         "use_cores(3); print(jax.device_count())"],
-        capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import jax\n"
+            "from stepprune_jax.parallel.distributed import use_cores\n"
+            "use_cores(3); print(jax.device_count())",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+    )
     assert found.stdout == "3\n", found.stderr
 
 
@@ -128,9 +134,12 @@ def test_the_programs_end_with_one_line(tmp_path):
         f"train.py --workdir= --config={shapes}",
     ]
     ended = subprocess.run(
-        [sys.executable, "-c", RUN_ALL], input="\n".join(lines), cwd=ROOT, capture_output=True,
+        [sys.executable, "-c", RUN_ALL],
+        input="\n".join(lines),
+        cwd=ROOT,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert ended.stdout.split() == ["2"] * 5
     train, pretrain, evaluate, unset, empty = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1"

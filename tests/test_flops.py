@@ -87,8 +87,9 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     params = vlm.abstract_params(config, jnp.float32)
     sequence = jax.eval_shape(
         functools.partial(vlm.from_embeddings, config),
-        jax.ShapeDtypeStruct((1, 96, 128), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32),
-    )  # fmt: skip
+        jax.ShapeDtypeStruct((1, 96, 128), jnp.float32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
     counted = compiler_count(lambda p, s: vlm.prefill(p, config, s, 4).logits, params, sequence)
     assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
     # Feature layer -2 of a tower of two: one block runs.

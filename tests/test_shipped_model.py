@@ -36,9 +36,15 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, tmp_path):
 
     def accuracy(kept):
         said = answer_all(
-            model, make_method("random", kept), encoded.prompts, encoded.vision, 3, RunOptions(),
-            Batching(32, (36, n)), ranking=ranking,
-        ).texts  # fmt: skip
+            model,
+            make_method("random", kept),
+            encoded.prompts,
+            encoded.vision,
+            3,
+            RunOptions(),
+            Batching(32, (36, n)),
+            ranking=ranking,
+        ).texts
         return np.mean([is_right(*pair) for pair in zip(said, split.answers, strict=True)])
 
     whole, quarter = accuracy(n), accuracy(36)

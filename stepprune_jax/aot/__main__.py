@@ -9,6 +9,7 @@ and all combinations of them are compiled. The exit status is 1 if a program fai
 """
 
 import argparse
+import hashlib
 import itertools
 import sys
 import time
@@ -28,9 +29,16 @@ from stepprune_jax.user_input import user_input
 
 NAME = "python -m stepprune_jax.aot"
 COLUMNS = (
-    "target", "devices", "configuration", "dtype", "program", "GiB a device", "kernels in loops",
-    "CPU seconds", "result",
-)  # fmt: skip
+    "target",
+    "devices",
+    "configuration",
+    "dtype",
+    "program",
+    "GiB a device",
+    "kernels in loops",
+    "CPU seconds",
+    "result",
+)
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
@@ -85,19 +93,21 @@ def groups(flags: argparse.Namespace) -> Sequence[Group]:
         return SHORT
     return (
         Group(
-            flags.target or ("h200", "v5e"), flags.config or (SHAPES,),
-            flags.dtype or ("float32",), flags.program or (),
+            flags.target or ("h200", "v5e"),
+            flags.config or (SHAPES,),
+            flags.dtype or ("float32",),
+            flags.program or (),
         ),
-    )  # fmt: skip
+    )
 
 
-def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[list[str], bool]:
+def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[list[str], bool]:
     """Compiles a program.
 
     Args:
         device_memory: bytes of a device.
         to: what for.
-        traced: the program.
+        lowered: the program.
 
     Returns:
         Memory, kernels, CPU seconds and result, and whether it compiled. That a program does not
@@ -105,7 +115,7 @@ def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[li
     """
     begin = time.process_time()  # of all threads: what the wall clock says depends on the machine
     try:
-        compiled = to.compile(traced)
+        compiled = to.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
         seconds, said = f"{time.process_time() - begin:.1f}", " ".join(str(error).split())
         if said.startswith("RESOURCE_EXHAUSTED"):
@@ -117,8 +127,14 @@ def compile_row(device_memory: float | int, to: Target, traced: Any) -> tuple[li
     return [f"{size / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
 
 
-def rows(group: Group) -> Iterator[tuple[list[str], bool]]:
+def rows(group: Group, done: dict[str, list[str]]) -> Iterator[tuple[list[str], bool]]:
     """Compiles a group: the lines of the table, and whether each program compiled.
+
+    Configurations share programs, the tower for example, which are compiled once for a target.
+
+    Args:
+        group: what to compile.
+        done: lines by a digest of target and program, which is added to.
 
     Raises:
         FileNotFoundError: there is no such configuration.
@@ -139,18 +155,26 @@ def rows(group: Group) -> Iterator[tuple[list[str], bool]]:
                     f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}"
                 )
         for program in group.programs or known:
-            memory = ACCELERATORS[known_as(kind)].memory
-            cells, compiled = compile_row(memory, to, programs.trace(program))
-            yield [name, str(len(to.devices)), config, dtype, program, *cells], compiled
+            head = [name, str(len(to.devices)), config, dtype, program]
+            lowered = programs.trace(program).lower()
+            digest = hashlib.sha256(f"{name} {lowered.as_text()}".encode()).hexdigest()
+            if digest in done:
+                same = done[digest]
+                result = f"{same[-1]} (as {same[2]}, {same[3]})"
+                yield [*head, *same[5:7], "0", result], not same[-1].startswith("FAILED")
+                continue
+            cells, compiled = compile_row(ACCELERATORS[known_as(kind)].memory, to, lowered)
+            done[digest] = [*head, *cells]
+            yield done[digest], compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; 1 if a program failed to compile, else 0."""
     flags = parse(arguments)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
-    failed = 0
+    failed, done = 0, {}
     for group in groups(flags):
-        for row, compiled in rows(group):
+        for row, compiled in rows(group, done):
             print("| " + " | ".join(row) + " |", flush=True)
             failed += not compiled
     if failed:

@@ -6,10 +6,19 @@ from typing import NamedTuple
 
 # Instructions that start nothing on the device: names, shapes, and the ends of what began before.
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
-    "add-dependency", "optimization-barrier", "partition-id", "replica-id", "get-dimension-size",
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "add-dependency",
+    "optimization-barrier",
+    "partition-id",
+    "replica-id",
+    "get-dimension-size",
     "while",
-}  # fmt: skip
+}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (.*)$")
 _CALLED = re.compile(r"to_apply=%?([^\s,]+)")

@@ -71,7 +71,7 @@ class EvalSettings(Settings, group="eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as LLaVA's figures have it.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        samples: questions of each public benchmark whose selections are kept for pictures.
+        samples: questions of each public benchmark whose selections are kept to be drawn.
         budgets: exact numbers of tokens, and mean ones for a learned stop.
         batch_size: questions that go through a program together.
         max_new_tokens: longest answer; None for what the benchmark's own program allows.

@@ -49,7 +49,7 @@ def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
     folder = data_folder(run, workdir)
     if not fresh:
         return {"validation": folder, "test": folder}
-    # Imported here: it draws pictures, which a run on a folder of data does not need.
+    # Imported here: it draws images, which a run on a folder of data does not need.
     from stepprune_jax.data.shapes import write_world
 
     other = Path(workdir) / f"data_test_{seed}"

@@ -13,12 +13,12 @@ from stepprune_jax.data.llava import (
 
 
 class Split(NamedTuple):
-    """Questions about pictures with their answers.
+    """Questions about images with their answers.
 
     Attributes:
         questions: in the file's order.
         answers: one per question.
-        scenes: one per question, or None where nothing is known of the pictures.
+        scenes: one per question, or None where nothing is known of the images.
     """
 
     questions: list[Question]
@@ -37,7 +37,7 @@ def read_split(folder: str | Path, name: str) -> Split:
         The split.
 
     Raises:
-        FileNotFoundError: a file or a picture is missing.
+        FileNotFoundError: a file or an image is missing.
         ValueError: a file is not what it should be; the message names file, line and field.
     """
     folder = Path(folder)

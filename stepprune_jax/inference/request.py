@@ -1,4 +1,4 @@
-"""From prompts and pictures to ids and pixels: everything that needs no weights."""
+"""From prompts and images to ids and pixels: everything that needs no weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ def read_request(
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
 ) -> Request:
-    """Checks and prepares prompts and pictures, without touching the model's weights.
+    """Checks and prepares prompts and images, without touching the model's weights.
 
     Args:
         tokenizer: the model's `transformers` tokenizer.
@@ -47,17 +47,17 @@ def read_request(
         config: the model's configuration.
         prompts: a question each, or the turns of a conversation that ends with one. `<image>` may
             say where the images stand; without it they come first.
-        images: for each prompt its pictures: paths or Pillow images; one alone needs no list. The
+        images: for each prompt its images: paths or Pillow images; one alone needs no list. The
             same path or object is read and encoded once.
 
     Returns:
         The request.
 
     Raises:
-        FileNotFoundError: a picture is missing.
+        FileNotFoundError: an image is missing.
         TypeError: a prompt is neither a string nor strings.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
-            picture, images of another size than the model takes. The message says which prompt.
+            image, images of another size than the model takes. The message says which prompt.
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
@@ -66,8 +66,8 @@ def read_request(
     rows = [None] * len(prompts) if images is None else list(images)
     if len(rows) != len(prompts):
         raise ValueError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
-    numbers: dict[Any, int] = {}
-    pictures: list[Image.Image] = []
+    numbers: dict[str | int, int] = {}
+    opened: list[Image.Image] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         row = _as_images(row)
@@ -79,24 +79,26 @@ def read_request(
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error
         questions.append(question_ids(tokenizer, turns))
-        for picture in row:
-            key = id(picture) if isinstance(picture, Image.Image) else str(picture)
-            if key not in numbers:
-                numbers[key] = len(pictures)
-                pictures.append(open_image(picture))
-        image_of.append(
-            tuple(numbers[id(p) if isinstance(p, Image.Image) else str(p)] for p in row)
-        )
+        for image in row:
+            if _identity(image) not in numbers:
+                numbers[_identity(image)] = len(opened)
+                opened.append(open_image(image))
+        image_of.append(tuple(numbers[_identity(image)] for image in row))
     pixels = None
-    if pictures:
+    if opened:
         if image_settings is None:
             raise ValueError("images are given, but the model has no image settings")
-        pixels = config.family.preprocess(config, image_settings, pictures)
+        pixels = config.family.preprocess(config, image_settings, opened)
     return Request(tuple(ids), tuple(questions), pixels, tuple(image_of))
 
 
+def _identity(image: ImageLike) -> str | int:
+    """Tells images apart: a path, or which object it is."""
+    return id(image) if isinstance(image, Image.Image) else str(image)
+
+
 def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
-    """The pictures of one prompt as a list."""
+    """The images of one prompt as a list."""
     if row is None:
         return []
     return [row] if isinstance(row, (str, Path, Image.Image)) else list(row)

@@ -35,7 +35,7 @@ _HARMLESS = {"top_p", "top_k", "use_cache"}
 
 
 class StepPrune(lmms):
-    """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with one picture or none."""
+    """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with one image or none."""
 
     is_simple = True
 
@@ -80,7 +80,7 @@ class StepPrune(lmms):
             An answer each, in their order.
 
         Raises:
-            ValueError: sampling or beams, a video, or several pictures in one request.
+            ValueError: sampling or beams, a video, or several images in one request.
         """
         wanted = [self._wanted(request) for request in requests]
         progress = Progress(len(wanted))
@@ -100,7 +100,7 @@ class StepPrune(lmms):
         visuals = [visual for visual in visuals if visual is not None]
         if len(visuals) > 1 or not all(isinstance(v, Image.Image) for v in visuals):
             raise ValueError(
-                f"{where}: expected one picture or none, got {len(visuals)} visual(s): "
+                f"{where}: expected one image or none, got {len(visuals)} visual(s): "
                 f"{', '.join(type(v).__name__ for v in visuals)}"
             )
         _check_greedy(settings, where)

@@ -39,11 +39,11 @@ class Target(NamedTuple):
     devices: tuple[Any, ...]
     options: dict[str, Any]
 
-    def compile(self, traced: Any) -> Any:
-        """Compiles a traced program whose arguments lie on `devices`.
+    def compile(self, lowered: Any) -> Any:
+        """Compiles a lowered program whose arguments lie on `devices`.
 
         Args:
-            traced: what `jax.jit(...).trace` returned.
+            lowered: what `jax.jit(...).lower` returned.
 
         Returns:
             A `jax.stages.Compiled`, which cannot be run.
@@ -51,7 +51,6 @@ class Target(NamedTuple):
         Raises:
             jax.errors.JaxRuntimeError: the compiler failed, or the program is too large for a TPU.
         """
-        lowered = traced.lower()
         try:
             return lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
@@ -101,7 +100,7 @@ CARDS = {
     "a6000": Card(
         "NVIDIA RTX A6000", (8, 6), 84, 128, 1536, 100, 768_096_000_000, 6, 1.8, 51_041_271_808
     ),
-}  # fmt: skip
+}
 
 # Generation to the layout of chips that it is given without one: the smallest.
 TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
@@ -227,7 +226,7 @@ def _cuda(name: str, named: Named) -> Target:
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="without a device", topology=f"1x1x{named.count}",
         target_config=text,
-    )  # fmt: skip
+    )
     toolkit = str(_cuda_toolkit())
     # Autotuning would run candidates on the device.
     options = {"xla_gpu_cuda_data_dir": toolkit, "xla_gpu_autotune_level": 0}

@@ -90,7 +90,7 @@ def make_plan(
 def planned_memory(traced: Any, target: Target | None = None) -> Usage:
     """Compiles what `trace_update` returned; returns its memory on each device."""
     if target is not None:
-        return usage(target.compile(traced))
+        return usage(target.compile(traced.lower()))
     on_cpu = jax.default_backend() == "cpu"
     return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
 

@@ -104,8 +104,8 @@ def cpu_target(monkeypatch):
             self.device, self.device_kind = device, "NVIDIA H200"
 
     class Target(targets.Target):
-        def compile(self, traced):
-            return traced.lower().compile()
+        def compile(self, lowered):
+            return lowered.compile()
 
     def make(name):
         targets.read_name(name)
@@ -132,8 +132,23 @@ def test_the_table_has_a_line_for_each_program(cpu_target, capsys):
     assert cells[0][6] == "-" and int(cells[1][6].split()[0]) > 10  # the pointer's loop
 
 
+def test_a_program_that_configurations_share_is_compiled_once(cpu_target, capsys, monkeypatch):
+    calls, compile_once = [], cpu_target.compile
+    monkeypatch.setattr(
+        cpu_target, "compile", lambda *given: calls.append(given) or compile_once(*given)
+    )
+    configs = [command.SHAPES, f"{command.SHAPES}:literal"]
+    flags = ["--target", "h200", "--config", *configs, "--program", "take", "policy.pick 1"]
+    assert command.main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 4 and len(calls) == 3
+    assert lines[2].endswith(f"| 0 | ok (as {command.SHAPES}, float32) |")
+    assert lines[0].split(" | ")[5:7] == lines[2].split(" | ")[5:7]
+    assert lines[3].endswith("| ok |")  # the stop of the literal reading is another
+
+
 def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch):
-    def fail(self, traced):
+    def fail(self, lowered):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape | shapes\nmust be the same")
 
     monkeypatch.setattr(cpu_target, "compile", fail)
@@ -144,7 +159,7 @@ def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch
 
 
 def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch):
-    def fail(self, traced):
+    def fail(self, lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm")
 
     monkeypatch.setattr(cpu_target, "compile", fail)

@@ -83,9 +83,12 @@ def test_a_layout_that_no_machine_has_is_refused():
 def trace_pick(target, config, rows, num_tokens):
     """`pick` from shapes alone, on the first device."""
     at = NamedSharding(build_mesh("single", target.devices), P())
-    shapes = (policy.abstract_policy(config), jax.ShapeDtypeStruct(
-        (rows, num_tokens + 1, config.policy_width), config.dtype or jnp.float32
-    ))  # fmt: skip
+    shapes = (
+        policy.abstract_policy(config),
+        jax.ShapeDtypeStruct(
+            (rows, num_tokens + 1, config.policy_width), config.dtype or jnp.float32
+        ),
+    )
     params, memory = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes
     )
@@ -98,7 +101,7 @@ def test_the_hazard_compiles_for_every_number_of_rows(name, rows, dtype):
     """A concatenation fused with the hazard's readout ended XLA's CUDA compiler at 2 rows and 8."""
     target = made(name)
     config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop="hazard", dtype=dtype)
-    compiled = target.compile(trace_pick(target, config, rows, 144))
+    compiled = target.compile(trace_pick(target, config, rows, 144).lower())
     (loop,) = loops(compiled.as_text())
     assert loop.name.endswith("pick)/while")
     assert 10 < loop.kernels < 300
@@ -112,7 +115,7 @@ def test_the_soft_top_k_has_no_window_on_a_tpu():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for shape in ((32, 144), (32,))]
     traced = jax.jit(lambda scores, k: policy.soft_topk(scores, k, 0.4)).trace(*shapes)
     assert "reduce_window" not in traced.lower().as_text()
-    assert usage(target.compile(traced)).total > 4 * 32 * 144
+    assert usage(target.compile(traced.lower())).total > 4 * 32 * 144
 
 
 def test_a_product_without_tiles_is_compiled_without_triton():
@@ -125,9 +128,8 @@ def test_a_product_without_tiles_is_compiled_without_triton():
         return "compiled"
 
     lowered.compile = compile_with
-    traced = types.SimpleNamespace(lower=lambda: lowered)
     target = targets.Target("h200", (), {"xla_gpu_autotune_level": 0})
-    assert target.compile(traced) == "compiled"
+    assert target.compile(lowered) == "compiled"
     assert lowered.given == [
         {"xla_gpu_autotune_level": 0},
         {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
@@ -138,6 +140,6 @@ def test_other_failures_are_not_tried_again():
     def fail(compiler_options):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape input and output shapes")
 
-    traced = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=fail))
+    lowered = types.SimpleNamespace(compile=fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Reshape"):
-        targets.Target("h200", (), {}).compile(traced)
+        targets.Target("h200", (), {}).compile(lowered)

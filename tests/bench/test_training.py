@@ -57,8 +57,9 @@ def test_weights_are_drawn_in_their_places():
     places = shardings(abstract, SHARDING_RULES, mesh)
     placed = jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-        abstract, places,
-    )  # fmt: skip
+        abstract,
+        places,
+    )
     drawn = random_weights(placed)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn) == jax.tree.map(
         lambda x: (x.shape, x.dtype), abstract
@@ -71,7 +72,7 @@ def test_weights_are_drawn_in_their_places():
 
 def test_a_run_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
-    config = tiny_config(mesh="data=2,fsdp=2,tensor=2")
+    config = tiny_config(mesh="single")
     found = training.measure(config, FIELDS, 2, IDS, tmp_path)
     assert found.policy > 0 and found.fed > 0 and 0 <= found.wait < found.update
     assert found.peak is None  # a CPU does not say

@@ -30,10 +30,17 @@ ASKED = [
 
 def provenance(**fields):
     about = {
-        "benchmark": "pope", "questions": questions_digest(ASKED[:3]), "asked": 5,
-        "method": "StepPrune", "mode": "adaptive", "budget": 3, "num_tokens": 9,
-        "stop_bias": 0.25, "model": "tiny", "made": {"policy": "p", "positions": "original"},
-    }  # fmt: skip
+        "benchmark": "pope",
+        "questions": questions_digest(ASKED[:3]),
+        "asked": 5,
+        "method": "StepPrune",
+        "mode": "adaptive",
+        "budget": 3,
+        "num_tokens": 9,
+        "stop_bias": 0.25,
+        "model": "tiny",
+        "made": {"policy": "p", "positions": "original"},
+    }
     return Provenance(**(about | fields))
 
 
@@ -55,13 +62,29 @@ def said(file):
 def test_lines_have_the_fields_of_llava_in_its_order(file):
     (plain,) = lines(file, 0)
     assert list(plain) == [
-        "question_id", "prompt", "text", "answer_id", "model_id", "metadata", "kept", "ms",
-    ]  # fmt: skip
+        "question_id",
+        "prompt",
+        "text",
+        "answer_id",
+        "model_id",
+        "metadata",
+        "kept",
+        "ms",
+    ]
     value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, (5, 3)))
     assert list(value) == [
-        "question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id",
-        "metadata", "kept", "ms", "order",
-    ]  # fmt: skip
+        "question_id",
+        "round_id",
+        "prompt",
+        "text",
+        "options",
+        "answer_id",
+        "model_id",
+        "metadata",
+        "kept",
+        "ms",
+        "order",
+    ]
     assert value["question_id"] == 7 and value["prompt"] == "Which?" and value["order"] == [5, 3]
     assert value["kept"] == 2 and value["ms"] == 0.123 and value["model_id"] == "tiny"
     assert file.path.name == "stepprune-adaptive-66.7.jsonl" and file.path.parent.name == "pope"
@@ -75,8 +98,11 @@ def test_names_tell_rows_apart():
         {"method": "[CLS] top-K"},
     ]
     assert [provenance(**row).slug for row in rows] == [
-        "all-tokens", "stepprune-own-stop", "stepprune-exact-66.7", "cls-top-k-adaptive-66.7",
-    ]  # fmt: skip
+        "all-tokens",
+        "stepprune-own-stop",
+        "stepprune-exact-66.7",
+        "cls-top-k-adaptive-66.7",
+    ]
 
 
 def test_what_is_missing_is_what_was_not_answered(file):

@@ -46,8 +46,10 @@ def test_mmbench_has_hint_question_and_options_up_to_the_first_empty_one(root):
     prompt = "Look at\nthe arrow.\nWhich way?\nA. up\nB. down\nC. None of it"
     assert first.prompt == prompt and first.text == prompt + LETTER
     assert first.fields == {
-        "round_id": 0, "options": ["up", "down", "None of it"], "option_char": ["A", "B", "C"],
-    }  # fmt: skip
+        "round_id": 0,
+        "options": ["up", "down", "None of it"],
+        "option_char": ["A", "B", "C"],
+    }
     assert second.question_id == 1_000_005
     assert third.prompt == "Which way?\nA. down" and third.fields["option_char"] == ["A"]
     assert fourth.prompt == "Is it?\nA. yes\nB. no"

@@ -30,8 +30,9 @@ def test_case_and_outer_space_do_not_count(folder):
     assert score.headline == 75 and score.warnings == []
     assert score.parts == {
         "category": {"colour": 100.0, "count": 100.0, "default": 0.0},
-        "questions": 4, "answered": 4,
-    }  # fmt: skip
+        "questions": 4,
+        "answered": 4,
+    }
     assert shapes.BENCHMARK.judge(folder, file) == [0, 1, 1, 1]
 
 
@@ -40,9 +41,10 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     score = shapes.score(folder, file)
     assert score.headline == 25 and score.parts["answered"] == 2
     assert [warning.partition(":")[0] for warning in score.warnings] == [
-        "1 questions answered again", "1 answers to unknown questions ignored, as '9'",
+        "1 questions answered again",
+        "1 answers to unknown questions ignored, as '9'",
         "2 of 4 questions have no answer, as '3'",
-    ]  # fmt: skip
+    ]
     assert shapes.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
 

@@ -6,9 +6,12 @@ from collections import Counter
 NUMBERS = ["zero", "one", "two", "three", "four", "five"]
 # Of shapes of radius 1.
 AREAS = {
-    "circle": 3.1416, "square": 1.68**2, "triangle": 0.95 * 1.72, "cross": 2 * 1.28 - 0.64**2,
+    "circle": 3.1416,
+    "square": 1.68**2,
+    "triangle": 0.95 * 1.72,
+    "cross": 2 * 1.28 - 0.64**2,
     "diamond": 2 * 0.72,
-}  # fmt: skip
+}
 
 
 def yes(value):

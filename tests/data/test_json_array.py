@@ -44,10 +44,23 @@ def test_entries_and_places_do_not_depend_on_the_reads(
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"[", b"[]", b"{}", b"[1, 2", b"[1 2]", b"[1,]", b"[1] 2", b"[01]", b'["\xff"]',
-        b'[{"a": 1}, {"b": }]', b'[\n"a",\n"b', b"[" * 200_000, b"[" + b"1" * 5000 + b"]", b"12",
+        b"",
+        b"[",
+        b"[]",
+        b"{}",
+        b"[1, 2",
+        b"[1 2]",
+        b"[1,]",
+        b"[1] 2",
+        b"[01]",
+        b'["\xff"]',
+        b'[{"a": 1}, {"b": }]',
+        b'[\n"a",\n"b',
+        b"[" * 200_000,
+        b"[" + b"1" * 5000 + b"]",
+        b"12",
     ],
-)  # fmt: skip
+)
 def test_what_the_reader_of_short_files_refuses_is_refused_in_its_words(tmp_path, content):
     file = tmp_path / "list.json"
     file.write_bytes(content)

@@ -143,9 +143,11 @@ def test_labels_of_patches_are_what_the_pixels_show(scenes, side, grid):
     for scene, _ in scenes[:60]:
         labels = patch_labels(scene, grid)
         for color, kind, seen in zip(
-            labels["class_color"], labels["class_kind"], painted(render(scene, side), side, grid),
+            labels["class_color"],
+            labels["class_kind"],
+            painted(render(scene, side), side, grid),
             strict=True,
-        ):  # fmt: skip
+        ):
             assert (color == 0) == (kind == 0)
             if color:
                 labelled += 1
@@ -217,9 +219,13 @@ def test_the_test_seed_changes_the_test_split_alone(tmp_path):
     one = files(write_world(tmp_path / "a", **SMALL))
     two = files(write_world(tmp_path / "b", test_seed=5, **SMALL))
     assert {n for n in one if one[n] != two[n]} == {
-        "images/test_000000.png", "images/test_000001.png", "test.jsonl", "test_answers.jsonl",
-        "test_scenes.jsonl", "world.json",
-    }  # fmt: skip
+        "images/test_000000.png",
+        "images/test_000001.png",
+        "test.jsonl",
+        "test_answers.jsonl",
+        "test_scenes.jsonl",
+        "world.json",
+    }
 
 
 def test_the_default_questions_stay_what_trained_policies_were_tested_on():

@@ -105,9 +105,18 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
     late = sample("<image>\n" + "two " * 60, "no", image="b.png")
     limits = Limits(9, 60, 512)
     corpus = opened(
-        CHAT, gone, sample(), bad, empty, CHAT, late, gone, missing="skip", unusable="skip",
+        CHAT,
+        gone,
+        sample(),
+        bad,
+        empty,
+        CHAT,
+        late,
+        gone,
+        missing="skip",
+        unusable="skip",
         limits=limits,
-    )  # fmt: skip
+    )
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     text = "\n".join(opened.lines)
     assert "train.json: 8 samples, 4 images" in text

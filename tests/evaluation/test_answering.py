@@ -201,11 +201,14 @@ def test_rows_come_in_the_order_of_the_table(model):
     untrained = ("random", "grid", "[CLS] top-K", "VisionZip", "PruMerge", "PruMerge+", "HoloV")
     assert names[1:15] == [(name, "exact", count) for name in untrained for count in (4, 2)]
     assert names[15:] == [
-        ("StepPrune", "exact", 4), ("StepPrune", "exact", 2),
-        ("StepPrune", "adaptive", 4), ("StepPrune", "adaptive", 2),
+        ("StepPrune", "exact", 4),
+        ("StepPrune", "exact", 2),
+        ("StepPrune", "adaptive", 4),
+        ("StepPrune", "adaptive", 2),
         ("StepPrune, own stop", "adaptive", None),
-        ("AutoSelect-like", "exact", 4), ("AutoSelect-like", "exact", 2),
-    ]  # fmt: skip
+        ("AutoSelect-like", "exact", 4),
+        ("AutoSelect-like", "exact", 2),
+    ]
     assert [row.stop_bias for row in rows[15:]] == [None, None, 0.5, 1.0, 0.0, None, None]
     assert [row.steps(N) for row in rows] == [9] + [4, 2] * 7 + [4, 2, 4, 4, 4, 4, 2]
     # Rows share a ranking with those of the same method or policy, and with no other.
@@ -273,8 +276,9 @@ def test_each_image_goes_through_the_tower_once(model, test, test_split):
         np.testing.assert_allclose(
             encoded.vision.features[encoded.prompts.image_of[row, 0]],
             test.vision.features[image_of[other]],
-            rtol=1e-4, atol=1e-5,
-        )  # fmt: skip
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 def test_thinning_spreads_over_the_split(test_split):

@@ -11,11 +11,22 @@ from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 def score(benchmark, method, rate, headline, **fields):
     return {
-        "benchmark": benchmark, "method": method, "mode": "exact",
-        "budget": round(576 * (1 - rate / 100)), "pruning_rate": rate, "num_tokens": 576,
-        "questions": "q-" + benchmark, "asked": 9, "answered": 9, "headline": headline,
-        "warnings": [], "problem": None, "mean_k": 64.0, "sd_k": 1.25, "ms": 12.34,
-    } | fields  # fmt: skip
+        "benchmark": benchmark,
+        "method": method,
+        "mode": "exact",
+        "budget": round(576 * (1 - rate / 100)),
+        "pruning_rate": rate,
+        "num_tokens": 576,
+        "questions": "q-" + benchmark,
+        "asked": 9,
+        "answered": 9,
+        "headline": headline,
+        "warnings": [],
+        "problem": None,
+        "mean_k": 64.0,
+        "sd_k": 1.25,
+        "ms": 12.34,
+    } | fields
 
 
 WHOLE = [score("mme", "all tokens", 0.0, 1862.04), score("pope", "all tokens", 0.0, 85.94)]
@@ -53,8 +64,11 @@ def test_runs_are_merged_and_rows_that_differ_are_told_apart():
     other = [score("pope", "StepPrune", 88.9, 80.0), score("pope", "grid", 88.9, 70.0)]
     table = merge_scores({"a": WHOLE + MINE, "b": other})
     assert [row.method for row in table.rows] == [
-        "all tokens", "grid", "StepPrune (a)", "StepPrune (b)"
-    ]  # fmt: skip
+        "all tokens",
+        "grid",
+        "StepPrune (a)",
+        "StepPrune (b)",
+    ]
     same = merge_scores({"a": WHOLE + MINE, "b": MINE})
     assert [row.method for row in same.rows] == ["all tokens", "StepPrune"]
 

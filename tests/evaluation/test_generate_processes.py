@@ -19,9 +19,12 @@ SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 SIZES = SIZES | {"shapes": 9}
 METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
-    "benchmarks": "shapes,pope,mme", "methods": "all tokens,grid", "budgets": [2],
-    "max_new_tokens": 2, "batch_size": 1,
-}  # fmt: skip
+    "benchmarks": "shapes,pope,mme",
+    "methods": "all tokens,grid",
+    "budgets": [2],
+    "max_new_tokens": 2,
+    "batch_size": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +59,12 @@ def read(workdir):
 def start(world, workdir, **environment):
     arguments = (*world, workdir, json.dumps(SETTINGS | {"data": str(world[1])}))
     return subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments], env=os.environ | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, SCRIPT, *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def written(workdir):

@@ -54,9 +54,16 @@ def model(tmp_path_factory):
 def config(model, root, tmp_path_factory):
     other = save_policy(one_shot(), tmp_path_factory.mktemp("rows") / "other.safetensors")
     return small_run(
-        model.folder, root, benchmarks=",".join(NAMES), data=str(root), methods=METHODS,
-        rows={"AutoSelect-like": str(other)}, max_new_tokens=3, validation_questions=8, samples=2,
-    )  # fmt: skip
+        model.folder,
+        root,
+        benchmarks=",".join(NAMES),
+        data=str(root),
+        methods=METHODS,
+        rows={"AutoSelect-like": str(other)},
+        max_new_tokens=3,
+        validation_questions=8,
+        samples=2,
+    )
 
 
 def asked_by(name, root):
@@ -396,8 +403,12 @@ def test_every_question_is_dealt_to_one_process(questions, size, count):
 
 def test_chunks_are_whole_batches_that_fit_into_memory(model, monkeypatch):
     assert [encode.chunk_size(model, size) for size in (1, 32, 100, 1000, 5000)] == [
-        1024, 1024, 1000, 1000, 5000,
-    ]  # fmt: skip
+        1024,
+        1024,
+        1000,
+        1000,
+        5000,
+    ]
     # A question's features are 9 x 32 numbers of four bytes.
     monkeypatch.setattr(encode, "_CHUNK_BYTES", 9 * 32 * 4 * 70)
     assert [encode.chunk_size(model, size) for size in (1, 32, 100)] == [70, 64, 100]
@@ -423,9 +434,15 @@ def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
     generate_answers(config, tmp_path)
     assert set(files(tmp_path)) == {
         f"answers/gqa/{name}.jsonl"
-        for name in ("all-tokens", *(f"{method}-exact-{rate}" for method in ("grid", "visionzip")
-                                     for rate in (55.6, 77.8)))
-    }  # fmt: skip
+        for name in (
+            "all-tokens",
+            *(
+                f"{method}-exact-{rate}"
+                for method in ("grid", "visionzip")
+                for rate in (55.6, 77.8)
+            ),
+        )
+    }
     assert len(lines(tmp_path, "gqa", "all-tokens")) == SIZES["gqa"]
 
 

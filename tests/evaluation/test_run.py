@@ -32,9 +32,16 @@ def world(tmp_path_factory):
     write_split(base / "data", "validation", 2, 1)
     save_all(workdir)
     config = small_run(
-        model.folder, base / "data", benchmarks=PUBLIC, data=str(root), methods=METHODS,
-        max_new_tokens=2, validation_questions=6, samples=3, budgets=(2,),
-    )  # fmt: skip
+        model.folder,
+        base / "data",
+        benchmarks=PUBLIC,
+        data=str(root),
+        methods=METHODS,
+        max_new_tokens=2,
+        validation_questions=6,
+        samples=3,
+        budgets=(2,),
+    )
     return config, workdir
 
 

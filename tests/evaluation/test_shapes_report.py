@@ -71,8 +71,9 @@ def test_the_table_has_every_row(run):
     for method in ("random", "grid", "[CLS] top-K", "VisionZip", "AutoSelect-like"):
         expected += [(method, "exact", 55.6), (method, "exact", 77.8)]
     for method in ("StepPrune literal", "StepPrune"):
-        expected += [(method, mode, rate) for mode in ("exact", "adaptive")
-                     for rate in (55.6, 77.8)]  # fmt: skip
+        expected += [
+            (method, mode, rate) for mode in ("exact", "adaptive") for rate in (55.6, 77.8)
+        ]
     own = heads[19]
     assert own[:2] == ("StepPrune, own stop", "adaptive")
     assert heads[:19] == expected
@@ -99,9 +100,14 @@ def test_the_report_can_be_read_again(run, world):
     statistics = json.loads((workdir / "report" / "statistics.json").read_text())
     assert len(statistics["adaptive"]) == 5 and len(statistics["adaptive_minus_exact"]) == 4
     assert {row["method"] for row in statistics["default_minus"]} == {
-        "random", "grid", "[CLS] top-K", "VisionZip", "AutoSelect-like", "StepPrune literal",
+        "random",
+        "grid",
+        "[CLS] top-K",
+        "VisionZip",
+        "AutoSelect-like",
+        "StepPrune literal",
         "other",
-    }  # fmt: skip
+    }
     families = json.loads((workdir / "report" / "table_by_family.json").read_text())
     assert set(families[0]["families"]) == {"long", "short"}
     facts = json.loads((workdir / "report" / "report.json").read_text())
@@ -214,9 +220,14 @@ def with_data(run, **fields):
 
 def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
     config = with_data(
-        small_run("model", ""), name="shapes", train_scenes=1, validation_scenes=1, test_scenes=2,
-        seed=0, test_seed=5,
-    )  # fmt: skip
+        small_run("model", ""),
+        name="shapes",
+        train_scenes=1,
+        validation_scenes=1,
+        test_scenes=2,
+        seed=0,
+        test_seed=5,
+    )
     places = split_folders(config, tmp_path)
     assert places["test"] == tmp_path / "data_test_5"
     assert places["validation"] == tmp_path / "data"

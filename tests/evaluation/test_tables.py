@@ -54,9 +54,15 @@ def test_rates_of_the_paper():
 def test_the_table_worked_by_hand():
     table = accuracy_table(ROWS, seed=7)
     assert table[0] == {
-        "method": "all tokens", "mode": "exact", "pruning_rate": 0.0, "accuracy": 75.0,
-        "retention": 100.0, "mean_k": 9.0, "questions": 4, "seed": 7,
-    }  # fmt: skip
+        "method": "all tokens",
+        "mode": "exact",
+        "pruning_rate": 0.0,
+        "accuracy": 75.0,
+        "retention": 100.0,
+        "mean_k": 9.0,
+        "questions": 4,
+        "seed": 7,
+    }
     assert [row["accuracy"] for row in table] == [75.0, 0.0, 50.0, 75.0]
     assert [row["retention"] for row in table] == [100.0, 0.0, 66.67, 100.0]
     families = accuracy_by_family(ROWS, QUESTIONS)[2]["families"]
@@ -102,7 +108,7 @@ def test_paired_differences_worked_by_hand():
     found = paired_difference(first, second, np.arange(4))
     assert found["difference"] == 25.0 and found["standard_error"] == 25.0
     assert found["standard_error_by_image"] == pytest.approx(25.0)
-    # Two pictures with residual sums 50 and -50: sqrt(5000 * 2) / 4.
+    # Two images with residual sums 50 and -50: sqrt(5000 * 2) / 4.
     pairs = paired_difference(first, second, np.array([0, 0, 1, 1]))
     assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)
     alone = paired_difference(first[:1], second[:1], np.zeros(1, int))

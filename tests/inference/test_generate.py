@@ -33,12 +33,16 @@ SHAPES = {
     "stretched": {
         "text": {
             "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
             }
         }
     },
-}  # fmt: skip
+}
 PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")
 IMAGES = ([random_image(1)], None, [random_image(2), random_image(3)], [random_image(4)])
 
@@ -300,9 +304,16 @@ def test_few_programs_serve_many_prompts(model):
     assert selected <= 5  # 1 to 39 words: 16, 20, 24, 32, 40
     before = compiled()
     generate(
-        model, ["dog " * 7, "yes"], [IMAGES[0], IMAGES[3]], pruner=ByQuestion(), max_tokens=8,
-        temperature=0.7, top_p=0.8, stop_ids=(9,), seed=4,
-    )  # fmt: skip
+        model,
+        ["dog " * 7, "yes"],
+        [IMAGES[0], IMAGES[3]],
+        pruner=ByQuestion(),
+        max_tokens=8,
+        temperature=0.7,
+        top_p=0.8,
+        stop_ids=(9,),
+        seed=4,
+    )
     assert (compiled() == before).all()
 
 
@@ -383,7 +394,9 @@ BAD = {
     "empty": ({"prompts": ["a", " "]}, ValueError, "prompt 1: the question is empty"),
     "mark without image": ({"prompts": ["<image> a"]}, ValueError, "1 <image>, but 0 image"),
     "too many marks": (
-        {"prompts": ["<image> <image> a"], "images": [IMAGES[0]]}, ValueError, "2 <image>, but 1",
+        {"prompts": ["<image> <image> a"], "images": [IMAGES[0]]},
+        ValueError,
+        "2 <image>, but 1",
     ),
     "lists differ": ({"images": [None, None]}, ValueError, r"2 entries for 1 prompt"),
     "no file": ({"images": ["absent.png"]}, FileNotFoundError, "absent.png"),
@@ -399,14 +412,15 @@ BAD = {
     "pruner": ({"pruner": "gird"}, ValueError, "unknown pruner 'gird'.*did you mean 'grid'"),
     "function": ({"pruner": len}, TypeError, "pruner is .*len.*, expected a name, a Pruner or a M"),
     "option": (
-        {"pruner": "cls", "budget": 3, "pruner_options": {"layer": 2}}, ValueError,
+        {"pruner": "cls", "budget": 3, "pruner_options": {"layer": 2}},
+        ValueError,
         "cls has no option 'layer'; its options: none",
     ),
     "budget twice": ({"pruner": ByQuestion(), "budget": 3}, ValueError, "budget .* its own"),
     "unknown": ({"select_fn": len}, TypeError, "select_fn"),
     "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
     "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -451,11 +465,17 @@ def test_every_pruner_answers(model, policy, name):
     begun, pieces = [], [""] * 4
     (together, streamed) = (
         generate(
-            model, PROMPTS, IMAGES, pruner=name, max_tokens=8, on_token=on_token,
-            trace=begun.append, **options,
+            model,
+            PROMPTS,
+            IMAGES,
+            pruner=name,
+            max_tokens=8,
+            on_token=on_token,
+            trace=begun.append,
+            **options,
         )
         for on_token in (None, lambda row, _, piece: pieces.__setitem__(row, pieces[row] + piece))
-    )  # fmt: skip
+    )
     assert [a[:4] for a in streamed] == [a[:4] for a in together]
     assert pieces == [answer.text for answer in together]
     # Six pivots of DART take a token each, and the four of the image stay, but there are nine.

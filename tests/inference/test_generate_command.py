@@ -159,9 +159,10 @@ def test_a_trace_of_a_cut_between_layers(files, capsys, reference):
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
     with torch.no_grad():
         whole = reference(
-            input_ids=torch.tensor([ids]), output_attentions=True,
+            input_ids=torch.tensor([ids]),
+            output_attentions=True,
             pixel_values=torch.tensor(request(model, "?", [files / "1.png"]).pixels),
-        )  # fmt: skip
+        )
     everything = traced(files, capsys).arrays["logits"]
     expected = whole.logits[0, -1, : len(everything)]
     np.testing.assert_allclose(everything, expected, rtol=1e-4, atol=1e-5)
@@ -324,7 +325,8 @@ def test_mistakes_in_flags_are_one_line(files, capsys):
 def test_a_mistake_leaves_no_traceback_in_the_shell(files):
     found = subprocess.run(
         [sys.executable, "-m", "stepprune_jax.generate", "--model", files, "--prompt", "a"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 2 and found.stdout == ""
     assert "Traceback" not in found.stderr and "no config.json" in found.stderr

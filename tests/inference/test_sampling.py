@@ -99,9 +99,15 @@ def test_keys_of_rows_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "name"),
-    [(-0.1, 1.0, "temperature"), (float("nan"), 1.0, "temperature"), (float("inf"), 1, "temp"),
-     (1.0, 0.0, "top_p"), (1.0, 1.01, "top_p"), (1.0, float("nan"), "top_p")],
-)  # fmt: skip
+    [
+        (-0.1, 1.0, "temperature"),
+        (float("nan"), 1.0, "temperature"),
+        (float("inf"), 1, "temp"),
+        (1.0, 0.0, "top_p"),
+        (1.0, 1.01, "top_p"),
+        (1.0, float("nan"), "top_p"),
+    ],
+)
 def test_settings_without_meaning_are_refused(temperature, top_p, name):
     with pytest.raises(ValueError, match=name):
         check_sampling(temperature, top_p)

@@ -60,9 +60,13 @@ def test_answers_are_those_of_generate(folder, options, longest):
     # Chunks of two; those with another longest answer are apart.
     assert done == ([2, 4] if longest[0] == longest[1] else [2, 3, 4])
     said = generate(
-        answerer.model, QUESTIONS, images(), pruner=answerer.method, max_tokens=max(longest),
+        answerer.model,
+        QUESTIONS,
+        images(),
+        pruner=answerer.method,
+        max_tokens=max(longest),
         warm_up=False,
-    )  # fmt: skip
+    )
     decode = answerer.model.tokenizer.decode
     for text, answer, count in zip(texts, said, most, strict=True):
         ids = [token for token in answer.token_ids[:count] if token != 2]
@@ -85,9 +89,9 @@ def test_heuristics_keep_what_they_are_named_after(folder, monkeypatch):
         assert len(answers) == 2  # chunks of two
         kept[method] = [order.tolist() for _, _, part in answers for order in part.order]
         assert [count for _, _, part in answers for count in part.kept] == [3, 3, 3]
-    of_image = np.concatenate([
-        next(iter(vision.taps.values()))[prompts.image_of[:, 0]] for vision, prompts, _ in answers
-    ])  # fmt: skip
+    of_image = np.concatenate(
+        [next(iter(vision.taps.values()))[prompts.image_of[:, 0]] for vision, prompts, _ in answers]
+    )
     by_attention = np.argsort(-of_image.mean(1)[:, 1:], axis=1, kind="stable")[:, :3]
     assert kept["cls"] == np.sort(by_attention).tolist()
     assert kept["cls"][0] == kept["cls"][2]

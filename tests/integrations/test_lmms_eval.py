@@ -27,7 +27,7 @@ GREEDY = {"max_new_tokens": 3, "temperature": 0.0, "num_beams": 1, "do_sample": 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """Six questions about two scenes of the shapes world, the last without its picture."""
+    """Six questions about two scenes of the shapes world, the last without its image."""
     folder = write_world(tmp_path_factory.mktemp("w") / "w", seed=8, train=0, validation=0, test=2)
     asked = read_questions(folder / "test.jsonl", folder / "images")[:6]
     found = [{"text": q.text, "image": open_image(q.image)} for q in asked]
@@ -37,9 +37,13 @@ def documents(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(documents):
     found = module.StepPrune(
-        str(SHAPES_MODEL), batch_size="2", device="cpu", policy=str(POLICY), budget=16,
+        str(SHAPES_MODEL),
+        batch_size="2",
+        device="cpu",
+        policy=str(POLICY),
+        budget=16,
         dtype="float32",
-    )  # fmt: skip
+    )
     found.task_dict["shapes"] = {"test": documents}
     return found
 
@@ -69,9 +73,13 @@ def test_requests_are_answered_as_generate_answers(model, documents):
     requests = [request(n, d["text"], dict(GREEDY)) for n, d in enumerate(documents)]
     found = model.generate_until(requests)
     said = generate(
-        model._answerer.model, [d["text"] for d in documents], [d["image"] for d in documents],
-        pruner=model._answerer.method, max_tokens=3, warm_up=False,
-    )  # fmt: skip
+        model._answerer.model,
+        [d["text"] for d in documents],
+        [d["image"] for d in documents],
+        pruner=model._answerer.method,
+        max_tokens=3,
+        warm_up=False,
+    )
     assert found == [answer.text for answer in said] and len(set(found)) > 1
     expected = zip(requests, found, strict=True)
     assert kept == [("generate_until", r.args[:2], text) for r, text in expected]
@@ -112,7 +120,7 @@ def test_several_pictures_and_videos_are_refused(model):
         (lambda document: pictures_of(document) * 2, "got 2 visual"),
         (lambda document: ["film.mp4"], "got 1 visual.*: str"),
     ):
-        with pytest.raises(ValueError, match=f"document 0: expected one picture or none, {told}"):
+        with pytest.raises(ValueError, match=f"document 0: expected one image or none, {told}"):
             model.generate_until([request(0, "?", dict(GREEDY), visuals=visuals)])
 
 

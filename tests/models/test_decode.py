@@ -72,10 +72,17 @@ def test_a_token_beyond_the_capacity_leaves_earlier_slots_alone(llava):
 @functools.partial(jax.jit, static_argnums=(1, 7, 8))
 def stage(params, config, hidden, position, valid, cache, query_index, span, capacity):
     return vlm.run_layers(
-        params, config, hidden, position, valid, *span, cache, capacity=capacity,
+        params,
+        config,
+        hidden,
+        position,
+        valid,
+        *span,
+        cache,
+        capacity=capacity,
         taps=[Tap("attention", span[0]), Tap("keys", span[1] - 1), Tap("hidden", span[1])],
         query_index=query_index,
-    )  # fmt: skip
+    )
 
 
 def test_stages_one_after_the_other_equal_the_whole(llava):
@@ -106,9 +113,16 @@ def test_several_tokens_may_be_appended_at_once(llava):
     position = cache.next_position[:, None, None] + jnp.arange(3)
     rows = jnp.full((5, 1), 2)
     together = stage(
-        params, config, vlm.embed_text(params, config, tokens), position,
-        jnp.ones((5, 3), bool), cache, rows, (0, 4), None,
-    )  # fmt: skip
+        params,
+        config,
+        vlm.embed_text(params, config, tokens),
+        position,
+        jnp.ones((5, 3), bool),
+        cache,
+        rows,
+        (0, 4),
+        None,
+    )
     one_by_one = cache
     for step in range(3):
         logits, one_by_one = decode_step(params, config, tokens[:, step], one_by_one)
@@ -130,9 +144,16 @@ def test_dropping_tokens_between_stages_equals_masking_them(llava):
     rows = jnp.array([[0]])
     early = stage(params, config, hidden, position, valid, None, rows, (0, boundary), s + 2)
     late = stage(
-        params, config, early.hidden[:, keep], position[..., keep], valid[:, :5], None, rows,
-        (boundary, 4), 5 + 2,
-    )  # fmt: skip
+        params,
+        config,
+        early.hidden[:, keep],
+        position[..., keep],
+        valid[:, :5],
+        None,
+        rows,
+        (boundary, 4),
+        5 + 2,
+    )
     caches = (early.cache, late.cache)
     np.testing.assert_array_equal([c.length[0] for c in caches], [8, 5])
     np.testing.assert_array_equal([c.next_position[0] for c in caches], [8, 8])

@@ -39,9 +39,13 @@ def trained(monkeypatch):
 
 def changes(world):
     return [
-        f"model.folder={world / 'model'}", "data.name=folder", f"data.folder={world / 'data'}",
-        "eval.budgets=[4, 2]", "eval.batch_size=4", "steps=100",
-    ]  # fmt: skip
+        f"model.folder={world / 'model'}",
+        "data.name=folder",
+        f"data.folder={world / 'data'}",
+        "eval.budgets=[4, 2]",
+        "eval.batch_size=4",
+        "steps=100",
+    ]
 
 
 def test_every_row_is_trained_on_every_seed_and_evaluated_once(world, trained, tmp_path, capsys):

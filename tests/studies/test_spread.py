@@ -7,9 +7,15 @@ from stepprune_jax.studies.spread import differences, summarise
 
 def row(method, mode, rate, accuracy, seed, mean_k=3.0):
     return {
-        "method": method, "mode": mode, "pruning_rate": rate, "accuracy": accuracy,
-        "retention": accuracy + 1, "mean_k": mean_k, "questions": 9, "seed": seed,
-    }  # fmt: skip
+        "method": method,
+        "mode": mode,
+        "pruning_rate": rate,
+        "accuracy": accuracy,
+        "retention": accuracy + 1,
+        "mean_k": mean_k,
+        "questions": 9,
+        "seed": seed,
+    }
 
 
 UNTRAINED = [row("all tokens", "exact", 0.0, 80.0, 0, 9.0)]
@@ -34,10 +40,13 @@ TABLES = [
 def test_means_and_deviations_worked_by_hand():
     found = summarise(UNTRAINED, TABLES)
     assert [(r["method"], r["mode"], r["pruning_rate"], r["seeds"]) for r in found] == [
-        ("all tokens", "exact", 0.0, 1), ("StepPrune", "exact", 66.7, 2),
-        ("StepPrune", "exact", 77.8, 2), ("StepPrune", "adaptive", 66.7, 2),
-        ("StepPrune, own stop", "adaptive", 45.0, 2), ("AutoSelect-like", "exact", 66.7, 2),
-    ]  # fmt: skip
+        ("all tokens", "exact", 0.0, 1),
+        ("StepPrune", "exact", 66.7, 2),
+        ("StepPrune", "exact", 77.8, 2),
+        ("StepPrune", "adaptive", 66.7, 2),
+        ("StepPrune, own stop", "adaptive", 45.0, 2),
+        ("AutoSelect-like", "exact", 66.7, 2),
+    ]
     assert found[0]["accuracy"] == 80.0 and found[0]["accuracy_std"] is None
     assert found[1]["accuracy"] == 72.0
     assert found[1]["accuracy_std"] == round(math.sqrt(8), 2)  # of 70 and 74

@@ -11,9 +11,15 @@ from stepprune_jax.data.shapes import write_world
 SHORT = "\nAnswer the question using a single word or phrase."
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")
 SIZES = {
-    "gqa": 3, "mmbench": 5, "mmbench_cn": 2, "mme": 28, "pope": 6, "scienceqa": 4, "vqav2": 3,
+    "gqa": 3,
+    "mmbench": 5,
+    "mmbench_cn": 2,
+    "mme": 28,
+    "pope": 6,
+    "scienceqa": 4,
+    "vqav2": 3,
     "textvqa": 4,
-}  # fmt: skip
+}
 
 
 def write_lines(path, rows):
@@ -54,20 +60,28 @@ def write_gqa(root, put):
         asked = {"question_id": f"20{number}", "image": name, "text": text + SHORT}
         rows.append(asked | {"category": "default"})
         official[f"20{number}"] = {
-            "question": text, "imageId": name[:-4], "answer": "yes", "isBalanced": True,
-            "types": {"structural": "verify", "semantic": "attr"}, "semantic": [],
+            "question": text,
+            "imageId": name[:-4],
+            "answer": "yes",
+            "isBalanced": True,
+            "types": {"structural": "verify", "semantic": "attr"},
+            "semantic": [],
             "groups": {"global": None, "local": "x"},
-        }  # fmt: skip
+        }
     write_lines(root / "gqa/llava_gqa_testdev_balanced.jsonl", rows)
     write_json(root / "gqa/data/testdev_balanced_questions.json", official)
 
 
 def write_vqav2(root, put):
     lines = [
-        {"question_id": 900 + n, "image": f"COCO_test2015_{n:012d}.jpg",
-         "text": f"Is it {n}?{SHORT}", "category": "default"}
+        {
+            "question_id": 900 + n,
+            "image": f"COCO_test2015_{n:012d}.jpg",
+            "text": f"Is it {n}?{SHORT}",
+            "category": "default",
+        }
         for n in range(5)
-    ]  # fmt: skip
+    ]
     for line in lines[1:4]:
         put(root / "vqav2/test2015" / line["image"])
     write_lines(root / "vqav2/llava_vqav2_mscoco_test2015.jsonl", lines)
@@ -96,8 +110,9 @@ def write_textvqa(root, put):
     for image, text in itertools.product(("00ab", "00cd"), ("What is written?", "What number?")):
         put(root / "textvqa/train_images" / f"{image}.jpg")
         text_ocr = f"{text}\nReference OCR token: A, 7{SHORT}"
-        rows.append({"question_id": image, "image": f"{image}.jpg", "text": text_ocr,
-                     "category": "default"})  # fmt: skip
+        rows.append(
+            {"question_id": image, "image": f"{image}.jpg", "text": text_ocr, "category": "default"}
+        )
         data.append({"image_id": image, "question": text, "answers": ["seven", "7"] * 5})
     write_lines(root / "textvqa/llava_textvqa_val_v051_ocr.jsonl", rows)
     write_json(root / "textvqa/TextVQA_0.5.1_val.json", {"data": data})
@@ -110,8 +125,14 @@ def write_pope(root, put):
         for number, (thing, label) in enumerate((("circle", "yes"), ("kite", "no")), start=1):
             image = put(root / "pope/val2014" / f"COCO_val2014_{number:012d}.jpg").name
             text = f"Is there a {thing} in the image?"
-            rows.append({"question_id": start + number, "image": image, "text": text + SHORT,
-                         "category": split})  # fmt: skip
+            rows.append(
+                {
+                    "question_id": start + number,
+                    "image": image,
+                    "text": text + SHORT,
+                    "category": split,
+                }
+            )
             labels.append({"question_id": number, "image": image, "text": text, "label": label})
         write_lines(root / f"pope/coco/coco_pope_{split}.json", labels)
     write_lines(root / "pope/llava_pope_test.jsonl", rows)
@@ -128,10 +149,14 @@ def write_mme(root, put):
         lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in asked.items()]
         (texts / "1.txt").write_text("\n".join(lines))
         rows += [
-            {"question_id": f"{inner}/1.png", "image": f"{inner}/1.png", "text": text + SHORT,
-             "category": task}
+            {
+                "question_id": f"{inner}/1.png",
+                "image": f"{inner}/1.png",
+                "text": text + SHORT,
+                "category": task,
+            }
             for text in asked
-        ]  # fmt: skip
+        ]
     write_lines(root / "MME/llava_mme.jsonl", rows)
 
 
@@ -147,8 +172,10 @@ def write_scienceqa(root, put):
             row["image"] = f"{name}/image.png"
             row["conversations"][0]["value"] = f"<image>\n{said}"
         problems[name] = {
-            "choices": ["north", "south"], "answer": 1, "image": "image.png" if shown else None,
-        }  # fmt: skip
+            "choices": ["north", "south"],
+            "answer": 1,
+            "image": "image.png" if shown else None,
+        }
         rows.append(row)
     write_json(root / "scienceqa/llava_test_CQM-A.json", rows)
     write_json(root / "scienceqa/problems.json", problems)

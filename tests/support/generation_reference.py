@@ -71,9 +71,13 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     if images:
         pixels["pixel_values"] = torch.tensor(asked.pixels)
     found = theirs.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), **pixels, max_new_tokens=max_tokens,
-        do_sample=False, **options,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **pixels,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        **options,
+    )
     return tuple(found[0, ids.shape[1] :].tolist())
 
 
@@ -124,9 +128,11 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
     for _ in range(max_tokens):
         # Without a mask, gaps between positions would be taken for borders of sequences.
         hidden = core.language_model(
-            inputs_embeds=torch.stack(embeddings)[None], position_ids=torch.tensor(places)[None],
-            attention_mask=torch.ones(1, len(places)), use_cache=False,
-        ).last_hidden_state  # fmt: skip
+            inputs_embeds=torch.stack(embeddings)[None],
+            position_ids=torch.tensor(places)[None],
+            attention_mask=torch.ones(1, len(places)),
+            use_cache=False,
+        ).last_hidden_state
         answer.append(int(theirs.lm_head(hidden[0, -1]).argmax()))
         if answer[-1] in ours.config.eos_token_ids:
             break

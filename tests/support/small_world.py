@@ -23,9 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 TEXTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
 WIDTHS = {
-    "feature_width": 32, "text_width": 48, "width": 16, "num_heads": 2, "mlp_ratio": 2,
+    "feature_width": 32,
+    "text_width": 48,
+    "width": 16,
+    "num_heads": 2,
+    "mlp_ratio": 2,
     "encoder_layers": 1,
-}  # fmt: skip
+}
 STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
 
 

@@ -140,8 +140,11 @@ def best(scores, count):
 def tower_signals(tower, pixels):
     """Tokens [m, d] of the block that is projected, its class token's attention [h, m] and keys
     [m, c], in the mean over heads."""
-    layers = tower.vision_model.encoder.layers if hasattr(tower, "vision_model") else (
-        tower.encoder.layers)  # fmt: skip
+    layers = (
+        tower.vision_model.encoder.layers
+        if hasattr(tower, "vision_model")
+        else (tower.encoder.layers)
+    )
     states = tower(pixels, output_hidden_states=True).hidden_states
     block = layers[len(layers) - 2]
     own, normed = block.self_attn, block.layer_norm1(states[-3])[0]

@@ -12,9 +12,13 @@ FAMILIES = ("colour", "count", "exists", "left of", "shape")
 N, SIDE, PATCH, STEPS = 144, 12, 8, 72
 BUDGETS = (48, 32, 16)
 SKILL = {
-    "random": 0.5, "grid": 0.55, "[CLS] top-K": 0.62, "AutoSelect-like": 0.8,
-    "StepPrune literal": 0.76, "StepPrune": 0.9,
-}  # fmt: skip
+    "random": 0.5,
+    "grid": 0.55,
+    "[CLS] top-K": 0.62,
+    "AutoSelect-like": 0.8,
+    "StepPrune literal": 0.76,
+    "StepPrune": 0.9,
+}
 
 
 def paint(path, rng, objects):
@@ -56,13 +60,17 @@ def rows(records):
     full = records[0].correct.mean()
     return [
         {
-            "method": r.method, "mode": r.mode, "pruning_rate": r.pruning_rate,
+            "method": r.method,
+            "mode": r.mode,
+            "pruning_rate": r.pruning_rate,
             "accuracy": float(100 * r.correct.mean()),
             "retention": float(100 * r.correct.mean() / full),
-            "mean_k": float(r.count.mean()), "questions": len(r.count), "seed": 0,
+            "mean_k": float(r.count.mean()),
+            "questions": len(r.count),
+            "seed": 0,
         }
         for r in records
-    ]  # fmt: skip
+    ]
 
 
 def adaptive(rng, relevant, mean):
@@ -113,9 +121,18 @@ def metrics(steps=400, every=5):
     for step in range(every, steps + 1, every):
         t = step / steps
         yield {
-            "step": step, "loss": 2 * np.exp(-4 * t) + 0.4 + rng.normal(0, 0.05),
-            "lm_loss": 2 * np.exp(-4 * t) + 0.3, "k_mean": 30 + 10 * np.exp(-6 * t),
-            "k_std": 4 + 6 * t, "k_soft": 32, "k_cap": 0.1 * t, "alpha_in": 0.5 + 0.45 * t,
-            "alpha_out": 0.4 - 0.35 * t, "iou": 0.3 + 0.6 * t, "entropy": 4.5 - 3 * t,
-            "grad_norm": 1.0, "grad_norm_stop": 0.02 + rng.random() * 0.02, "text_gate": t,
-        }  # fmt: skip
+            "step": step,
+            "loss": 2 * np.exp(-4 * t) + 0.4 + rng.normal(0, 0.05),
+            "lm_loss": 2 * np.exp(-4 * t) + 0.3,
+            "k_mean": 30 + 10 * np.exp(-6 * t),
+            "k_std": 4 + 6 * t,
+            "k_soft": 32,
+            "k_cap": 0.1 * t,
+            "alpha_in": 0.5 + 0.45 * t,
+            "alpha_out": 0.4 - 0.35 * t,
+            "iou": 0.3 + 0.6 * t,
+            "entropy": 4.5 - 3 * t,
+            "grad_norm": 1.0,
+            "grad_norm_stop": 0.02 + rng.random() * 0.02,
+            "text_gate": t,
+        }

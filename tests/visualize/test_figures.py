@@ -89,8 +89,9 @@ def test_patches_tile_any_square():
         for token in range(grid[0] * grid[1]):
             left, top, right, bottom = patches.patch_box(token, grid, side)
             covered[top:bottom, left:right] += 1
-            middle = patches.dim(np.full((side, side, 3), 255, np.uint8),
-                                 patches.kept_patches([token], grid))  # fmt: skip
+            middle = patches.dim(
+                np.full((side, side, 3), 255, np.uint8), patches.kept_patches([token], grid)
+            )
             assert (middle[top:bottom, left:right] == 255).all()
         assert (covered == 1).all()
 

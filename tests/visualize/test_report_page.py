@@ -11,9 +11,16 @@ from stepprune_jax.visualize import write_report
 
 VOID = {"meta", "img", "br"}
 FILES = {
-    "accuracy.png", "families.png", "k_histogram.png", "k_complexity.png", "overlays.png",
-    "overlay_hero.png", "selection.gif", "training.png", "index.html",
-}  # fmt: skip
+    "accuracy.png",
+    "families.png",
+    "k_histogram.png",
+    "k_complexity.png",
+    "overlays.png",
+    "overlay_hero.png",
+    "selection.gif",
+    "training.png",
+    "index.html",
+}
 
 
 class Page(html.parser.HTMLParser):
