@@ -94,7 +94,15 @@ CARDS = {
         "NVIDIA H200", (9, 0), 132, 128, 2048, 228, 4_800_000_000_000, 50, 1.98, 151_397_597_184
     ),
     "a100": Card(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 164, 2_039_040_000_000, 40, 1.41,
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        108,
+        64,
+        2048,
+        164,
+        2_039_040_000_000,
+        40,
+        1.41,
         85_100_068_864,
     ),
     "a6000": Card(
@@ -224,7 +232,9 @@ def _cuda(name: str, named: Named) -> Target:
       device_description_str: "{card.name}"
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="without a device", topology=f"1x1x{named.count}",
+        platform="cuda",
+        topology_name="without a device",
+        topology=f"1x1x{named.count}",
         target_config=text,
     )
     toolkit = str(_cuda_toolkit())
