@@ -30,7 +30,8 @@ class Budget:
     Attributes:
         kind: "all"; "count", the same number of every image; "rate", a share of each image's
             tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
-            to a mean number; "own", a learned stop as it is.
+            to a mean number; "own", as many as the method decides image by image, such as a learned
+            stop as it is.
         value: the number or the share; None for "all" and "own".
     """
 
@@ -93,7 +94,7 @@ class Budget:
         return self.kind in (*EXACT, "all")
 
     def count(self, num_tokens: int) -> int | None:
-        """Tokens kept of an image of so many; None if a learned stop decides."""
+        """Tokens kept of an image of so many; None if the method decides."""
         if self.kind == "all":
             return num_tokens
         if self.kind == "count":
@@ -283,7 +284,7 @@ class Pruner:
         return keep_all(view, capacity)
 
     def entering(self, num_tokens: int) -> int | None:
-        """Returns how many tokens of an image enter the language model; None if a stop decides."""
+        """Returns how many tokens of an image enter the language model; None if that depends."""
         count = self.budget.count(num_tokens)
         return None if count is None else min(count, self.most(num_tokens))
 
