@@ -36,7 +36,8 @@ def kept(pruner, size, features, image, count):
     (cut,) = pruner.cuts(config(), 9)
     taps = {"keys.1": -keys, "normed.2": jnp.asarray([features], jnp.float32)}
     assert [f"{tap.kind}.{tap.layer}" for tap in cut.taps] == list(taps)
-    _, keep = pruner.drop((), cut, rows, taps, jnp.asarray([count], jnp.int32))
+    drop = jax.jit(pruner.drop, static_argnums=1)
+    _, keep = drop((), cut, rows, taps, jnp.asarray([count], jnp.int32))
     return np.flatnonzero(keep[0]).tolist()
 
 

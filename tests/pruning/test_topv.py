@@ -53,9 +53,8 @@ def test_evenly_among_those_that_may_be_picked():
     np.testing.assert_array_equal(picked[0], [1, 0, 1, 0, 1, 0, 1, 0])
     np.testing.assert_array_equal(picked[1], pool[1])
     for m in range(1, 9):
-        for g in range(m + 1):
-            found = np.flatnonzero(evenly(jnp.ones(m, bool), jnp.int32(g)))
-            assert found.tolist() == [i * m // g for i in range(g)]
+        for g, row in enumerate(evenly(jnp.ones((m + 1, m), bool), jnp.arange(m + 1))):
+            assert np.flatnonzero(row).tolist() == [i * m // g for i in range(g)]
 
 
 def plain(source, target, grid, count, topv):
