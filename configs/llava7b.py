@@ -87,6 +87,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.max_steps = 288  # T_max, Sec. 4.1
     c.policy.min_tokens = 0 if literal else 8  # silent
     c.policy.temperature = 1.0  # silent
+    c.policy.group = 1  # Eq. (7): a token at a time
     c.policy.stop = "softmax" if literal else "hazard"  # changed
     c.policy.stop_temperature = 0.5  # silent; the softmax stop has none
     c.policy.stop_bias = 0.0 if literal else -1.0  # silent

@@ -81,6 +81,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.max_steps = config_dict.placeholder(int)  # empty: half of the tokens
     c.policy.min_tokens = 0 if literal else 8
     c.policy.temperature = 1.0
+    c.policy.group = 1  # tokens taken from one pointer distribution
     c.policy.stop = "softmax" if literal else "hazard"
     c.policy.stop_temperature = 0.5
     c.policy.stop_bias = 0.0 if literal else -1.0

@@ -54,7 +54,7 @@ def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
 
 
 def policy_flops(
-    config: PolicyConfig, num_tokens: int, text_length: int, kept: int
+    config: PolicyConfig, num_tokens: int, text_length: int, kept: int, *, exact: bool = True
 ) -> dict[str, int]:
     """Operations of one image's inference: the matrix products, which are all but a percent.
 
@@ -62,10 +62,13 @@ def policy_flops(
       config: Policy configuration.
       num_tokens: N.
       text_length: Text tokens the policy sees.
-      kept: K; the early-exit loop takes K + 1 steps, the last of which finds the stop.
+      kept: K.
+      exact: Whether K is a budget; else the policy stops by itself, which takes a step more, and
+        with `stop="hazard"` a decoder layer of its own.
 
     Returns:
-      `encoder`, `memory` (keys and values computed once), `steps`, and their `total`.
+      `encoder`; `memory`, keys and values of the slots for all that reads them; `tables` over pairs
+      of slots; `steps`; `hazard`; and their `total`.
     """
     d, n, m = config.policy_width, num_tokens, num_tokens + 1
     hidden = config.mlp_ratio * d
@@ -78,14 +81,28 @@ def policy_flops(
         rows = n if block == config.encoder_layers - 1 else s
         encoder += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
         encoder += _matmuls(rows, (d, hidden), (hidden, d))
-    inner = config.decoder_layers - 1 + (config.stop == "hazard")
-    memory = _matmuls(m, (d, d)) * (1 + 2 * inner)
-    # Attention over the cache reads all T_max rows, the masked ones too.
+    # Attention over a history reads all T_max rows, the masked ones too.
     cache = config.steps(n)
     history = _matmuls(1, *[(d, d)] * 4, (d, cache), (cache, d))
-    layer = history + _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
-    step = inner * layer + history + _matmuls(1, (d, d), (d, m))
-    parts = {"encoder": encoder, "memory": memory, "steps": (kept + 1) * step}
+    finish = _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
+    values = _matmuls(m, (d, d), (d, d))
+    # Queries, keys and values of the history, their scores; keys of the pointer, folded.
+    tables = _matmuls(m, (d, d), (d, d), (d, d), (d, m)) + _matmuls(m, (d, d), (d, 1))
+    step = _matmuls(1, (m, d), (d, d), (d, m))
+    inner = config.decoder_layers - 1
+    if inner:
+        step += inner * (finish + history)
+    else:
+        tables += _matmuls(m, (d, m), (d, d))
+    stops = config.stop == "hazard" and not exact
+    steps = kept + (not exact)
+    parts = {
+        "encoder": encoder,
+        "memory": _matmuls(m, (d, d)) + (inner + stops) * values,
+        "tables": tables,
+        "steps": steps * step,
+        "hazard": stops * steps * (history + finish + 2 * d),
+    }
     return parts | {"total": sum(parts.values())}
 
 

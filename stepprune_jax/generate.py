@@ -30,10 +30,9 @@ from stepprune_jax.inference.answer import (
     trace_arrays,
 )
 from stepprune_jax.inference.request import read_request
-from stepprune_jax.models.layers import ATTENTIONS
-from stepprune_jax.models.vlm import POSITIONS
+from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import PRUNERS
+from stepprune_jax.pruning import POSITIONS, PRUNERS
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.
@@ -54,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
-    add("--positions", choices=POSITIONS, default="original", help="ids of kept tokens")
+    add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
     add("--max_tokens", type=int, default=128, help="longest answer")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")
@@ -62,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights and computation")
     add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
     add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
+    add("--layers", choices=LAYOUTS, default="auto", help="where their weights lie")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--trace", metavar="FILE.npz", help="write what was kept, stage by stage, and the logits")
     return parser
@@ -82,13 +82,15 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
         pruner_options=dict(map(_option, arguments.pruner_options)),
+        execution=Execution(attention=arguments.attention),
         **{name: getattr(arguments, name) for name in _OPTIONS},
     )
     check_options(source.config, options)
     question = "?" if arguments.prompt is None else arguments.prompt
     read_request(tokenizer, settings, source.config, [question], [images])
     mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
-    params = load_params(source, mesh, _DTYPES[arguments.dtype])
+    dtype, layers = _DTYPES[arguments.dtype], arguments.layers
+    params = load_params(source, mesh, dtype, layers=layers)
     return VLM(params, source.config, tokenizer, settings, source.folder), images, options
 
 
@@ -120,7 +122,6 @@ _OPTIONS = (
     "temperature",
     "top_p",
     "seed",
-    "attention",
 )
 
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from stepprune_jax import policy
 from stepprune_jax.bench.memory import MODELS
-from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
+from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.vlm import Sequence
@@ -103,6 +104,22 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     one = vision_flops(config, [config.grid])
     assert counted == pytest.approx(one["total"], rel=0.04)
     assert vision_flops(config, [config.grid] * 2)["total"] == 2 * one["total"]
+
+
+@pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned"), (3, "hazard")])
+def test_the_policys_formula_is_what_is_traced(layers, stop):
+    # A block of 16 steps, the whole of T_max: the loop around it is counted once.
+    widths = {"feature_width": 24, "text_width": 12, "width": 16, "num_heads": 4}
+    config = policy.PolicyConfig(**widths, decoder_layers=layers, stop=stop, max_steps=16)
+    shape = jax.ShapeDtypeStruct
+
+    def run(params, image, text):
+        slots = policy.memory(params, policy.encode(params, config, image, text))
+        return policy.pick(params, config, slots)
+
+    inputs = (shape((1, 40, 24), jnp.float32), shape((1, 5, 12), jnp.float32))
+    traced = traced_flops(jax.make_jaxpr(run)(policy.abstract_policy(config), *inputs))
+    assert traced == policy_flops(config, 40, 5, 15, exact=False)["total"]
 
 
 def test_traced_operations_by_hand():

@@ -27,7 +27,7 @@ from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.studies.variants import load_config
 from stepprune_jax.training import Run, plan, read_run, selectors, step
 from stepprune_jax.training.batches import Bucket
-from stepprune_jax.training.language_loss import row_losses
+from stepprune_jax.training.language_loss import ForwardOptions, row_losses
 from stepprune_jax.training.settings import make_setup
 
 # Name to the dtypes of the frozen model and of the selector.
@@ -88,7 +88,7 @@ class Programs:
         run = dataclasses.replace(run, **{group: {**getattr(run, group), "dtype": own}})
         self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
         self._model = model_of(run)
-        self._setup = make_setup(run, self._model, mesh)
+        self._setup, self._execution = make_setup(run, self._model, mesh), run.model.execution
         self._tokens = self._model.max_image_tokens
         unit = run.data.length_multiple
         self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
@@ -222,7 +222,7 @@ class Programs:
         return jit_for_weights(row_losses, ("model", "options")).trace(
             self._weights,
             model=self._model,
-            options=self._setup.forward._replace(rows=0),
+            options=ForwardOptions(self._execution, mesh=self._mesh),
             kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
             targets=self._by_rows(targets),
         )
@@ -235,7 +235,7 @@ class Programs:
             self._model,
             self._pixels(self._rows),
             taps=(),
-            attention=self._setup.forward.attention,
+            execution=self._execution,
             mesh=self._mesh,
         )
 
@@ -298,8 +298,7 @@ class Programs:
             pruning = ((), (self._place(_shape((1, 1))),))
         keys = self._place(jax.eval_shape(lambda: decoding.row_keys(jax.random.key(0), 1)))
         arguments = (sequence, keys, self._sampling, pruning)
-        attention = self._setup.forward.attention
-        options = {"stages": stages, "max_tokens": NEW_TOKENS, "attention": attention}
+        options = {"stages": stages, "max_tokens": NEW_TOKENS, "execution": self._execution}
         return arguments, options
 
     @property
@@ -320,7 +319,13 @@ class Programs:
         state, _ = jax.eval_shape(start, self._weights, **dict(zip(names, arguments, strict=True)))
         limit = self._place(_shape(()))
         return decoding.run_decode.trace(
-            self._weights, self._model, self._place(state), self._sampling, limit, mesh=self._mesh
+            self._weights,
+            self._model,
+            self._place(state),
+            self._sampling,
+            limit,
+            execution=self._execution,
+            mesh=self._mesh,
         )
 
     # The policy by itself.

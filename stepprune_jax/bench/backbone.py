@@ -24,8 +24,8 @@ from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import vlm
-from stepprune_jax.models.layers import ATTENTIONS
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import CPU_OPTIONS
 from stepprune_jax.testing import tiny_hf_config
@@ -90,8 +90,9 @@ def prefill_rows(
     batch, length = sequence.hidden.shape[:2]
     calls, compile_seconds = {}, {}
     for attention in attentions:
+        execution = Execution(attention=attention)
         run = functools.partial(
-            vlm.prefill, config=config, max_new_tokens=len(tokens), attention=attention
+            vlm.prefill, config=config, max_new_tokens=len(tokens), execution=execution
         )
         program, compile_seconds[attention] = compiled(
             lambda params, sequence, run=run: run(params, sequence=sequence), params, sequence
@@ -237,6 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="of the prefill"
     )
+    parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="where weights lie")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_torch", action="store_true", help="time ours alone")
     parser.add_argument("--peak_tflops", type=float, help="of the device, for its utilisation")
@@ -280,8 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     peak = peak_tflops(flags.peak_tflops)
     for dtype in flags.dtype:
-        abstract = vlm.abstract_params(config, jnp.dtype(dtype))
-        params = random_weights({"language": abstract["language"]})
+        language = vlm.abstract_params(config, jnp.dtype(dtype), flags.layers)["language"]
+        params = random_weights({"language": language})
         reference = None
         if not flags.no_torch:
             reference = torch_llama.build(params["language"], config, device)

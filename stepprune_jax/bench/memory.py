@@ -105,7 +105,7 @@ def compiled_programs(
     }
     functions = {
         "encode": (encode, None),
-        "prefill": (prefill, vlm.Prefill(None, cache_at, None)),
+        "prefill": (prefill, vlm.Prefill(None, cache_at)),
         "decode": (decode, (None, cache_at)),
     }
     options = CPU_OPTIONS if jax.default_backend() == "cpu" else None

@@ -1,22 +1,38 @@
 """What the policy costs at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
 
     python -m stepprune_jax.bench.policy
+    python -m stepprune_jax.bench.policy --parts agreement --run runs/shapes
 
-Prints the temporary memory of the gradient through the selection at several T_max, for the plain
-scan, the scan with saved rows and the parallel estimator; their gradients' difference; the time of
-each; the time of the early-exit loop; and the policy's operations per image.
+The first command prints the temporary memory of the gradient through the selection at several
+T_max, for the plain scan, the scan with saved rows and the parallel estimator, their gradients'
+difference and the time of each; the time of the pointer loop step by step and with tables over
+slots, with one and two decoder layers; and the policy's operations per image. The second prints how
+much of what a run's policy chooses on the run's test split it also chooses in bfloat16, either way.
 """
 
 import argparse
+import dataclasses
 import functools
+import itertools
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stepprune_jax import policy
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
+from stepprune_jax.checkpoints import load_policy, load_vlm
+from stepprune_jax.checkpoints.frozen import SHAPES_MODEL
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
+from stepprune_jax.inference.pipeline import batches, make_view, pair_up
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import StepPrune
+
+PARTS = ("gradient", "loop", "operations", "agreement")
 
 ESTIMATORS = {
     "plain scan": functools.partial(policy.select, rollout_fn=policy.plain_rollout),
@@ -94,69 +110,177 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
     return table(header, rows)
 
 
-def inference_report(config: PolicyConfig, params, memory, steps: int, repeats: int) -> str:
-    """Times of encoder, scan and early-exit loop; budgets spread about 2/9 of T_max (64 of 288)."""
-    batch, n = memory.shape[0], memory.shape[1] - 1
-    image = jax.random.normal(jax.random.key(3), (batch, n, config.feature_width))
-    text = jax.random.normal(jax.random.key(4), (batch, 64, config.text_width))
-    mean = steps * 2 // 9
-    budget = (
-        jnp.linspace(mean // 4, 2 * mean - mean // 4, batch) if batch > 1 else jnp.array([mean])
+def step_by_step(*arguments):
+    """`pointer_step` by another name: `pick` makes tables for the built-in decoder alone."""
+    return policy.pointer_step(*arguments)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "group", "tables"))
+def pick(params, memory, budget, *, config, steps, group=1, tables=True):
+    """Chooses `budget` tokens."""
+    step_fn = {} if tables else {"step_fn": step_by_step}
+    return policy.pick(
+        params, config, memory, max_steps=steps, budget=budget, group=group, **step_fn
     )
-    budget = jnp.round(budget).astype(int)
-    longest = int(jnp.max(budget))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def pick_and_stop(params, memory, most, *, config, steps):
+    """Chooses as many, but looks at the stop, which never wins."""
+    return policy.pick(params, config, memory, max_steps=steps, max_tokens=most, stop_bias=-1e6)
+
+
+class Size(NamedTuple):
+    """What the loop goes through: rows of so many tokens, T_max, and how many of them it keeps."""
+
+    batch: int
+    num_tokens: int
+    steps: int
+    kept: int
+
+
+def loop_report(
+    config: PolicyConfig, size: Size, layers: list[int], groups: list[int], repeats: int
+) -> str:
+    """Times of the encoder and of ways through the pointer loop."""
+    batch, num_tokens, steps, kept = size
+    draw = functools.partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
+    memory = draw(jax.random.key(1), (batch, num_tokens + 1, config.policy_width))
+    image = draw(jax.random.key(3), (batch, num_tokens, config.feature_width))
+    text = draw(jax.random.key(4), (batch, 64, config.text_width))
+    budget = jnp.full(batch, kept)
     encode = jax.jit(policy.encode, static_argnums=1)
-    scan = jax.jit(policy.select, static_argnums=1, static_argnames="max_steps")
-    loop = jax.jit(policy.pick, static_argnums=1, static_argnames="max_steps")
-    seconds = time_side_by_side(
-        {
-            "encode": lambda: encode(params, config, image, text),
-            f"select: scan, {steps} steps": lambda: (
-                scan(params, config, memory, max_steps=steps).action
-            ),
-            f"pick: while_loop, {longest} steps": lambda: loop(
-                params, config, memory, max_steps=steps, budget=budget
-            ),
-        },
-        repeats,
-    )
-    taken = {"select": steps, "pick": longest}
+    calls, of = {}, {}
+    for count in layers:
+        shape = dataclasses.replace(config, decoder_layers=count)
+        params = policy.init_policy(jax.random.key(0), shape)
+        params = policy.cast_weights(params, shape.dtype)
+        if not calls:
+            calls["encoder"] = functools.partial(encode, params, shape, image, text)
+        ways = {"step by step": functools.partial(pick, tables=False)}
+        ways["tables, and the stop"] = pick_and_stop
+        for group in groups:
+            name = "tables" if group == 1 else f"tables, {group} tokens a step"
+            ways[name] = functools.partial(pick, group=group)
+        for name, way in ways.items():
+            name = f"{name}; {count} decoder layer{'s' * (count > 1)}"
+            calls[name] = functools.partial(way, params, memory, budget, config=shape, steps=steps)
+            of[name] = f"step by step{name[name.index(';') :]}"
+    seconds = time_side_by_side(calls, repeats)
     rows = [
-        [name, 1e3 * s, 1e6 * s / taken[name.split(":")[0]] if ":" in name else "-"]
+        [
+            name,
+            1e3 * s,
+            1e6 * s / kept if name in of else "-",
+            seconds[of[name]] / s if name in of else "-",
+        ]
         for name, s in seconds.items()
     ]
-    return table([f"inference, batch {batch}", "ms", "us per pointer step"], rows)
+    header = [f"batch {batch}, {kept} tokens", "ms", "us a token", "step by step / this"]
+    return table(header, rows)
 
 
-def main():
-    """Runs the benchmark at the size that the flags name."""
+def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str:
+    """How much of what a trained policy chooses step by step in float32 it chooses otherwise.
+
+    Args:
+      run: Folder of its training run.
+      model: Folder of the model that it was trained with.
+      most: Questions of the run's test split, spread evenly.
+      counts: Tokens kept.
+    """
+    learned = load_policy(run / "policy.safetensors")
+    vlm = load_vlm(model, dtype=jnp.float32, progress=False)
+    split = thin(read_split(run / "data", "test"), most)
+    encoded = encode_questions(vlm, split.questions, batch_size=32)
+
+    @functools.partial(jax.jit, static_argnames=("config", "tables"))
+    def order(weights, view, config, tables):
+        x = policy.standardise(view.tokens, learned.stats)
+        text = (view.text, view.text_valid) if config.text_width else (None, None)
+        hidden = policy.encode(weights, config, x, text[0], text_mask=text[1])
+        slots = policy.memory(weights, hidden)
+        if tables:
+            return policy.rank(weights, config, slots).choice
+        return policy.select(weights, config, slots, feedback_fn=policy.hard_feedback).choice
+
+    orders = {}
+    for dtype, tables in itertools.product(("float32", "bfloat16"), (False, True)):
+        config = dataclasses.replace(learned.config, dtype=dtype)
+        weights, parts = policy.cast_weights(learned.params, dtype), []
+        for rows, count in batches(len(split.questions), 32):
+            prompts = encoded.prompts.take(rows)
+            pairs = pair_up(prompts.image_of)
+            view = make_view(vlm, StepPrune(config=config), encoded.vision, prompts, pairs)
+            parts.append(np.asarray(order(weights, view, config, tables))[:count])
+        orders[f"{dtype}, {'tables' if tables else 'step by step'}"] = np.concatenate(parts)
+    reference = orders["float32, step by step"]
+    rows = [
+        [
+            name,
+            *(_shared(found, reference, count) for count in counts),
+            float((found == reference).all(1).mean()),
+        ]
+        for name, found in orders.items()
+    ]
+    header = [f"{len(reference)} questions", *(f"share of {count}" for count in counts)]
+    return table([*header, f"all {reference.shape[1]} in the same order"], rows)
+
+
+def _shared(found: np.ndarray, reference: np.ndarray, count: int) -> float:
+    """Mean share of the first `count` of an order that are among the first of another."""
+    pairs = zip(found[:, :count], reference[:, :count], strict=True)
+    return float(np.mean([np.isin(a, b).mean() for a, b in pairs]))
+
+
+def main(arguments: list[str] | None = None):
+    """Runs the parts of the benchmark that the flags name, at their size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
     parser.add_argument("--num_tokens", type=int, default=576)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=288)
+    parser.add_argument("--kept", type=int, default=64)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--group", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=3)
-    flags = parser.parse_args()
-    config = PolicyConfig(feature_width=flags.width)
+    parser.add_argument("--run", type=Path, help="folder of a finished training run")
+    parser.add_argument("--model", default=str(SHAPES_MODEL), help="the model it was trained with")
+    parser.add_argument("--questions", type=int, default=1000)
+    parser.add_argument("--counts", type=int, nargs="+", default=[48, 32, 16, 8])
+    flags = parser.parse_args(arguments)
+    if "agreement" in flags.parts and not flags.run:
+        parser.error("--parts agreement needs the folder of a training run (--run)")
+    config = PolicyConfig(feature_width=flags.width, dtype=flags.dtype)
     n, steps = flags.num_tokens, flags.steps
-    print(f"{machine()}\nN {n}, D {flags.width}, {config.decoder_layers} decoder layers\n")
+    print(machine(), flush=True)
+    if {"gradient", "loop", "operations"} & set(flags.parts):
+        print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
 
-    ladder = [steps // 4, steps // 2, steps]
-    header = ["temporary MiB at batch 1", *(f"T_max {t}" for t in ladder)]
-    growth = f"{ladder[-1]} / {ladder[0]}"
-    rows = memory_rows(config, n, ladder)
-    print(table([*header, growth, "plain scan / this"], rows), "\n", flush=True)
-
-    params = policy.init_policy(jax.random.key(0), config)
-    for batch in flags.batch:
-        memory = jax.random.normal(jax.random.key(1), (batch, n + 1, flags.width))
-        if batch == flags.batch[0]:
-            print(gradient_report(config, params, memory, steps, flags.repeats), "\n", flush=True)
-        print(inference_report(config, params, memory, steps, flags.repeats), "\n", flush=True)
-
-    parts = policy_flops(config, n, 64, 64)
-    rows = [[name, value / 1e12] for name, value in parts.items()]
-    print(table(["operations per image, K = 64", "T"], rows))
+    if "gradient" in flags.parts:
+        ladder = [steps // 4, steps // 2, steps]
+        header = ["temporary MiB at batch 1", *(f"T_max {t}" for t in ladder)]
+        growth = f"{ladder[-1]} / {ladder[0]}"
+        rows = memory_rows(config, n, ladder)
+        print(table([*header, growth, "plain scan / this"], rows), "\n", flush=True)
+        params = policy.init_policy(jax.random.key(0), config)
+        memory = jax.random.normal(jax.random.key(1), (flags.batch[0], n + 1, flags.width))
+        print(gradient_report(config, params, memory, steps, flags.repeats), "\n", flush=True)
+    if "loop" in flags.parts:
+        for batch in flags.batch:
+            size = Size(batch, n, steps, flags.kept)
+            report = loop_report(config, size, flags.layers, flags.group, flags.repeats)
+            print(report, "\n", flush=True)
+    if "operations" in flags.parts:
+        shapes = [dataclasses.replace(config, decoder_layers=count) for count in flags.layers]
+        parts = [policy_flops(shape, n, 64, flags.kept, exact=False) for shape in shapes]
+        rows = [[name, *(part[name] / 1e9 for part in parts)] for name in parts[0]]
+        header = [f"{count} decoder layer{'s' * (count > 1)}" for count in flags.layers]
+        print(table([f"10^9 operations per image, K = {flags.kept}", *header], rows), "\n")
+    if "agreement" in flags.parts:
+        print(agreement_report(flags.run, flags.model, flags.questions, flags.counts))
 
 
 if __name__ == "__main__":

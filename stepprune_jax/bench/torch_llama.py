@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.llava.config import LlavaConfig, hf_config
 from stepprune_jax.models.llava.weights import weight_targets
+from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
 
@@ -53,8 +54,9 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf)
     flat = weights.flatten({"language": language})
+    abstract = vlm.abstract_params(config, layers=layout_of({"language": language}))
     state = {}
-    for target in weight_targets(vlm.abstract_params(config), config):
+    for target in weight_targets(abstract, config):
         if target.path not in flat:
             continue
         leaf = flat[target.path]

@@ -115,7 +115,7 @@ def measure(
         setup = make_setup(run, source.config, mesh)
     (bucket,), dtype, rows = batches.buckets, model_dtype(run), run.batch_size
     traced = plan.trace_update(setup, dtype, rows, bucket)
-    once = dataclasses.replace(setup, forward=setup.forward._replace(remat=False))
+    once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
     model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
     update = traced.lower().compile()
     params = random_weights(plan.abstract_weights(setup, dtype))

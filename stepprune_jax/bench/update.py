@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from stepprune_jax.bench.memory import MODELS, model_config
 from stepprune_jax.flops import traced_flops
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steps=1000,
                 optimizer=_OPTIMIZER,
                 text_gate_anneal=0.1,
-                forward=ForwardOptions(remat=True, rows=row_count(mesh), mesh=mesh),
+                forward=ForwardOptions(Execution(remat=True), row_count(mesh), mesh),
             )
             for ids in options.ids:
                 bucket = Bucket(ids, options.policy_text, options.targets)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from stepprune_jax.models.layers import ATTENTIONS
+from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.settings import Settings, choice, count, switch, text
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -23,7 +23,7 @@ class ModelSettings(Settings, group="model"):
         folder: its folder or hub id; empty for the small LLaVA of the shapes world.
         vision_folder: the CLIP folder of the original LLaVA layout; empty otherwise.
         dtype: dtype of its weights.
-        attention: implementation of attention, of `models.layers.ATTENTIONS`.
+        attention: implementation of attention, of `models.stack.ATTENTIONS`.
         remat: whether the backward pass recomputes the language model's blocks.
         rows_at_once: rows that it runs at a time on each device; 0 for all of them.
     """
@@ -34,6 +34,11 @@ class ModelSettings(Settings, group="model"):
     attention: str = choice(ATTENTIONS)
     remat: bool = switch()
     rows_at_once: int = count(0)
+
+    @property
+    def execution(self) -> Execution:
+        """How the model's layers are run."""
+        return Execution(attention=self.attention, remat=self.remat)
 
 
 @runtime_checkable

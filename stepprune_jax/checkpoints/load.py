@@ -81,6 +81,7 @@ def load_vlm(
     dtype: Any = jnp.bfloat16,
     *,
     vision_folder: str | Path | None = None,
+    layers: str = "auto",
     progress: bool = True,
 ) -> VLM:
     """Loads a checkpoint with everything needed to answer.
@@ -95,6 +96,8 @@ def load_vlm(
         dtype: floating dtype of the parameters.
         vision_folder: for checkpoints whose tower lies elsewhere: its folder, in place of the
             configured one.
+        layers: where the weights of layers lie: "stacked", to train through the model; "apart"; or
+            "auto", apart where layers are large. See `models.stack`.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -108,7 +111,7 @@ def load_vlm(
     source = folders.inspect_folder(folder_or_hub_id, vision_folder)
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
-    params = load_params(source, mesh, dtype, progress=progress)
+    params = load_params(source, mesh, dtype, layers=layers, progress=progress)
     return VLM(params, source.config, tokenizer, settings, source.folder)
 
 
@@ -117,6 +120,7 @@ def load_params(
     mesh: Mesh | None = None,
     dtype: Any = jnp.bfloat16,
     *,
+    layers: str = "auto",
     progress: bool = True,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any]:
@@ -126,6 +130,7 @@ def load_params(
         source: from `stepprune_jax.checkpoints.folder.inspect_folder`.
         mesh: as in `load_vlm`.
         dtype: as in `load_vlm`.
+        layers: as in `load_vlm`.
         progress: as in `load_vlm`.
         block_bytes: bytes read at once; host memory in use is a few times this.
 
@@ -136,7 +141,7 @@ def load_params(
         ValueError: weights are missing, unused, mis-shaped or of a non-floating dtype; all are
             listed. Also a truncated or corrupt file.
     """
-    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype))
+    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers)
     targets = source.config.family.weight_targets(abstract, source.config)
     folders.fetch_weights(source)
     entries = _collect(source, targets)

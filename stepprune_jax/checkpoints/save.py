@@ -13,7 +13,7 @@ from jaxtyping import Array
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.stack import layout_of
 from stepprune_jax.models.weights import Target
 
 
@@ -41,9 +41,10 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
         raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
     family = model.config.family
     flat = weights.flatten(model.params)
-    _check_shapes(flat, model.config)
+    layers = layout_of(model.params)
+    _check_shapes(flat, vlm.abstract_params(model.config, layers=layers))
     config, tokenizer = family.complete_vocabulary(model.config, model.tokenizer)
-    targets = family.weight_targets(vlm.abstract_params(config), config)
+    targets = family.weight_targets(vlm.abstract_params(config, layers=layers), config)
     _write_weights(folder, flat, targets, max_shard_bytes)
     dtype = jax.tree.leaves(model.params)[0].dtype
     _write_json(folder / "config.json", family.hf_config(config, str(dtype)))
@@ -57,9 +58,9 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
             _write_json(folder / name, value)
 
 
-def _check_shapes(flat: dict[str, Any], config: ModelConfig) -> None:
+def _check_shapes(flat: dict[str, Any], abstract: dict[str, Any]) -> None:
     """Refuses parameters that are not those of the config, all at once."""
-    expected = weights.flatten(vlm.abstract_params(config))
+    expected = weights.flatten(abstract)
     wrong = [f"{path} is absent" for path in expected if path not in flat]
     wrong += [
         f"{path} is {list(leaf.shape)}, expected {list(expected[path].shape)}"

@@ -23,6 +23,7 @@ from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.inference.pipeline import place_method, rank_all
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import make_method
@@ -89,7 +90,12 @@ class StopBiases:
         }
 
     def compute(
-        self, model: VLM, policies: Mapping[str, Policy], sample: Sample, attention: str, size: int
+        self,
+        model: VLM,
+        policies: Mapping[str, Policy],
+        sample: Sample,
+        execution: Execution,
+        size: int,
     ) -> dict[str, dict[int, float]]:
         """Computes what is not known yet.
 
@@ -97,7 +103,7 @@ class StopBiases:
             model: the frozen model.
             policies: by row name.
             sample: questions.
-            attention: "matmul", "xla" or "cudnn".
+            execution: how the layers of the model are run.
             size: questions at a time.
 
         Returns:
@@ -114,7 +120,7 @@ class StopBiases:
                 missing = [b for b in self._budgets if str(b) not in entry["biases"]]
                 if not missing or not distributed.is_main():
                     continue
-                margin = stop_margins(name, model, policies[name], sample, attention, size)
+                margin = stop_margins(name, model, policies[name], sample, execution, size)
                 biases = stop_biases(policies[name], margin, missing)
                 if sample.decimals is not None:
                     biases = [round(bias, sample.decimals) for bias in biases]
@@ -179,7 +185,7 @@ def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[
 
 
 def stop_margins(
-    name: str, model: VLM, policy: Policy, sample: Sample, attention: str, size: int
+    name: str, model: VLM, policy: Policy, sample: Sample, execution: Execution, size: int
 ) -> Float[np.ndarray, "q t"]:
     """Rolls a policy out on each question of a sample.
 
@@ -188,7 +194,7 @@ def stop_margins(
         model: the frozen model.
         policy: StepPrune's.
         sample: the questions.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the layers of the model are run.
         size: questions at a time.
 
     Returns:
@@ -202,7 +208,7 @@ def stop_margins(
     chunk = chunk_size(model, size)
     for first in range(0, len(questions), chunk):
         part = questions[first : first + chunk]
-        encoded = encode_questions(model, part, batch_size=size, attention=attention)
+        encoded = encode_questions(model, part, batch_size=size, execution=execution)
         ranking, _ = rank_all(
             model, method, encoded.prompts, encoded.vision, steps=steps, batch_size=size
         )

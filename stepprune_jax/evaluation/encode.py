@@ -19,6 +19,7 @@ from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input
@@ -69,7 +70,7 @@ def encode_questions(
     *,
     batch_size: int,
     taps: Sequence[Tap] = (),
-    attention: str = "matmul",
+    execution: Execution = Execution(),
     numbers: Sequence[int] | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Encoded:
@@ -80,7 +81,7 @@ def encode_questions(
         questions: what is asked.
         batch_size: images that go through the tower together.
         taps: intermediates of the tower that pruners want to see.
-        attention: "matmul", "xla" or "cudnn", for the tower.
+        execution: how the tower's blocks are run.
         numbers: of the questions in their whole set; by default 0, 1, 2, ...
         report: called with the number of images done at each batch.
 
@@ -106,7 +107,7 @@ def encode_questions(
             count = len(jax.tree.leaves(request.pixels)[0])
             repeated = np.arange(batch_size) % count
             pixels = jax.tree.map(lambda part: part[repeated], request.pixels)
-            vision = fetch(encode(model, pixels, taps, attention))
+            vision = fetch(encode(model, pixels, taps, execution))
             return request, jax.tree.map(lambda part: part[:count], vision)
 
         (request, vision), taken = timed(run, run_encode.num_compiled)

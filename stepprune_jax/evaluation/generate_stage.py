@@ -63,6 +63,7 @@ from stepprune_jax.inference.pipeline import (
     place_method,
     rank_all,
 )
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.pruning import Ranking
@@ -93,13 +94,13 @@ class Stage(NamedTuple):
         model: the frozen model.
         conditions: what answers depend on besides row and question.
         batch_size: questions that go through a program together, on all devices.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the layers of the model are run.
     """
 
     model: VLM
     conditions: Conditions
     batch_size: int
-    attention: str
+    execution: Execution
 
     @property
     def settings(self) -> EvalSettings:
@@ -303,13 +304,13 @@ def answer_benchmarks(
         model = load_model(run) if model is None else model
     devices = row_count(mesh_of(model.params))
     size = -(-settings.batch_size // devices) * devices
-    stage = Stage(model, conditions, size, run.model.attention)
+    stage = Stage(model, conditions, size, run.model.execution)
     tasks = []
     with user_input():
         for benchmark in benchmarks:
             known = {}
             if benchmark.sample is not None:
-                known = biases.compute(model, policies, benchmark.sample, stage.attention, size)
+                known = biases.compute(model, policies, benchmark.sample, stage.execution, size)
             tasks.append(_task(stage, folder, benchmark, planned(known)))
     progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
@@ -420,7 +421,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
         [questions[number] for number in numbers],
         batch_size=stage.batch_size,
         taps=taps,
-        attention=stage.attention,
+        execution=stage.execution,
         numbers=numbers,
     )
     encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
@@ -508,7 +509,7 @@ def _answer(
         seen.prompts,
         seen.vision,
         settings.longest_answer(BENCHMARKS[name]),
-        RunOptions(settings.positions, stage.attention),
+        RunOptions(settings.positions, stage.execution),
         Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
         ranking=ranking,
         report=report,

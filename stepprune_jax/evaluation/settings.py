@@ -13,9 +13,8 @@ from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
-from stepprune_jax.models.vlm import POSITIONS
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import PRUNERS
+from stepprune_jax.pruning import POSITIONS, PRUNERS
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -75,7 +74,8 @@ class EvalSettings(Settings, group="eval"):
         budgets: exact numbers of tokens, and mean ones for a learned stop.
         batch_size: questions that go through a program together.
         max_new_tokens: longest answer; None for what the benchmark's own program allows.
-        positions: position ids of kept tokens, "original" or "compact".
+        positions: position ids of kept tokens, "original", "compact", or "own" for those of each
+            method's authors.
         rows: further trained rows: name of the row to policy file. A name that is a path of the
             package ("assets/policies/...") is found wherever the package lies.
         ablations: as `rows`, but a file that does not exist is left out.

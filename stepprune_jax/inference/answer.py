@@ -17,10 +17,9 @@ from stepprune_jax.inference.pipeline import Begun, Prompts, RunOptions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
-from stepprune_jax.models.layers import check_attention
-from stepprune_jax.models.vlm import check_positions
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of
-from stepprune_jax.pruning import Budget, Method, Pruner, make_method
+from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
 
 
 class Answer(NamedTuple):
@@ -58,7 +57,8 @@ class Options(NamedTuple):
         policy: what a trained pruner has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "original" or "compact".
+        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+            "compact".
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
@@ -66,7 +66,7 @@ class Options(NamedTuple):
         stop_ids: ids that end an answer; by default those of the configuration.
         context_limit: longest prompt after expansion, with the counts that were kept; longer ones
             are cut at the right end, with a warning. None for that of the model's family.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the layers of the model are run.
         warm_up: runs a batch of new shapes once before the one that is timed, so that times hold
             no compilation.
         trace: called with the `Begun` batch once the first tokens are known.
@@ -77,14 +77,14 @@ class Options(NamedTuple):
     policy: Policy | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
-    positions: str = "original"
+    positions: str = "own"
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
     seed: int | Array = 0
     stop_ids: Sequence[int] | None = None
     context_limit: int | None = None
-    attention: str = "matmul"
+    execution: Execution = Execution()
     warm_up: bool = True
     trace: Callable[[Begun], None] | None = None
 
@@ -221,10 +221,9 @@ def check_options(config: Any, options: Options) -> Method:
         ValueError: which one, and what was expected.
     """
     check_sampling(options.temperature, options.top_p)
-    check_positions(options.positions)
-    check_attention(options.attention)
-    if options.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
+    if options.positions not in POSITIONS:
+        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
+    options.execution.check_backend()
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
     if options.context_limit is not None and options.context_limit < 1:
@@ -274,13 +273,13 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
         np.float32(options.temperature), np.float32(options.top_p), np.array(stops, np.int32)
     )
     keys = decoding.row_keys(key, len(request.ids))
-    run_options = RunOptions(options.positions, options.attention, options.context_limit)
+    run_options = RunOptions(options.positions, options.execution, options.context_limit)
 
     def run() -> _Begun:
         begin, vision = time.perf_counter(), None
         if pixels is not None:
             taps = method.pruner.taps(model.config)
-            vision = pipeline.encode(model, pixels, taps, options.attention)
+            vision = pipeline.encode(model, pixels, taps, options.execution)
         batch = pipeline.begin(
             model, method, rows, vision, sampling, keys, options.max_tokens, run_options
         )
@@ -301,17 +300,14 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
     )
     if options.warm_up and signature not in _WARM:
         if options.max_tokens > 1:
-            jax.block_until_ready(_continue(model, begun, 0).token)
+            jax.block_until_ready(
+                pipeline.finish(model, begun.batch.state, sampling, 0, options.execution).token
+            )
         begun = run()
     _WARM.add(signature)
     if options.trace is not None:
         options.trace(begun.batch)
     return begun
-
-
-def _continue(model: VLM, begun: _Begun, limit: int) -> decoding.Decoding:
-    """All steps up to a limit; consumes the state."""
-    return pipeline.finish(model, begun.batch.state, begun.sampling, limit)
 
 
 def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
@@ -334,7 +330,8 @@ def _answer_at_once(
     """Answers in one program per batch."""
     begun = _begin(model, prompts, images, options)
     begin = time.perf_counter()
-    end = _continue(model, begun, options.max_tokens)
+    state, limit = begun.batch.state, options.max_tokens
+    end = pipeline.finish(model, state, begun.sampling, limit, options.execution)
     tokens, count, step = jax.device_get((end.tokens, end.count, end.step))
     rate = _rate(int(step) - 1, time.perf_counter() - begin)
     return _answers(
@@ -363,7 +360,7 @@ def _answer_by_token(
         if last or finished.all():
             return _answers(model, begun, rows, _rate(step - 1, seconds))
         begin, before = time.perf_counter(), finished
-        state = pipeline.finish(model, state, begun.sampling, step + 1)
+        state = pipeline.finish(model, state, begun.sampling, step + 1, options.execution)
         token, finished = jax.device_get((state.token, state.finished))
         seconds, step = seconds + time.perf_counter() - begin, step + 1
 

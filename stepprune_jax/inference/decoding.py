@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.inference.sampling import sample
 from stepprune_jax.models import vlm
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.pruning import LayerCut, Pruner
 
@@ -61,11 +62,15 @@ class Stages(NamedTuple):
         pruner: who drops; None without cuts.
         cuts: the places.
         slots: static length of the rows behind each cut.
+        text: text tokens of the longest prompt, padded to a bucket.
+        renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
     """
 
     pruner: Pruner | None = None
     cuts: tuple[LayerCut, ...] = ()
     slots: tuple[int, ...] = ()
+    text: int = 0
+    renumber: bool = False
 
 
 ONE_STAGE = Stages()
@@ -123,7 +128,7 @@ def start(
     *,
     stages: Stages = ONE_STAGE,
     max_tokens: int,
-    attention: str = "matmul",
+    execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill and draws the first tokens.
@@ -138,28 +143,25 @@ def start(
             behind each of them.
         stages: cuts between layers.
         max_tokens: longest answer.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the layers are run.
         mesh: of the weights, to lay the cache out on.
 
     Returns:
         The state after the first token, and what the prefill did.
     """
-    b, drop = sequence.hidden.shape[0], None
+    b = sequence.hidden.shape[0]
+    learned, counts = pruning or (None, ())
+    rows = {"last": 1, "text": stages.text}
+
+    def drop(cut, count):
+        return lambda rows, taps: stages.pruner.drop(learned, cut, rows, taps, count)
+
     cuts = [
-        vlm.Cut(cut.layer, slots, cut.taps, cut.rows)
-        for cut, slots in zip(stages.cuts, stages.slots, strict=True)
+        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], stages.renumber)
+        for cut, slots, count in zip(stages.cuts, stages.slots, counts, strict=True)
     ]
-    if cuts:
-        learned, counts = pruning
-
-        def drop(number, rows, taps):
-            cut = stages.cuts[number]
-            return stages.pruner.drop(learned, cut, rows, taps, counts[number])
-
     # The last token is never read, so it needs no slot.
-    result = vlm.prefill(
-        params, config, sequence, max_tokens - 1, attention=attention, cuts=cuts, drop_fn=drop
-    )
+    result = vlm.prefill(params, config, sequence, max_tokens - 1, cuts=cuts, execution=execution)
     zeros = jnp.zeros(b, jnp.int32)
     state = Decoding(
         cache=result.cache,
@@ -183,6 +185,7 @@ def advance(
     config: Any,
     state: Decoding,
     sampling: Sampling,
+    execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> Decoding:
     """Reads the last tokens and draws the next ones.
@@ -192,12 +195,13 @@ def advance(
         config: the model's shape.
         state: before; donate it under jit.
         sampling: how tokens are drawn.
+        execution: how the layers are run.
         mesh: of the weights.
 
     Returns:
         The state after the step.
     """
-    logits, cache = vlm.decode_step(params, config, state.token, state.cache)
+    logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
     return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
 
@@ -207,6 +211,7 @@ def decode(
     state: Decoding,
     sampling: Sampling,
     limit: ArrayLike,
+    execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> Decoding:
     """Repeats `advance` until all rows are finished or as long as `limit` allows.
@@ -217,6 +222,7 @@ def decode(
         state: before; donate it under jit.
         sampling: how tokens are drawn.
         limit: most tokens per row, at most the `max_tokens` of the state.
+        execution: how the layers are run.
         mesh: of the weights.
 
     Returns:
@@ -227,10 +233,10 @@ def decode(
         return (state.step < limit) & ~jnp.all(state.finished)
 
     def body(state):
-        return advance(params, config, state, sampling, mesh)
+        return advance(params, config, state, sampling, execution, mesh)
 
     return jax.lax.while_loop(going, body, state)
 
 
-run_start = jit_for_weights(start, ("config", "stages", "max_tokens", "attention", "mesh"))
-run_decode = jit_for_weights(decode, ("config", "mesh"), ("state",))
+run_start = jit_for_weights(start, ("config", "stages", "max_tokens", "execution", "mesh"))
+run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",))

@@ -30,6 +30,7 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     constrain_rows,
     fetch,
@@ -47,14 +48,16 @@ class RunOptions(NamedTuple):
     """How the model is run; static.
 
     Attributes:
-        positions: position ids of kept tokens, "original" or "compact"; see `vlm.assemble`.
-        attention: "matmul", "xla" or "cudnn".
+        positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
+            "own" for those of the method's authors. Behind a cut between layers, "compact" numbers
+            what is left anew.
+        execution: how the layers of tower and language model are run.
         context_limit: longest row after expansion; longer ones are cut at the right end. None for
             that of the model's family.
     """
 
     positions: str = "original"
-    attention: str = "matmul"
+    execution: Execution = Execution()
     context_limit: int | None = None
 
 
@@ -150,10 +153,10 @@ def _encode(
     config: Any,
     pixels: Any,
     taps: tuple[Tap, ...],
-    attention: str,
+    execution: Execution,
     mesh: Mesh | None,
 ) -> tuple[Array, tuple[Array, ...]]:
-    features, tapped = vlm.encode_image(params, config, pixels, taps, attention)
+    features, tapped = vlm.encode_image(params, config, pixels, taps, execution)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(mesh, (features, chosen))
 
@@ -202,7 +205,7 @@ def _place(
     return constrain_rows(mesh, sequence)
 
 
-run_encode = jit_for_weights(_encode, ("config", "taps", "attention", "mesh"))
+run_encode = jit_for_weights(_encode, ("config", "taps", "execution", "mesh"))
 run_view = jit_for_weights(_view, ("config", "mesh", "projected"))
 run_place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh", "projected"))
 
@@ -229,14 +232,16 @@ def _narrow(kept: Kept, capacity: int) -> Kept:
     return Kept(*(part[:, :capacity] for part in kept[:-1]), count)
 
 
-def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "matmul") -> Vision:
+def encode(
+    model: VLM, pixels: Any, taps: Sequence[Tap] = (), execution: Execution = Execution()
+) -> Vision:
     """Runs the tower.
 
     Args:
         model: the model.
         pixels: of some images, as the family's preprocessing makes them.
         taps: intermediates that pruners want to see.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the tower's blocks are run.
 
     Returns:
         The features and taps, on the model's devices.
@@ -248,7 +253,7 @@ def encode(model: VLM, pixels: Any, taps: Sequence[Tap] = (), attention: str = "
         model.config,
         place_rows(mesh, pixels),
         taps=taps,
-        attention=attention,
+        execution=execution,
         mesh=mesh,
     )
     family, config = model.config.family, model.config
@@ -430,22 +435,25 @@ def begin(
         counts = np.zeros(1, np.int32)
     of_image = np.where(pairs.present, counts[pairs.slot], 0)
     before = np.where(pairs.present, image_sizes[pairs.slot], 0)
-    layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
-    after = [
-        _counts_behind(functools.partial(method.pruner.stays, cut), before, of_image)
-        for cut in layer_cuts
-    ]
     limit = options.context_limit or config.family.CONTEXT_LIMIT
-    of_image, after, lengths = _fit(prompts, of_image, after, limit)
+    of_image = _fit(prompts, of_image, limit)
+    layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
+    survivors = _survivors(method.pruner, config, of_image, len(layer_cuts))
+    stages_of_image = [of_image, *survivors.sum(3)]
+    text = prompts.length - (prompts.image_of >= 0).sum(1)
     j, capacity = pairs.slot.shape[1], kept.tokens.shape[1]
-    stage_sizes = [capacity, *(int(count.max(initial=0)) for count in after)]
-    slots = [
-        width + j * most if width is not None else _bucket(int(length.max()), limit)
-        for most, length in zip(stage_sizes, lengths, strict=True)
-    ]
+    slots = []
+    for number, count in enumerate(stages_of_image):
+        if width is None:
+            slots.append(_bucket(min(int((text + count.sum(1)).max()), limit), limit))
+        else:
+            slots.append(width + j * (int(count.max(initial=0)) if number else capacity))
     ids, length, slot, present, grid = place_rows(
         mesh, (prompts.ids, prompts.length, pairs.slot, pairs.present, grid)
     )
+    positions = options.positions
+    if positions == "own":
+        positions = method.pruner.positions
     sequence = run_place(
         model.params,
         config,
@@ -455,43 +463,49 @@ def begin(
         grid,
         slot,
         present,
-        positions=options.positions,
+        positions=positions,
         capacity=slots[0],
         mesh=mesh,
         projected=bool(pairs.count) and method.pruner.after_projector,
     )
-    stages = decoding.Stages(
-        method.pruner.program() if layer_cuts else None,
-        tuple(cut._replace(budget=Budget()) for cut in layer_cuts),  # counts are an argument
-        tuple(slots[1:]),
-    )
+    stages = decoding.ONE_STAGE
+    if layer_cuts:
+        stages = decoding.Stages(
+            method.pruner.program(),
+            layer_cuts,
+            tuple(slots[1:]),
+            text=prompts.ids.shape[1],
+            renumber=positions == "compact",
+        )
     state, trace = decoding.run_start(
         model.params,
         config,
         sequence,
         keys,
         sampling,
-        (method.params, tuple(place_rows(mesh, after))) if layer_cuts else (),
+        (method.params, tuple(place_rows(mesh, list(survivors[..., 0])))) if layer_cuts else (),
         stages=stages,
         max_tokens=max_tokens,
-        attention=options.attention,
+        execution=options.execution,
         mesh=mesh,
     )
-    last = after[-1] if after else of_image
     shapes = (ids.shape, prompts.words.shape, slot.shape, len(pairs.image), capacity, tuple(slots))
-    return Begun(state, trace, before.sum(1), last.sum(1), shapes)
+    return Begun(state, trace, before.sum(1), stages_of_image[-1].sum(1), shapes)
 
 
-def _counts_behind(stays: Callable[[int], int], before: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Tokens of each image that a cut leaves."""
-    asked = np.array([[stays(int(n)) if n else 0 for n in row] for row in before], np.int32)
-    return np.minimum(asked.reshape(before.shape), kept).astype(np.int32)
+def _survivors(
+    pruner: Pruner, config: Any, of_image: Int[np.ndarray, "b j"], cuts: int
+) -> Int[np.ndarray, "cuts b j 2"]:
+    """`Pruner.survivors` of each image of each row, none of images without tokens."""
+    left = np.zeros((cuts, *of_image.shape, 2), np.int32)
+    for size in np.unique(of_image[of_image > 0]) if cuts else ():
+        of_size = np.array(pruner.survivors(config, int(size)))
+        left[:, of_image == size] = of_size[:, None]
+    return left
 
 
-def _fit(
-    prompts: Prompts, of_image: np.ndarray, after: list[np.ndarray], limit: int
-) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Cuts rows to the context: tokens of each image, and lengths of each row, for every stage."""
+def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
+    """Tokens of each image [b, j] once rows are cut to the context."""
     shown = prompts.image_of >= 0
     text = prompts.length - shown.sum(1)
     longest = int((text + of_image.sum(1)).max())
@@ -506,9 +520,7 @@ def _fit(
             left = truncate(ids[:length].tolist(), of_image[row, shown[row]].tolist(), limit).kept
             of_image[row] = 0
             of_image[row, : len(left)] = left
-        after = [np.minimum(count, of_image) for count in after]
-    lengths = [np.minimum(text + count.sum(1), limit) for count in (of_image, *after)]
-    return of_image, after, lengths
+    return of_image
 
 
 def _bucket(longest: int, limit: int) -> int:
@@ -516,10 +528,22 @@ def _bucket(longest: int, limit: int) -> int:
     return next(size for size in ladder(limit) if size >= longest)
 
 
-def finish(model: VLM, state: Decoding, sampling: Sampling, limit: int) -> Decoding:
+def finish(
+    model: VLM,
+    state: Decoding,
+    sampling: Sampling,
+    limit: int,
+    execution: Execution = Execution(),
+) -> Decoding:
     """Draws all tokens up to a limit; consumes the state. One at a time is the same program."""
     return decoding.run_decode(
-        model.params, model.config, state, sampling, np.int32(limit), mesh=mesh_of(model.params)
+        model.params,
+        model.config,
+        state,
+        sampling,
+        np.int32(limit),
+        execution=execution,
+        mesh=mesh_of(model.params),
     )
 
 
@@ -671,7 +695,7 @@ def answer_all(
                 sizes=batching.sizes,
                 width=width,
             )
-            state = finish(model, begun.state, greedy, max_tokens)
+            state = finish(model, begun.state, greedy, max_tokens, options.execution)
             tokens, counts = fetch((state.tokens, state.count))
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
             return ids, begun.kept, begun.trace.stages[-1].index

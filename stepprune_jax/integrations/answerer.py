@@ -18,6 +18,7 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
 from stepprune_jax.inference.answer import Options, check_options
 from stepprune_jax.inference.pipeline import Batching, RunOptions, answer_all, place_method
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import Method
@@ -69,7 +70,7 @@ def load_answerer(
     dtype: str = "bfloat16",
     mesh: str = "single",
     batch_size: int = 1,
-    positions: str = "original",
+    positions: str = "own",
     attention: str = "matmul",
     seed: int = 0,
 ) -> Answerer:
@@ -87,7 +88,8 @@ def load_answerer(
         dtype: of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
         batch_size: questions that each device takes together.
-        positions: position ids of kept tokens, "original" or "compact".
+        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
+            "compact".
         attention: "matmul", "xla" or "cudnn".
         seed: of random tokens.
 
@@ -104,6 +106,7 @@ def load_answerer(
         raise ValueError(f"batch_size is {batch_size}, expected an integer from 1")
     if method == "policy" and policy is None:
         raise ValueError("method 'policy' needs a policy")
+    execution = Execution(attention=attention)
     source = folders.inspect_folder(pretrained, vision_folder)
     options = Options(
         pruner=None if method == "policy" else method,
@@ -112,13 +115,13 @@ def load_answerer(
         stop_bias=stop_bias,
         pruner_options={"seed": seed} if method == "random" else None,
         positions=positions,
-        attention=attention,
+        execution=execution,
     )
     chosen = check_options(source.config, options)
     devices = None if mesh == "single" else build_mesh(mesh)
     model = load_vlm(pretrained, devices, jnp.dtype(dtype), vision_folder=vision_folder)
     size = batch_size * row_count(mesh_of(model.params))
-    return Answerer(model, place_method(model, chosen), size, RunOptions(positions, attention))
+    return Answerer(model, place_method(model, chosen), size, RunOptions(positions, execution))
 
 
 def answer_questions(
@@ -176,7 +179,7 @@ def _answer_chunk(
         asked,
         batch_size=answerer.batch_size,
         taps=method.pruner.taps(model.config),
-        attention=answerer.options.attention,
+        execution=answerer.options.execution,
         numbers=[question.question_id for question in asked],
     )
     encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)

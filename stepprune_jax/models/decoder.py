@@ -16,24 +16,60 @@ from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
     STATES,
     BlockOutput,
+    Dense,
     RmsNorm,
     Segment,
     Tap,
     append_slots,
     attend,
     attention_weights,
-    check_attention,
-    checkpoint_layer,
     fused_attend,
     merge_heads,
     resolve_taps,
-    scan_layers,
     split_heads,
-    take_layer,
+    wide_product,
 )
 from stepprune_jax.models.rotary import rotary, rotate
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
-TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input")
+TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
+
+
+class Rows(NamedTuple):
+    """Rows of tokens that enter a stage of layers.
+
+    Attributes:
+        hidden: [b, s, e] the residual stream.
+        position: [b, s] int32 position ids; [b, p, s] for a family with p ids a token.
+        valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
+            and for the fused kernels, which see the causal order only.
+        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
+            segment 0 and of their own. Needs attention "matmul" and no cache.
+    """
+
+    hidden: Float[Array, "b s e"]
+    position: Int[Array, "b *p s"]
+    valid: Bool[Array, "b s"]
+    segment: Int[Array, "b s"] | None = None
+
+
+class Wanted(NamedTuple):
+    """What a stage of layers shall return besides its hidden states.
+
+    Attributes:
+        capacity: slots of a cache to be made, at least s; None makes none.
+        taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "normed" [b, s, e]
+            the same behind the model's last norm; "mlp_input" [b, s, e] what the block's MLP reads;
+            "attention": float32 softmax weights of the queries at `query_index`, heads kept, [b, h,
+            q, t], t the cache's slots (if any) and then the s own; without a cache also those that
+            the block behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
+            positions; "rotary" [2, b, s, c] cosine and sine of the angles, whatever the layer.
+        query_index: [b, q] indices into s, for "attention" taps.
+    """
+
+    capacity: int | None = None
+    taps: Sequence[Tap] = ()
+    query_index: Int[Array, "b q"] | None = None
 
 
 class Cache(NamedTuple):
@@ -102,9 +138,9 @@ class LlamaAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        query = split_heads(nn.Dense(heads * c, use_bias=False, name="query")(x), heads)
-        key = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
-        value = split_heads(nn.Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
+        query = split_heads(Dense(heads * c, use_bias=False, name="query")(x), heads)
+        key = split_heads(Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
+        value = split_heads(Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
@@ -112,7 +148,7 @@ class LlamaAttention(nn.Module):
             mixed = attend(query, [*context.past(cached), own])
         else:
             mixed = fused_attend(query, key, value, causal=True, implementation=attention)
-        mixed = nn.Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
+        mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 
 
@@ -125,9 +161,9 @@ class LlamaMlp(nn.Module):
     def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Applies the MLP."""
         width = self.config.intermediate_size
-        gate = nn.Dense(width, use_bias=False, name="gate")(x)
-        up = nn.Dense(width, use_bias=False, name="up")(x)
-        down = nn.Dense(self.config.hidden_size, use_bias=False, name="down")
+        gate = Dense(width, use_bias=False, name="gate")(x)
+        up = Dense(width, use_bias=False, name="up")(x)
+        down = Dense(self.config.hidden_size, use_bias=False, name="down")
         return down(jax.nn.silu(gate) * up)
 
 
@@ -214,13 +250,13 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
     return cache._replace(key=key, value=value)
 
 
-def _extend(cache: Cache | None, new: Cache, position: Array, valid: Array) -> Cache:
+def _extend(cache: Cache | None, new: Cache, rows: Rows) -> Cache:
     """Appends what was written to an earlier cache, or makes it one, counting its tokens.
 
     Each row is written at its own length; what lies beyond the capacity is lost.
     """
-    count = valid.sum(-1, dtype=jnp.int32)
-    following = jnp.where(valid, position + 1, 0).max(-1).astype(jnp.int32)
+    count = rows.valid.sum(-1, dtype=jnp.int32)
+    following = jnp.where(rows.valid, rows.position + 1, 0).max(-1).astype(jnp.int32)
     if cache is None:
         return Cache(new.key, new.value, count, following)
     slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
@@ -232,22 +268,16 @@ def _extend(cache: Cache | None, new: Cache, position: Array, valid: Array) -> C
     )
 
 
-def _make_context(
-    config: LlamaConfig,
-    position: Int[Array, "b s"],
-    valid: Bool[Array, "b s"],
-    segment: Int[Array, "b s"] | None,
-    cache: Cache | None,
-) -> Context:
+def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Context:
     """Builds the angles and masks of a stage."""
-    s = position.shape[1]
-    mask = jnp.tril(jnp.ones((s, s), bool)) & valid[:, None]
-    if segment is not None:
-        mask &= (segment[:, None] == 0) | (segment[:, None] == segment[..., None])
+    s = rows.position.shape[1]
+    mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
+    if rows.segment is not None:
+        mask &= (rows.segment[:, None] == 0) | (rows.segment[:, None] == rows.segment[..., None])
     cached_mask = None
     if cache is not None:
         cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    return Context(*rotary(config, position), mask, cached_mask)
+    return Context(*rotary(config, rows.position), mask, cached_mask)
 
 
 def _attention_rows(
@@ -263,78 +293,53 @@ def _attention_rows(
     return attention_weights(query, [*context.past(cached), own])
 
 
-def run_layers(
+def _attention_before(
     params: dict[str, Any],
     config: LlamaConfig,
     hidden: Float[Array, "b s e"],
-    position: Int[Array, "b s"],
-    valid: Bool[Array, "b s"],
-    first: int,
-    last: int,
+    context: Context,
+    layer: int,
+) -> BlockOutput:
+    """Queries and keys of a block that is about to run, without the rest of it."""
+    stack = {name: params["layers"][name] for name in ("norm1", "attention")}
+    weights = take_layer(stack, layer)
+    normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
+    return LlamaAttention(config).apply({"params": weights["attention"]}, normed, context)
+
+
+def run_layers(
+    params: dict[str, Any],
+    config: LlamaConfig,
+    rows: Rows,
+    span: tuple[int, int],
     cache: Cache | None = None,
-    capacity: int | None = None,
-    taps: Sequence[Tap] = (),
-    query_index: Int[Array, "b q"] | None = None,
-    remat: bool = False,
-    attention: str = "matmul",
-    segment: Int[Array, "b s"] | None = None,
+    wanted: Wanted = Wanted(),
+    execution: Execution = Execution(),
 ) -> Stage:
-    """Runs blocks first to last - 1 as one stage with its own length and its own cache.
+    """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
-        params: the language model's weights; the stack is indexed, never sliced.
+        params: the language model's weights; see `stack` for where those of layers lie.
         config: the model's shape.
-        hidden: [b, s, e] residual stream entering block `first`.
-        position: [b, s] int32 position ids.
-        valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
-            and for the fused kernels, which see the causal order only.
-        first: first block.
-        last: block to stop before.
+        rows: what enters block `span[0]`, with position ids [b, s].
+        span: first block, and the one to stop before.
         cache: this stage's earlier keys and values, to attend to and to extend.
-        capacity: slots of a cache to be made, at least s; None makes none.
-        taps: "hidden" [b, s, e] (first <= layer <= last); "attention": float32 softmax weights of
-            the queries at `query_index`, heads kept, [b, h, q, t], t the cache's slots (if any)
-            and then the s own; "keys" [b, h_kv, s, c] after rotary positions; "mlp_input" [b, s, e]
-            what the block's MLP reads; "normed" [b, s, e] "hidden" behind the model's last norm.
-        query_index: [b, q] indices into s, for "attention" taps.
-        remat: recompute blocks in the backward pass instead of storing their intermediates.
-        attention: "matmul", or "xla" or "cudnn" where there is no cache to read.
-        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
-            segment 0 and of their own. Needs "matmul" and no cache.
+        wanted: what to return besides the hidden states.
+        execution: how the blocks are run.
 
     Returns:
         A `Stage`.
 
     Raises:
-        ValueError: layers, taps, capacity or attention that do not exist or do not fit.
+        ValueError: layers, taps, capacity or segments that do not exist or do not fit.
     """
-    check_attention(attention)
-    if not 0 <= first < last <= config.num_layers:
-        raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
-    if capacity is not None and (cache is not None or capacity < hidden.shape[1]):
-        raise ValueError(
-            f"capacity {capacity} for {hidden.shape[1]} tokens: give it only where a cache is "
-            "made, and at least as large as the sequence"
-        )
-    if cache is not None and cache.key.shape[0] != last - first:
-        raise ValueError(
-            f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
-            f"{last - first}"
-        )
-    if segment is not None and (attention != "matmul" or cache is not None or capacity is not None):
-        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
-    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    for name, (kind, at) in named.items():
-        if not first <= at < last + (kind in STATES):
-            raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
-        if kind == "attention" and query_index is None:
-            raise ValueError(f"tap {name} needs query_index")
-
-    context = _make_context(config, position, valid, segment, cache)
+    hidden, (first, last) = rows.hidden, span
+    named = _check_stage(config, rows, span, cache, wanted, execution)
+    context = _make_context(config, rows, cache)
     new = None
-    if cache is not None or capacity is not None:
+    if cache is not None or wanted.capacity is not None:
         b, s, _ = hidden.shape
-        slots = s if capacity is None else capacity
+        slots = s if wanted.capacity is None else wanted.capacity
         new = init_cache(config, last - first, b, slots, hidden.dtype)
     block = LlamaBlock(config)
 
@@ -342,10 +347,10 @@ def run_layers(
         return None if cache is None else take_layer((cache.key, cache.value), index - first)
 
     def layer(hidden, index):
-        weights = take_layer(params["layers"], index)
-        return block.apply({"params": weights}, hidden, context, cached_at(index), attention)
+        weights = {"params": take_layer(params["layers"], index)}
+        return block.apply(weights, hidden, context, cached_at(index), execution.attention)
 
-    layer = checkpoint_layer(layer, remat)
+    layer = checkpoint_layer(layer, execution.remat)
 
     def body(carry, index):
         hidden, new = carry
@@ -355,8 +360,11 @@ def run_layers(
         return (output.hidden, new), output
 
     cuts = [at for kind, at in named.values() if kind in STATES]
-    watched = [at for kind, at in named.values() if kind not in STATES]
-    (hidden, new), outputs, carries = scan_layers(body, (hidden, new), first, last, watched, cuts)
+    of_block = ("attention", "keys", "mlp_input")
+    watched = [at for kind, at in named.values() if kind in of_block and at < last]
+    (hidden, new), outputs, carries = run_stack(
+        body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
+    )
 
     tapped = {}
     for name, (kind, at) in named.items():
@@ -368,9 +376,50 @@ def run_layers(
             tapped[name] = outputs[at].key
         elif kind == "mlp_input":
             tapped[name] = outputs[at].mlp_input
+        elif kind == "rotary":
+            tapped[name] = jnp.stack([context.cosine, context.sine])
+        elif at == last:
+            following = _attention_before(params, config, hidden, context, last)
+            tapped[name] = _attention_rows(following, context, None, wanted.query_index)
         else:
-            tapped[name] = _attention_rows(outputs[at], context, cached_at(at), query_index)
-    return Stage(hidden, None if new is None else _extend(cache, new, position, valid), tapped)
+            cached = cached_at(at)
+            tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
+    return Stage(hidden, None if new is None else _extend(cache, new, rows), tapped)
+
+
+def _check_stage(
+    config: LlamaConfig,
+    rows: Rows,
+    span: tuple[int, int],
+    cache: Cache | None,
+    wanted: Wanted,
+    execution: Execution,
+) -> dict[str, tuple[str, int]]:
+    """Refuses what `run_layers` cannot do; returns the taps as `resolve_taps` does."""
+    (first, last), capacity = span, wanted.capacity
+    if not 0 <= first < last <= config.num_layers:
+        raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
+    if capacity is not None and (cache is not None or capacity < rows.hidden.shape[1]):
+        raise ValueError(
+            f"capacity {capacity} for {rows.hidden.shape[1]} tokens: give it only where a cache is "
+            "made, and at least as large as the sequence"
+        )
+    if cache is not None and cache.key.shape[0] != last - first:
+        raise ValueError(
+            f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
+            f"{last - first}"
+        )
+    cached = cache is not None or capacity is not None
+    if rows.segment is not None and (execution.attention != "matmul" or cached):
+        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
+    named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
+    for name, (kind, at) in named.items():
+        beyond = kind in STATES or (kind == "attention" and cache is None)
+        if not first <= at < last + beyond:
+            raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
+        if kind == "attention" and wanted.query_index is None:
+            raise ValueError(f"tap {name} needs query_index")
+    return named
 
 
 def embed(params: dict[str, Any], ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:
@@ -400,14 +449,5 @@ def logits(
     """
     hidden = final_norm(params, config, hidden)
     if config.tie_embeddings:
-        kernel, axis = params["embed"]["embedding"], 1
-    else:
-        kernel, axis = params["head"]["kernel"], 0
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if rows.shape[0] == 1 and kernel.dtype != jnp.float32:
-        # With one row it would be a matrix-vector product, for which XLA widens all of the kernel
-        # to float32 on a CPU: ten times the work. With two rows it does not.
-        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
-    dims = (((1,), (axis,)), ((), ()))
-    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
-    return result[: hidden[..., 0].size].reshape(*hidden.shape[:-1], -1)
+        return wide_product(hidden, params["embed"]["embedding"], axis=1)
+    return wide_product(hidden, params["head"]["kernel"])

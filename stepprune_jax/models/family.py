@@ -12,13 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from PIL import Image
 
 from stepprune_jax.models import llava
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.decoder import Cache, Stage
+from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.weights import Target
 
 
@@ -215,7 +216,7 @@ class Family(Protocol):
         config: ModelConfig,
         pixels: Any,
         taps: Sequence[Tap],
-        attention: str,
+        execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         """Returns what a pruner chooses from, and intermediates of the tower by name.
 
@@ -251,13 +252,11 @@ class Family(Protocol):
         self,
         params: dict[str, Any],
         config: ModelConfig,
-        hidden: Float[Array, "b s e"],
-        position: Int[Array, "b p s"],
-        valid: Bool[Array, "b s"],
-        first: int,
-        last: int,
+        rows: Rows,
+        span: tuple[int, int],
         cache: Cache | None = None,
-        **options: Any,
+        wanted: Wanted = Wanted(),
+        execution: Execution = Execution(),
     ) -> Stage:
         """Runs some blocks of the language model as a stage with a cache of its own."""
 

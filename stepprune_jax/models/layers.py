@@ -1,12 +1,12 @@
-"""Norms, projections, attention and the scan over stacked layers, shared by the backbones.
+"""Norms, projections, activations, attention, caches and taps of blocks, shared by the backbones.
 
 Heads stand before time, [b, h, t, c], so that both attention products are batched matrix products
 with leading batch axes, which run on a CPU without transposing keys and values first.
 Norms and softmax are computed in float32 whatever the dtype of the weights.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-ATTENTIONS = ("matmul", "xla", "cudnn")
 # Kinds of taps that stand between blocks; the others belong to a block.
 STATES = ("hidden", "normed")
 
@@ -41,8 +40,8 @@ class BlockOutput(NamedTuple):
         query: [b, h, t, c] queries (after rotary positions where there are such).
         key: [b, h_kv, t, c] keys, likewise.
         value: [b, h_kv, t, c] values.
-        mlp_input: [b, t, width] the residual stream behind the attention, normed; None where
-            the backbone does not offer it.
+        mlp_input: [b, t, width] the residual stream behind the attention, normed; None where the
+            backbone does not offer it.
     """
 
     hidden: Float[Array, "b t width"]
@@ -64,6 +63,61 @@ class Segment(NamedTuple):
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t c"]
     mask: Bool[Array, "#b #q t"] | None
+
+
+def wide_product(
+    x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Float[Array, "n k"], axis: int = 0
+) -> Float[Array, "*b n"]:
+    """Product of rows with a matrix, summed in float32 and not rounded.
+
+    Args:
+        x: [..., k] rows.
+        kernel: [k, n], or [n, k] with axis 1.
+        axis: of the kernel that is summed over.
+
+    Returns:
+        [..., n] float32.
+    """
+    rows, lead = x.reshape(-1, x.shape[-1]) if x.size == x.shape[-1] else x, x.shape[:-1]
+    if x.size == x.shape[-1] and kernel.dtype != jnp.float32:
+        # On a CPU, XLA widens all of a narrow matrix to float32 before it multiplies it with a
+        # single row, which takes ten times as long; two rows it multiplies without.
+        rows = jnp.broadcast_to(rows, (2, x.size))
+    dims = (((rows.ndim - 1,), (axis,)), ((), ()))
+    result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
+    return result if rows is x else result[:1].reshape(*lead, -1)
+
+
+@jax.custom_vjp
+def _narrow_product(x, kernel):
+    """`x @ kernel`, summed in float32 and rounded to the dtype of x."""
+
+    def rounded(x, kernel):
+        # Asked for a narrow result, XLA on a CPU would widen all of the matrix to float32.
+        return wide_product(x, kernel).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, kernel, cpu=rounded, default=jnp.matmul)
+
+
+def _narrow_product_fwd(x, kernel):
+    return _narrow_product(x, kernel), (x, kernel)
+
+
+def _narrow_product_bwd(saved, slope):
+    return jax.vjp(jnp.matmul, *saved)[1](slope)
+
+
+_narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd)
+
+
+def _dense_product(x, kernel, dims, precision=None):
+    """What `nn.Dense` calls in place of `jax.lax.dot_general`."""
+    del dims, precision  # always the last axis with the first
+    return x @ kernel if x.dtype == jnp.float32 else _narrow_product(x, kernel)
+
+
+# A projection whose sums are float32 whatever the dtype.
+Dense = functools.partial(nn.Dense, dot_general=_dense_product)
 
 
 class LayerNorm(nn.Module):
@@ -250,12 +304,6 @@ def append_slots(
     return jax.lax.platform_dependent(buffer, new, cpu=write_bits, default=write)
 
 
-def check_attention(attention: str) -> None:
-    """Raises a ValueError unless `attention` names an implementation."""
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention is {attention!r}; supported: {', '.join(ATTENTIONS)}")
-
-
 def resolve_taps(
     taps: Sequence[Tap], num_layers: int, kinds: Sequence[str]
 ) -> dict[str, tuple[str, int]]:
@@ -282,82 +330,3 @@ def resolve_taps(
             raise ValueError(f"tap {kind!r} of layer {layer}: there are {count} of these")
         resolved[f"{kind}.{layer}"] = (kind, layer % count)
     return resolved
-
-
-def take_layer(stack: Any, index: Int[Array, ""] | int) -> Any:
-    """One layer's weights out of a tree of stacked ones.
-
-    Args:
-        stack: tree whose leaves have a leading axis of layers.
-        index: the layer; may be traced.
-
-    Returns:
-        The tree without that axis. The slice is taken inside the layer loop, so that no part of
-        the stack is copied as a whole.
-    """
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), stack
-    )
-
-
-def scan_layers(
-    body: Callable[[Any, Array | int], tuple[Any, Any]],
-    carry: Any,
-    first: int,
-    last: int,
-    watched: Sequence[int] = (),
-    cuts: Sequence[int] = (),
-) -> tuple[Any, dict[int, Any], dict[int, Any]]:
-    """Runs blocks first to last - 1 as scans, cut where an intermediate is asked for.
-
-    Without `watched` and `cuts` this is one scan and so one compiled body however deep the model.
-
-    Args:
-        body: maps (carry, layer) to (carry, what may be watched).
-        carry: what passes from block to block.
-        first: first block to run.
-        last: block to stop before.
-        watched: blocks whose second result is wanted; each is run on its own.
-        cuts: layers before which the carry is wanted.
-
-    Returns:
-        The last carry; the watched results by block; the carries by layer.
-    """
-    watched, cuts = set(watched), set(cuts)
-    edges = sorted({first, last, *cuts, *watched, *(layer + 1 for layer in watched)})
-    seen, carries = {}, {}
-    for start, stop in itertools.pairwise(edges):
-        if start in cuts:
-            carries[start] = carry
-        if start in watched:
-            carry, seen[start] = body(carry, start)
-        else:
-            indices = jnp.arange(start, stop, dtype=jnp.int32)
-            carry, _ = jax.lax.scan(lambda c, i: (body(c, i)[0], None), carry, indices)
-    if last in cuts:
-        carries[last] = carry
-    return carry, seen, carries
-
-
-def _save_all_but_weights(primitive: Any, *_, **__) -> bool:
-    """Whether a forward result is stored for the backward pass when nothing is recomputed.
-
-    A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
-    again costs nothing.
-    """
-    return primitive.name not in ("dynamic_slice", "squeeze", "reshape")
-
-
-def checkpoint_layer(body: Callable, remat: bool) -> Callable:
-    """Wraps a layer body for training through it.
-
-    Args:
-        body: maps (carry, layer) to (carry, anything), slicing its weights inside.
-        remat: True stores the carries only and recomputes the block in the backward pass; False
-            stores the block's intermediates, yet never its weights.
-
-    Returns:
-        A function with the same results and gradients. Inference is not changed by it.
-    """
-    policy = None if remat else _save_all_but_weights
-    return jax.checkpoint(body, prevent_cse=False, policy=policy)

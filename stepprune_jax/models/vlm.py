@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.models.decoder import Cache, Stage
+from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution, lay_out
 
 POSITIONS = ("original", "compact")
 
@@ -53,6 +54,8 @@ class Sequence(NamedTuple):
         image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
+        note: [b, s] what was noted of each token at a cut, for the cuts behind it; None for
+            nothing.
         grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
     """
 
@@ -62,7 +65,14 @@ class Sequence(NamedTuple):
     next_position: Int[Array, "b"]
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
+    note: Array | None = None
     grid: Int[Array, "b j 2"] | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """The sequence as it enters a layer."""
+        valid = jnp.arange(self.hidden.shape[1]) < self.length[:, None]
+        return Rows(self.hidden, self.position, valid)
 
 
 class Cut(NamedTuple):
@@ -71,19 +81,20 @@ class Cut(NamedTuple):
     Attributes:
         layer: number of layers run before the cut, at least 1.
         slots: static length of the rows behind it.
-        taps: intermediates of the layers before it that the choice depends on.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+        drop: from the rows before it and the taps by name to the rows, whose visual tokens may have
+            been merged, and which slots are left. Tokens that are not visual must be left.
+        taps: intermediates of the stage before it that the choice depends on; see `Wanted`.
+        rows: queries of "attention" taps: those of the last so many tokens of each row, at
+            `last_slots`.
+        renumber: whether what is left gets the position ids 0, 1, 2, ...
     """
 
     layer: int
     slots: int
+    drop: Callable[[Sequence, dict[str, Array]], tuple[Sequence, Bool[Array, "b s"]]]
     taps: tuple[Tap, ...] = ()
-    rows: str = "last"
-
-
-# (number of the cut, the rows before it, taps by name) -> the rows, whose visual tokens may have
-# been merged, and which slots are left. Tokens that are not visual must be left.
-DropFn = Callable[[int, Sequence, dict[str, Array]], tuple[Sequence, Bool[Array, "b s"]]]
+    rows: int = 1
+    renumber: bool = False
 
 
 class Prefill(NamedTuple):
@@ -93,13 +104,11 @@ class Prefill(NamedTuple):
         logits: float32, [b, v] at each row's last token, or [b, s, v] if all were asked for.
         cache: keys and values of all layers, with room for the tokens to come; with cuts, a tuple
             with the cache of each stage.
-        taps: intermediates by name.
         cuts: the rows behind each cut.
     """
 
     logits: Float[Array, "b *s v"]
     cache: Cache | tuple[Cache, ...]
-    taps: dict[str, Array]
     cuts: tuple[Sequence, ...] = ()
 
 
@@ -119,9 +128,20 @@ def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, 
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def abstract_params(config: Any, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything."""
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
+def abstract_params(
+    config: Any, dtype: Any = jnp.bfloat16, layers: str = "stacked"
+) -> dict[str, Any]:
+    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything.
+
+    Args:
+        config: the model's shape.
+        dtype: of every leaf.
+        layers: where those of layers lie: "stacked", "apart" or "auto"; see `stack.lay_out`.
+
+    Returns:
+        The tree.
+    """
+    return jax.eval_shape(lambda: lay_out(init_params(jax.random.key(0), config, dtype), layers))
 
 
 def encode_image(
@@ -129,7 +149,7 @@ def encode_image(
     config: Any,
     pixels: Any,
     taps: Ordered[Tap] = (),
-    attention: str = "matmul",
+    execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
     """Visual features before the projector.
 
@@ -138,15 +158,15 @@ def encode_image(
         config: the model's shape.
         pixels: what the family's preprocessing returned; for LLaVA [i, 3, H, W] normalised images.
         taps: intermediates of the tower.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the tower's blocks are run.
 
     Returns:
         [i, n, d] features, patches row by row; and the taps by name.
 
     Raises:
-        ValueError: images of another size, unknown tap or attention.
+        ValueError: images of another size, unknown tap.
     """
-    return config.family.encode_image(params, config, pixels, taps, attention)
+    return config.family.encode_image(params, config, pixels, taps, execution)
 
 
 def project(
@@ -336,41 +356,48 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         sequence.next_position,
         taken(sequence.image, 1, -1),
         taken(sequence.index, 1, -1),
+        None if sequence.note is None else taken(sequence.note, 1, 0),
         sequence.grid,
     )
+
+
+def renumber(sequence: Sequence) -> Sequence:
+    """Gives the tokens of each row the position ids 0, 1, 2, ..., and the next token the next."""
+    slots = jnp.arange(sequence.position.shape[2], dtype=jnp.int32)
+    position = jnp.where(slots < sequence.length[:, None], slots, 0)[:, None]
+    position = jnp.broadcast_to(position, sequence.position.shape)
+    return sequence._replace(position=position, next_position=sequence.length)
+
+
+def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
+    """Slots of the last `count` tokens of each row; 0 in front of those of a shorter row."""
+    return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
 def run_layers(
     params: dict[str, Any],
     config: Any,
-    hidden: Float[Array, "b s e"],
-    position: Int[Array, "b p s"],
-    valid: Bool[Array, "b s"],
-    first: int,
-    last: int,
+    rows: Rows,
+    span: tuple[int, int],
     cache: Cache | None = None,
-    **options: Any,
+    wanted: Wanted = Wanted(),
+    execution: Execution = Execution(),
 ) -> Stage:
-    """Runs the language model's layers [first:last] as one stage; see `decoder.run_layers`.
+    """Runs some of the language model's layers as one stage; see `decoder.run_layers`.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        hidden: [b, s, e] residual stream; embeddings for the first stage.
-        position: [b, p, s] int32 position ids.
-        valid: [b, s] True = token, a prefix of each row.
-        first: first layer.
-        last: layer to stop before.
+        rows: what enters the first layer, with position ids [b, p, s].
+        span: first layer, and the one to stop before.
         cache: the stage's cache to read and extend, or None.
-        **options: `capacity`, `taps`, `query_index`, `remat`, `attention`, `segment` of
-            `decoder.run_layers`.
+        wanted: what to return besides the hidden states.
+        execution: how the layers are run.
 
     Returns:
         A `Stage`: hidden states, the stage's cache, taps.
     """
-    return config.family.run_layers(
-        params, config, hidden, position, valid, first, last, cache, **options
-    )
+    return config.family.run_layers(params, config, rows, span, cache, wanted, execution)
 
 
 def logits(
@@ -385,13 +412,9 @@ def prefill(
     config: Any,
     sequence: Sequence,
     max_new_tokens: int,
-    taps: Ordered[Tap] = (),
-    query_index: Int[Array, "b q"] | None = None,
-    all_logits: bool = False,
-    remat: bool = False,
-    attention: str = "matmul",
     cuts: Ordered[Cut] = (),
-    drop_fn: DropFn | None = None,
+    all_logits: bool = False,
+    execution: Execution = Execution(),
 ) -> Prefill:
     """Runs the language model over a sequence and fills a cache.
 
@@ -401,88 +424,39 @@ def prefill(
         sequence: from `assemble`.
         max_new_tokens: slots to leave free in the cache; a token generated beyond them would not
             be seen by later ones.
-        taps: intermediates, see `decoder.run_layers`; without cuts only.
-        query_index: [b, q] slots of the queries of "attention" taps.
-        all_logits: logits of all slots, for losses and tests, instead of each row's last.
-        remat: recompute blocks in the backward pass.
-        attention: "matmul", "xla" or "cudnn".
-        cuts: places between layers where `drop_fn` drops tokens, in ascending order of layers. Each
+        cuts: places between layers where tokens are dropped, in ascending order of layers. Each
             stage between them has its own length and its own cache.
-        drop_fn: what to drop there.
+        all_logits: logits of all slots, for losses and tests, instead of each row's last.
+        execution: how the layers are run.
 
     Returns:
         A `Prefill`.
 
     Raises:
-        ValueError: unknown tap or attention, layers that do not exist.
+        ValueError: layers that do not exist.
     """
-    options = {"remat": remat, "attention": attention}
     caches, after, first = [], [], 0
-    for number, cut in enumerate(cuts):
-        rows = _query_rows(cut.rows, sequence) if cut.taps else None
-        stage = _stage(
-            params,
-            config,
-            sequence,
-            max_new_tokens,
-            (first, cut.layer),
-            taps=cut.taps,
-            query_index=rows,
-            **options,
-        )
+
+    def run(sequence, span, taps=(), query_index=None):
+        wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens, taps, query_index)
+        stage = run_layers(params, config, sequence.rows, span, None, wanted, execution)
         caches.append(stage.cache._replace(next_position=sequence.next_position))
-        sequence, keep = drop_fn(number, sequence._replace(hidden=stage.hidden), stage.taps)
+        return sequence._replace(hidden=stage.hidden), stage.taps
+
+    for cut in cuts:
+        queries = last_slots(sequence, cut.rows)
+        sequence, keep = cut.drop(*run(sequence, (first, cut.layer), cut.taps, queries))
         sequence = compress(sequence, keep, cut.slots)
+        sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first = cut.layer
-    stage = _stage(
-        params,
-        config,
-        sequence,
-        max_new_tokens,
-        (first, config.text.num_layers),
-        taps=taps,
-        query_index=query_index,
-        **options,
-    )
-    hidden = stage.hidden
+    sequence, _ = run(sequence, (first, config.text.num_layers))
+    hidden = sequence.hidden
     if not all_logits:
         last = jnp.maximum(sequence.length - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    caches.append(stage.cache._replace(next_position=sequence.next_position))
     cache = tuple(caches) if cuts else caches[0]
-    return Prefill(logits(params, config, hidden), cache, stage.taps, tuple(after))
-
-
-def _stage(
-    params: dict[str, Any],
-    config: Any,
-    sequence: Sequence,
-    max_new_tokens: int,
-    span: tuple[int, int],
-    **options: Any,
-) -> Stage:
-    """Runs the layers of a span over a sequence, and makes their cache."""
-    hidden, s = sequence.hidden, sequence.hidden.shape[1]
-    valid = jnp.arange(s) < sequence.length[:, None]
-    return run_layers(
-        params,
-        config,
-        hidden,
-        sequence.position,
-        valid,
-        *span,
-        capacity=s + max_new_tokens,
-        **options,
-    )
-
-
-def _query_rows(rows: str, sequence: Sequence) -> Int[Array, "b q"]:
-    """Slots of the queries that the taps of a cut are taken at."""
-    if rows == "last":
-        return jnp.maximum(sequence.length - 1, 0)[:, None]
-    b, s = sequence.hidden.shape[:2]
-    return jnp.broadcast_to(jnp.arange(s), (b, s))
+    return Prefill(logits(params, config, hidden), cache, tuple(after))
 
 
 def decode_step(
@@ -490,6 +464,7 @@ def decode_step(
     config: Any,
     token: Int[Array, "b"],
     cache: Cache | tuple[Cache, ...],
+    execution: Execution = Execution(),
 ) -> tuple[Float[Array, "b v"], Cache | tuple[Cache, ...]]:
     """Reads one token per row and returns the logits of the next.
 
@@ -499,6 +474,7 @@ def decode_step(
         token: [b] ids.
         cache: the cache of all layers, or a tuple of caches of consecutive stages, whose rows may
             have kept different numbers of tokens. Donate it under jit: it is extended in place.
+        execution: how the layers are run.
 
     Returns:
         [b, v] float32 logits and the extended cache, of the same kind.
@@ -517,7 +493,10 @@ def decode_step(
     for stage in stages:
         last = first + stage.key.shape[0]
         position = jnp.broadcast_to(stage.next_position[:, None, None], (b, p, 1))
-        hidden, stage, _ = run_layers(params, config, hidden, position, valid, first, last, stage)
+        rows = Rows(hidden, position, valid)
+        hidden, stage, _ = run_layers(
+            params, config, rows, (first, last), stage, execution=execution
+        )
         extended.append(stage)
         first = last
     result = extended[0] if isinstance(cache, Cache) else tuple(extended)

@@ -1,7 +1,8 @@
 """Trees of weights by path, and the rules between their leaves and the tensors of a checkpoint."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Transform = Literal["copy", "transpose", "patches"]
@@ -89,17 +90,30 @@ def targets(abstract: Mapping[str, object], rules: Sequence[Rule]) -> list[Targe
         rules: one for each leaf; those of leaves that the model does not have are passed over.
 
     Returns:
-        One target per leaf, in the order of the rules.
+        One target per leaf, in the order of the rules; one for each layer where layers lie apart.
 
     Raises:
         ValueError: the tree has a leaf without a rule.
     """
     flat = flatten(abstract)
-    listed = [_target(rule, flat[rule.path].shape) for rule in rules if rule.path in flat]
+    listed = [
+        _target(part, flat[part.path].shape)
+        for rule in rules
+        for part in ((rule,) if rule.path in flat else _apart(rule, flat))
+    ]
     extra = set(flat) - {target.path for target in listed}
     if extra:
         raise ValueError(f"no name rule for {', '.join(sorted(extra))}")
     return listed
+
+
+def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
+    """A rule for each layer of a weight whose layers lie apart."""
+    for index in itertools.count():
+        path = rule.path.replace("/layers/", f"/layers/{index}/")
+        if path not in flat:
+            return
+        yield rule._replace(path=path, name=rule.name.format(index))
 
 
 def _target(rule: Rule, shape: tuple[int, ...]) -> Target:

@@ -101,17 +101,18 @@ def spec_of(name: str, rules: Rules) -> P:
 
     Args:
         name: path joined by "/".
-        rules: ordered (pattern, spec) pairs.
+        rules: ordered (pattern, spec) pairs, those of layers for stacked ones.
 
     Returns:
-        The spec.
+        The spec; for a layer that lies apart, that of the stack without its first axis.
 
     Raises:
         ValueError: no rule matches.
     """
+    stacked, apart = re.subn(r"(^|/)layers/\d+/", r"\1layers/", name)
     for pattern, spec in rules:
-        if matches(name, pattern):
-            return spec
+        if matches(stacked, pattern):
+            return P(*spec[1:]) if apart else spec
     raise ValueError(f"no sharding rule matches {name!r}")
 
 

@@ -45,12 +45,14 @@ from stepprune_jax.policy.objective import (
 from stepprune_jax.policy.params import (
     ParamSpec,
     abstract_policy,
+    cast_weights,
     draw_params,
     init_policy,
     param_paths,
     param_specs,
     partition_rules,
 )
+from stepprune_jax.policy.pick import Picks, Ranked, pick, rank
 from stepprune_jax.policy.rollout import (
     hard_feedback,
     plain_rollout,
@@ -67,7 +69,7 @@ from stepprune_jax.policy.scores import (
     straight_through_credit,
     trajectory_scores,
 )
-from stepprune_jax.policy.select import Picks, pick, select, select_parallel
+from stepprune_jax.policy.select import select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
 
@@ -80,12 +82,14 @@ __all__ = [
     "Picks",
     "PolicyConfig",
     "Pruned",
+    "Ranked",
     "Trajectory",
     "abstract_policy",
     "alive_probability",
     "apply_gate",
     "bucket_ladder",
     "calibrate_stop_bias",
+    "cast_weights",
     "choose_bucket",
     "cosine_anneal",
     "count_at_bias",
@@ -118,6 +122,7 @@ __all__ = [
     "polarisation_temperature",
     "policy_metrics",
     "prune",
+    "rank",
     "restore",
     "saved_rollout",
     "scale_gate",

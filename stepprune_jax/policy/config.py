@@ -47,6 +47,8 @@ class PolicyConfig:
       max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)).
       min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
       temperature: tau of the pointer softmax, Eq. (6).
+      group: Tokens taken from one pointer distribution, best first; see `select`. 1 looks at the
+        history before every token.
       stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
         sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
         `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its own
@@ -102,6 +104,7 @@ class PolicyConfig:
     max_steps: int | None = None
     min_tokens: int = 1
     temperature: Number = 1.0
+    group: int = 1
     stop: str = "hazard"
     stop_temperature: Number = 0.5
     stop_bias: Number = -1.0
@@ -130,7 +133,7 @@ class PolicyConfig:
         for name, choices in CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
         positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
-        positive += ("temperature", "stop_temperature")
+        positive += ("group", "temperature", "stop_temperature")
         positive += ("polarisation_temperature", "polarisation_start", "probe_weight", "gain_bound")
         for name in positive:
             self._require(name, getattr(self, name) > 0, "a positive number")

@@ -41,11 +41,15 @@ class Context(NamedTuple):
     stop: Float[Array, "b d"]
 
 
-class Cache(NamedTuple):
-    """Keys and values of the queries so far: inner layers, hazard if there is one, pointer."""
+class History(NamedTuple):
+    """Keys and values of the queries so far, as one attention sees them."""
 
-    key: tuple[Float[Array, "b h t c"], ...]
-    value: tuple[Float[Array, "b h t c"], ...]
+    key: Float[Array, "b h t c"]
+    value: Float[Array, "b h t c"]
+
+
+# One for each inner layer, for the hazard if there is one, and for the pointer.
+Cache = tuple[History, ...]
 
 
 class Decoder(NamedTuple):
@@ -54,6 +58,13 @@ class Decoder(NamedTuple):
     query: Float[Array, "b d"]
     context: Any
     cache: Any
+
+
+def empty_history(config: PolicyConfig, memory: Float[Array, "b m d"], rows: int) -> History:
+    """Room for the keys and values of so many queries."""
+    b, _, d = memory.shape
+    empty = jnp.zeros((b, config.num_heads, rows, d // config.num_heads), memory.dtype)
+    return History(empty, empty)
 
 
 def pointer_init(
@@ -70,7 +81,8 @@ def pointer_init(
     slots = layers.layer_norm(pointer["memory_norm"], memory)
     keys, values = [], []
     readers = [(weights[f"layer_{i}"], memory) for i in range(config.decoder_layers - 1)]
-    if config.stop == "hazard":
+    hazard = config.stop == "hazard"
+    if hazard:
         readers.append((weights["hazard"], jax.lax.stop_gradient(memory)))
     for layer, seen in readers:
         cross = layer["cross"]
@@ -80,70 +92,74 @@ def pointer_init(
     context = Context(
         layers.dense(pointer["key"], slots), tuple(keys), tuple(values), memory_mask, memory[:, -1]
     )
-    empty = jnp.zeros((b, heads, steps, d // heads), memory.dtype)
-    histories = (empty,) * (config.decoder_layers + (config.stop == "hazard"))
-    cache = Cache(histories, histories)
+    cache = (empty_history(config, memory, steps),) * (config.decoder_layers + hazard)
     start = jnp.broadcast_to(weights["start"].astype(memory.dtype), (b, d))
     return Decoder(start, context, cache)
 
 
-def _history(params: Params, config: PolicyConfig, x, key, value, first):
-    """Causal self-attention of queries `first, first + 1, ...` over the cache and themselves."""
+def history_attention(params: Params, config: PolicyConfig, x, past: History, first, skip=0):
+    """Causal self-attention of queries `first, first + 1, ...` over the past and themselves.
+
+    Rows of the cache before `skip` hold no query.
+    """
     y = layers.layer_norm(params["norm"], x)
     weights = params["attention"]
     q, k, v = (
         layers.split_heads(layers.dense(weights[name], y), config.num_heads)
         for name in ("query", "key", "value")
     )
-    key = jax.lax.dynamic_update_slice_in_dim(key, k, first, axis=2)
-    value = jax.lax.dynamic_update_slice_in_dim(value, v, first, axis=2)
-    row = first + jnp.arange(x.shape[1])
-    mask = jnp.arange(key.shape[2]) <= row[:, None]
+    key = jax.lax.dynamic_update_slice_in_dim(past.key, k, first, axis=2)
+    value = jax.lax.dynamic_update_slice_in_dim(past.value, v, first, axis=2)
+    row, last = jnp.arange(key.shape[2]), first + jnp.arange(x.shape[1])
+    mask = (row >= skip) & (row <= last[:, None])
     mixed = layers.merge_heads(layers.attention(q, key, value, mask[None, None]))
-    return x + layers.dense(weights["out"], mixed), key, value
+    return x + layers.dense(weights["out"], mixed), History(key, value)
 
 
-def _cross(params: Params, config: PolicyConfig, x, key, value, memory_mask):
-    """Cross-attention of the queries to the memory slots."""
-    weights = params["attention"]
-    q = layers.dense(weights["query"], layers.layer_norm(params["norm"], x))
+def finish_layer(layer: Params, config: PolicyConfig, context: Context, i: int, x):
+    """A decoder layer after its history: cross-attention to the slots, number `i`, and MLP."""
+    weights = layer["cross"]["attention"]
+    q = layers.dense(weights["query"], layers.layer_norm(layer["cross"]["norm"], x))
     q = layers.split_heads(q, config.num_heads)
-    mixed = layers.attention(q, key, value, memory_mask[:, None, None])
-    return x + layers.dense(weights["out"], layers.merge_heads(mixed))
+    mask = context.memory_mask[:, None, None]
+    mixed = layers.attention(q, context.cross_key[i], context.cross_value[i], mask)
+    x = x + layers.dense(weights["out"], layers.merge_heads(mixed))
+    return x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x))
 
 
-def _layer(layer: Params, config: PolicyConfig, context: Context, x, cache: Cache, i: int, first):
+def decoder_layer(
+    layer: Params, config: PolicyConfig, context: Context, i: int, x, past: History, first, skip=0
+):
     """A whole decoder layer, number `i` of those with cross-attention."""
-    x, key, value = _history(layer["history"], config, x, cache.key[i], cache.value[i], first)
-    slots = (context.cross_key[i], context.cross_value[i], context.memory_mask)
-    x = _cross(layer["cross"], config, x, *slots)
-    return x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x)), key, value
+    x, past = history_attention(layer["history"], config, x, past, first, skip)
+    return finish_layer(layer, config, context, i, x), past
 
 
-def _hazard(layer: Params, config: PolicyConfig, context: Context, x, cache: Cache, first):
-    """Stop logits of queries `x`, and the history's keys and values.
+def hazard_logits(params: Params, config: PolicyConfig, context: Context, x, past: History, first):
+    """Stop logits [b, t] of queries `first, first + 1, ...`, and the hazard's history with them.
 
     It sees queries and memory without a gradient to them. The stop slot is its readout, and the
     step a clock, since attention over a history does not tell how long it is.
     """
+    layer = params["decoder"]["hazard"]
     wide = layers.score_dtype(x.dtype)
     elapsed = jnp.log1p((first + jnp.arange(x.shape[1])).astype(wide))[:, None]
     x = jax.lax.stop_gradient(x) + (elapsed * layer["clock"]).astype(x.dtype)
-    x, key, value = _layer(layer, config, context, x, cache, config.decoder_layers - 1, first)
+    x, past = decoder_layer(layer, config, context, config.decoder_layers - 1, x, past, first)
     read = layers.layer_norm(layer["read"], x).astype(wide)
-    return jnp.einsum("btd,bd->bt", read, context.stop.astype(wide)), key, value
+    return jnp.einsum("btd,bd->bt", read, context.stop.astype(wide)), past
 
 
 def _decode(params, config, context, queries, cache, first):
     """Pointer logits of queries `[b, t, d]` at steps `first, first + 1, ...`."""
-    weights, x, last = params["decoder"], queries, config.decoder_layers - 1
+    weights, x = params["decoder"], queries
     histories = []
-    for i in range(last):
-        x, *history = _layer(weights[f"layer_{i}"], config, context, x, cache, i, first)
-        histories.append(history)
+    for i in range(config.decoder_layers - 1):
+        layer = weights[f"layer_{i}"]
+        x, past = decoder_layer(layer, config, context, i, x, cache[i], first)
+        histories.append(past)
     pointer = weights["pointer"]
-    at = (cache.key[-1], cache.value[-1], first)
-    x, *history = _history(pointer["history"], config, x, *at)
+    x, history = history_attention(pointer["history"], config, x, cache[-1], first)
     query = layers.dense(pointer["query"], layers.layer_norm(pointer["norm"], x))
     # Full float32 also where the hardware would round products: near-ties decide the selection.
     logits = jnp.matmul(
@@ -153,12 +169,12 @@ def _decode(params, config, context, queries, cache, first):
         preferred_element_type=layers.score_dtype(query.dtype),
     ) / math.sqrt(query.shape[-1])
     if config.stop == "hazard":
-        stop, *own = _hazard(weights["hazard"], config, context, queries, cache, first)
+        past = cache[config.decoder_layers - 1]
+        stop, past = hazard_logits(params, config, context, queries, past, first)
         # Not a concatenation: fused with the readout, XLA's CUDA backend fails to compile it.
         logits = logits.at[..., -1].set(stop)
-        histories.append(own)
-    key, value = zip(*histories, history, strict=True)
-    return logits, Cache(key, value)
+        histories.append(past)
+    return logits, (*histories, history)
 
 
 def pointer_step(

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.checks import checked, is_static, require
-from stepprune_jax.policy.select import Picks
+from stepprune_jax.policy.pick import Picks
 from stepprune_jax.policy.trajectory import Trajectory
 
 ORDERS = ("raster", "pick")

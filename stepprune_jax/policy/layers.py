@@ -13,6 +13,8 @@ from stepprune_jax.policy.params import Params
 # where everything is masked, and small enough that sums over hundreds of steps stay finite.
 MASKED = -1e9
 
+NORM_EPSILON = 1e-5
+
 
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Dtype of scores and softmaxes for activations of `dtype`: float32 at least."""
@@ -28,7 +30,7 @@ def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     """Layer normalisation over the last axis, in float32 at least; `bias` is optional."""
     wide = x.astype(score_dtype(x.dtype))
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + NORM_EPSILON)
     wide = wide * params["scale"]
     return (wide + params["bias"] if "bias" in params else wide).astype(x.dtype)
 

@@ -20,12 +20,14 @@ from stepprune_jax.policy.checks import checked, require_finite
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
+from stepprune_jax.policy.episode import Bounds
 from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, gather
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
 from stepprune_jax.policy.params import Params
+from stepprune_jax.policy.pick import pick
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
-from stepprune_jax.policy.select import pick, read_bounds, select, select_parallel
+from stepprune_jax.policy.select import select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import Trajectory, count_at_bias, log_price_growth
 
@@ -248,18 +250,12 @@ def policy_metrics(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_steps"))
-def _choose(params, config, image, text, masks, stats, limits, stop_bias, max_steps):
-    slots, _ = _encoded(params, config, image, text, *masks, 1.0, stats)
-    return pick(
-        params,
-        config,
-        slots,
-        image_mask=masks[0],
-        max_steps=max_steps,
-        stop_bias=stop_bias,
-        **limits._asdict(),
-    )
+@functools.partial(jax.jit, static_argnames=("config", "max_steps", "group"))
+def _choose(params, config, inputs: dict[str, Any], bounds: dict[str, Any], *, max_steps, group):
+    """Encodes `inputs` and picks within `bounds`, both keyword arguments by name."""
+    slots, _ = _encoded(params, config, text_gate=1.0, **inputs)
+    mask = inputs["image_mask"]
+    return pick(params, config, slots, image_mask=mask, max_steps=max_steps, group=group, **bounds)
 
 
 _gather = jax.jit(gather, static_argnames=("capacity", "order"))
@@ -280,6 +276,7 @@ def prune(
     max_tokens: ArrayLike | None = None,
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
+    group: int | None = None,
     ladder: Sequence[int] | None = None,
     order: str = "raster",
 ) -> Pruned:
@@ -301,6 +298,7 @@ def prune(
       max_tokens: Largest count of a row.
       stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
       max_steps: T_max; default `config.steps(n)`.
+      group: Tokens taken from one pointer distribution; default `config.group`.
       ladder: Bucket sizes; default `bucket_ladder(T_max)`.
       order: Order of the kept tokens, as in `gather`.
 
@@ -312,9 +310,16 @@ def prune(
         the counts are known.
     """
     require_finite("image", image, image_mask)
-    steps, limits = read_bounds(config, *image.shape[:2], max_steps, min_tokens, max_tokens, budget)
+    bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
+    steps, limits = bounds.read(config, *image.shape[:2])
+    exact = {"budget": limits.max_tokens}
     picks = _choose(
-        params, config, image, text, (image_mask, text_mask), stats, limits, stop_bias, steps
+        params,
+        config,
+        dict(image=image, text=text, image_mask=image_mask, text_mask=text_mask, stats=stats),
+        (limits._asdict() if budget is None else exact) | {"stop_bias": stop_bias},
+        max_steps=steps,
+        group=bounds.tokens_a_step(config, image.shape[1]),
     )
     sizes = bucket_ladder(steps) if ladder is None else ladder
     return _gather(picks, image, choose_bucket(picks.count, sizes), order=order)

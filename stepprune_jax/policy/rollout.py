@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.checks import require
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import Decoder
+from stepprune_jax.policy.episode import Episode
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.trajectory import Limits, step_distribution
 
@@ -39,6 +41,12 @@ class Operands(NamedTuple):
     cache: Any
     stop_bias: Float[Array, "b"]
 
+    @classmethod
+    def of(cls, params: Any, episode: Episode) -> "Operands":
+        """The operands of an episode."""
+        query, context, cache = episode.decoder
+        return cls(params, context, episode.slots, query, cache, episode.stop_bias)
+
 
 class Rollout(NamedTuple):
     """What the loop records: unmasked logits and the token pointed at, time first."""
@@ -49,8 +57,22 @@ class Rollout(NamedTuple):
 
 def best_token(logits: Float[Array, "*b m"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:
     """Masked argmax over the image slots; ties go to the lowest index."""
-    lowest = jnp.finfo(logits.dtype).min
-    return jnp.argmax(jnp.where(available, logits[..., :-1], lowest), axis=-1).astype(jnp.int32)
+    return jnp.argmax(_left(logits, available), axis=-1).astype(jnp.int32)
+
+
+def best_tokens(
+    logits: Float[Array, "b m"], available: Bool[Array, "b n"], group: int
+) -> tuple[Int[Array, "b g"], Float[Array, "b g"]]:
+    """The `group` best image slots, best first, and their logits; ties as in `best_token`."""
+    left = _left(logits, available)
+    if group == 1:
+        return best_token(logits, available)[:, None], jnp.max(left, axis=-1, keepdims=True)
+    strongest, choice = jax.lax.top_k(left, group)
+    return choice.astype(jnp.int32), strongest
+
+
+def _left(logits: Float[Array, "*b m"], available: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
+    return jnp.where(available, logits[..., :-1], jnp.finfo(logits.dtype).min)
 
 
 @jax.custom_vjp
@@ -93,6 +115,41 @@ def pick_step(choice: Int[Array, "t b"], num_tokens: int) -> Int[Array, "b n"]:
     step = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32)[:, None], (steps, b))
     never = jnp.full((b, num_tokens), steps, jnp.int32)
     return never.at[jnp.arange(b)[None], choice].min(step)
+
+
+def hold(config: PolicyConfig, logits: Float[Array, "b t m"], group: int) -> Float[Array, "b t m"]:
+    """Replaces the logits of each step by those of its group's first; a hazard keeps its own."""
+    if group == 1:
+        return logits
+    step = jnp.arange(logits.shape[1])
+    held = logits[:, step - step % group]
+    return held.at[..., -1].set(logits[..., -1]) if config.stop == "hazard" else held
+
+
+def grouped(episode: Episode, step_fn: Callable[..., Any]) -> tuple[Episode, Callable[..., Any]]:
+    """An episode whose steps point with the logits of their group's first step.
+
+    The logits of all steps are one more leaf of the decoder's cache, written and read as an
+    append-only `step_fn` may.
+    """
+    query, context, cache = episode.decoder
+    group = episode.group
+    if group == 1:
+        return episode, step_fn
+
+    def held_step(params, config, context, query, cache, step):
+        cache, logits = cache
+        own, cache = step_fn(params, config, context, query, cache, step)
+        logits = jax.lax.dynamic_update_slice_in_dim(
+            logits, own[:, None].astype(logits.dtype), step, axis=1
+        )
+        held = jax.lax.dynamic_index_in_dim(logits, step - step % group, axis=1, keepdims=False)
+        held = held.at[:, -1].set(own[:, -1]) if config.stop == "hazard" else held
+        return held, (cache, logits)
+
+    b, m, _ = episode.slots.shape
+    logits = jnp.zeros((b, episode.steps, m), score_dtype(episode.slots.dtype))
+    return episode._replace(decoder=Decoder(query, context, (cache, logits))), held_step
 
 
 def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, choice):

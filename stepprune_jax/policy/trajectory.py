@@ -86,6 +86,20 @@ def log_price_growth(
     return config.price_growth * jnp.log(share)
 
 
+def biased_stop(
+    config: PolicyConfig,
+    logit: Float[Array, "*b"],
+    step: Int[Array, "*#b"],
+    num_tokens: Int[Array, "*#b"],
+    stop_bias: Float[Array, "*#b"],
+) -> Float[Array, "*b"]:
+    """The stop logit at `step` with all that is added to it, of rows of so many real tokens."""
+    stop = logit + config.stop_bias + stop_bias
+    if config.price_growth:
+        stop = stop + log_price_growth(config, step + 1, num_tokens).astype(stop.dtype)
+    return stop
+
+
 def stop_margin(
     config: PolicyConfig,
     logits: Float[Array, "*b m"],
@@ -95,12 +109,10 @@ def stop_margin(
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
     """Masked image logits, the biased stop logit, and its margin over the best token or 0."""
     image = jnp.where(available, logits[..., :-1], MASKED)
-    stop = logits[..., -1] + config.stop_bias + stop_bias
-    if config.price_growth:
-        real = step + jnp.sum(available, axis=-1)  # a step takes one of them: padding has no say
-        stop = stop + log_price_growth(config, step + 1, real).astype(stop.dtype)
-    rival = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
-    return image, stop, stop - rival
+    real = step + jnp.sum(available, axis=-1)  # a step takes one of them: padding has no say
+    stop = biased_stop(config, logits[..., -1], step, real, stop_bias)
+    strongest = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
+    return image, stop, stop - strongest
 
 
 def hard_stop(

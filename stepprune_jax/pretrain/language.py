@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Rows, Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy.noise_gate import (
@@ -130,7 +131,8 @@ def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
     full = config.max_image_tokens
     everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
     if shown.kept is None and not shown.noisy:
-        return vlm.encode_image(params, config, pixels)[0], everything, everything >= 0
+        features, _ = vlm.encode_image(params, config, pixels)
+        return features, everything, everything >= 0
     tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
     features, taps = vlm.encode_image(params, config, pixels, (tap,))
     attention = jax.lax.stop_gradient(next(iter(taps.values()))[..., 1:].mean(1))
@@ -215,17 +217,9 @@ def run_packed(
     shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
     segment = jnp.concatenate([shared, packed.segment], axis=1)
     middle = Tap("hidden", config.text.num_layers // 2)
-    stage = vlm.run_layers(
-        params,
-        config,
-        hidden,
-        position[:, None],
-        segment >= 0,
-        0,
-        config.text.num_layers,
-        segment=segment,
-        taps=(middle,),
-    )
+    rows = Rows(hidden, position[:, None], segment >= 0, segment)
+    span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
+    stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
 
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (shared.shape[1] + slot)[..., None], axis=1)

@@ -268,7 +268,7 @@ def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
     texts = [turn for sample in data.samples for turn in sample.turns]
-    old = load_vlm(run.init, dtype=np.float32) if run.init else None
+    old = load_vlm(run.init, dtype=np.float32, layers="stacked") if run.init else None
     if old is not None:
         texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
     tokenizer = build_tokenizer(texts)

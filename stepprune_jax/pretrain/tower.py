@@ -53,7 +53,8 @@ def tower_loss(
       The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
       mean absolute error.
     """
-    hidden, _ = clip.encode(trained["vision"], config.vision, pixels, config.feature_layer)
+    vision = trained["vision"]
+    hidden, _ = clip.encode(vision, config.vision, pixels, config.feature_layer)
     total, scalars = jnp.zeros(()), {}
     for name, label in labels.items():
         head = trained["heads"][name]

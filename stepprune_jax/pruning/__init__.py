@@ -3,12 +3,14 @@
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.pruning.base import (
+    POSITIONS,
     Budget,
     Kept,
     LayerCut,
     Pruner,
     Ranker,
     Ranking,
+    Survivors,
     Trained,
     View,
 )
@@ -19,12 +21,15 @@ from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
+from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
+    "POSITIONS",
     "PRUNERS",
     "AllTokens",
     "AutoSelect",
@@ -41,10 +46,14 @@ __all__ = [
     "PruMerge",
     "PruMergePlus",
     "Pruner",
+    "PyramidDrop",
     "Random",
     "Ranker",
     "Ranking",
+    "SparseVLM",
+    "SparseVLMv2",
     "StepPrune",
+    "Survivors",
     "TopV",
     "Trained",
     "View",

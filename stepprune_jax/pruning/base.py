@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
 
 EXACT = ("count", "rate")
 KINDS = ("all", *EXACT, "mean", "own")
+# Position ids of kept tokens that a user may ask for; "own" is `Pruner.positions`.
+POSITIONS = (*vlm.POSITIONS, "own")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +226,10 @@ class Pruner:
     after_projector: ClassVar[bool] = False
     # Whether it is the unpruned model at a budget of all tokens.
     exact_when_full: ClassVar[bool] = True
+    # Options that say how many tokens are left, so that no budget has to.
+    schedules: ClassVar[tuple[str, ...]] = ()
+    # Position ids of kept tokens in its authors' program; see `vlm.assemble`.
+    positions: ClassVar[str] = "original"
 
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses what cannot work, before anything is loaded.
@@ -269,6 +276,14 @@ class Pruner:
         """
         return self
 
+    def prepare(self, weights: Any) -> Any:
+        """Returns the weights of a policy as its programs read them; runs once, when it is loaded.
+
+        Args:
+            weights: as the policy's file has them.
+        """
+        return weights
+
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Chooses the tokens that enter the language model.
 
@@ -301,9 +316,35 @@ class Pruner:
         del config, num_tokens
         return ()
 
-    def stays(self, cut: "LayerCut", num_tokens: int) -> int:
-        """Returns how many tokens of an image of so many stay behind a cut."""
-        return cut.budget.count(num_tokens)
+    def survivors(self, config: Any, num_tokens: int) -> tuple["Survivors", ...]:
+        """Says how many tokens of an image are left behind each cut.
+
+        Args:
+            config: the model's.
+            num_tokens: tokens of the image that enter the language model.
+
+        Returns:
+            One for each of `cuts`.
+        """
+        del config, num_tokens
+        return ()
+
+    def layer_tokens(self, config: Any, num_tokens: int) -> list[int]:
+        """Counts the tokens of an image that enter each layer of the language model.
+
+        Args:
+            config: the model's.
+            num_tokens: tokens of the image; with a learned stop, those that it kept.
+
+        Returns:
+            A count for each layer, as `flops.llm_flops` takes them once the text is added.
+        """
+        entering = self.entering(num_tokens)
+        entering = num_tokens if entering is None else entering
+        cuts, counts = self.cuts(config, num_tokens), [entering] * config.text.num_layers
+        for cut, left in zip(cuts, self.survivors(config, entering), strict=True):
+            counts[cut.layer :] = [sum(left)] * (len(counts) - cut.layer)
+        return counts
 
     def drop(
         self,
@@ -320,7 +361,8 @@ class Pruner:
             cut: which one.
             sequence: the rows before it.
             taps: the cut's intermediates by name.
-            count: [b, j] tokens of each image that shall stay, as `stays` says.
+            count: [b, j] tokens of each image that stay, those that others are merged into not
+                counted: `Survivors.kept`.
 
         Returns:
             The rows, whose visual tokens may have been merged, and which slots stay. Text stays.
@@ -333,15 +375,27 @@ class LayerCut(NamedTuple):
 
     Attributes:
         layer: layers run before it, at least 1.
-        budget: tokens that stay, of those that an image has.
-        taps: intermediates of the language model's earlier layers that the choice depends on.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "all".
+        taps: intermediates of the language model that the choice depends on: of the layers since
+            the cut before this one, and the attention of the layer behind it.
+        rows: queries of "attention" taps: "last", that of the prompt's last token, or "text", those
+            of as many last tokens as the longest text has, which are `vlm.last_slots`.
     """
 
     layer: int
-    budget: Budget
     taps: tuple[Tap, ...] = ()
     rows: str = "last"
+
+
+class Survivors(NamedTuple):
+    """How many tokens of an image are left behind a cut.
+
+    Attributes:
+        kept: of those before it.
+        merged: further ones, which dropped tokens were merged into.
+    """
+
+    kept: int
+    merged: int = 0
 
 
 class Ranker(Pruner):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, keep_best
+from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
 
 ORDERS = ("set", "norm")
 
@@ -75,16 +75,16 @@ class Dart(Pruner):
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
         del config, num_tokens
-        taps = (Tap("keys", self.layer - 1), Tap("normed", self.layer))
-        return (LayerCut(self.layer, self.budget, taps),)
+        return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
 
-    def stays(self, cut: LayerCut, num_tokens: int) -> int:
-        """Returns what the pivots take of an image of so many tokens, and those of the image."""
-        budget = cut.budget.count(num_tokens)
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns what the pivots take, and those of the image."""
+        del config
+        budget = self.budget.count(num_tokens)
         if budget >= num_tokens:
-            return num_tokens
+            return (Survivors(num_tokens),)
         taken = budget // self._pivots * self._pivots
-        return max(1, min(num_tokens, taken + self.pivot_image_token))
+        return (Survivors(max(1, min(num_tokens, taken + self.pivot_image_token))),)
 
     def drop(
         self,

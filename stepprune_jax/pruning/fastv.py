@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, keep_best
+from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FastV(Pruner):
         depth = config.text.num_layers
         if not 1 <= self.layer < depth:
             raise ValueError(f"fastv: layer is {self.layer}, expected 1 to {depth - 1}")
-        if self.average and self._share(config, num_tokens) <= 0:
+        if self.average and self._budget(config, num_tokens) is None:
             raise ValueError(
                 f"fastv: an average of {self.budget} over {depth} layers is out of reach, as the "
                 f"first {self.layer} see all {num_tokens} tokens"
@@ -55,15 +55,19 @@ class FastV(Pruner):
 
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
-        budget = self.budget
-        if self.average:
-            budget = Budget("rate", self._share(config, num_tokens))
-        return (LayerCut(self.layer, budget, (Tap("attention", self.layer - 1),), "last"),)
+        del config, num_tokens
+        return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
-    def _share(self, config: Any, num_tokens: int) -> Fraction:
-        """The share that has to stay from layer K on for the budget to be the mean."""
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns what stays from layer K on."""
+        budget = self._budget(config, num_tokens) if self.average else self.budget
+        return (Survivors(budget.count(num_tokens)),)
+
+    def _budget(self, config: Any, num_tokens: int) -> Budget | None:
+        """What has to stay from layer K on for the budget to be the mean; None if nothing may."""
         depth, share = config.text.num_layers, Fraction(self.budget.count(num_tokens), num_tokens)
-        return (depth * share - self.layer) / (depth - self.layer)
+        share = (depth * share - self.layer) / (depth - self.layer)
+        return Budget("rate", share) if share > 0 else None
 
     def drop(
         self,

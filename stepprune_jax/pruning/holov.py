@@ -42,6 +42,7 @@ class HoloV(Pruner):
     budgets: ClassVar[tuple[str, ...]] = EXACT
     after_projector: ClassVar[bool] = True
     exact_when_full: ClassVar[bool] = False
+    positions: ClassVar[str] = "compact"
 
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses models without a class token, and no crops."""

@@ -4,6 +4,8 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
+from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
@@ -30,6 +34,9 @@ PRUNERS: dict[str, type[Pruner]] = {
         Grid,
         Cls,
         FastV,
+        SparseVLM,
+        SparseVLMv2,
+        PyramidDrop,
         Dart,
         TopV,
         VisionZip,
@@ -101,7 +108,8 @@ def make_method(
         raise ValueError(f"{name} has no stop: a stop bias (--stop_bias) has no effect on it")
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
-    elif budget is None and kind.budgets != ("all",):  # all tokens only if that is asked for
+    elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*(options or {})}:
+        # All tokens only if that is asked for.
         raise ValueError(_wrong_budget(kind, Budget()))
     elif not isinstance(budget, Budget):
         budget = Budget.parse(budget)
@@ -117,8 +125,8 @@ def make_method(
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
-    params = Trained(policy.params, policy.stats, bias)
-    return Method(kind(budget=budget, config=policy.config, **fields), params)
+    pruner = kind(budget=budget, config=policy.config, **fields)
+    return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
 
 
 def _name_of(policy: TrainedPolicy) -> str:
@@ -142,12 +150,27 @@ def _wrong_budget(kind: type[Pruner], budget: Budget) -> str:
 
 
 def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """An option's value, of the type of its default."""
-    if isinstance(value, str) and not isinstance(field.default, str):
+    """An option's value, of the type of its field."""
+    expected, *none = (
+        typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    )
+    if isinstance(value, str) and expected is not str:
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value)
-    expected = int if field.default is None else type(field.default)
-    number = expected is float and isinstance(value, int) and not isinstance(value, bool)
-    if type(value) is not expected and not number and value is not field.default:
+    if none and value is None:
+        return None
+    if typing.get_origin(expected) is tuple:
+        member = typing.get_args(expected)[0]
+        if not isinstance(value, list | tuple) or not all(_is(member, x) for x in value):
+            raise ValueError(
+                f"{name}: option {field.name} is {value!r}, expected a list of {member.__name__}"
+            )
+        return tuple(value)
+    if not _is(expected, value):
         raise ValueError(f"{name}: option {field.name} is {value!r}, expected {expected.__name__}")
-    return float(value) if number else value
+    return float(value) if expected is float else value
+
+
+def _is(expected: type, value: Any) -> bool:
+    """Whether a value is of a type; integers are numbers, truth values are not."""
+    return type(value) is expected or (expected is float and type(value) is int)

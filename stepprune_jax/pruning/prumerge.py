@@ -44,6 +44,7 @@ class PruMerge(Pruner):
     label = "PruMerge"
     budgets: ClassVar[tuple[str, ...]] = ("own", *EXACT)
     exact_when_full: ClassVar[bool] = False
+    positions: ClassVar[str] = "compact"
 
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses models without a class token, and a negative number of neighbours."""

@@ -1,7 +1,7 @@
 """StepPrune as a pruner: a pointer decoder picks tokens one by one and stops by itself."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,15 +28,21 @@ class StepPrune(Ranker):
 
     Attributes:
         config: of the policy.
+        group: tokens taken from one pointer distribution; None as the policy was trained.
     """
 
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    group: int | None = None
 
     name = "stepprune"
     label = "StepPrune"
     budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
     reads_text: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
+
+    def __post_init__(self):
+        if self.group is not None and self.group < 1:
+            raise ValueError(f"stepprune: option group is {self.group}, expected at least 1")
 
     def most(self, num_tokens: int) -> int:
         """Returns T_max."""
@@ -47,18 +53,21 @@ class StepPrune(Ranker):
         kind = "all" if self.budget.is_exact else "own"
         return dataclasses.replace(self, budget=Budget(kind))
 
+    def prepare(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Casts them to the compute dtype."""
+        return policy.cast_weights(weights, self.config.dtype)
+
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Rolls the policy out past its stop, whose margins are kept; the bias is left out."""
-        # As in inference: the chosen slot itself is fed back.
-        trajectory = policy.select(
+        ranked = policy.rank(
             params.weights,
             self.config,
             self._memory(params, view),
             image_mask=view.valid,
             max_steps=steps,
-            feedback_fn=policy.hard_feedback,
+            group=self.group,
         )
-        return Ranking(trajectory.choice, trajectory.margin)
+        return Ranking(ranked.choice, ranked.margin)
 
     def counts(
         self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]
@@ -74,7 +83,7 @@ class StepPrune(Ranker):
         """Runs the loop until every row has stopped."""
         r, n = view.tokens.shape[:2]
         if self.budget.is_exact:
-            limits = {"min_tokens": view.count, "max_tokens": view.count}
+            limits = {"budget": view.count}
         else:
             sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
             limits = {"max_tokens": self._longest(sizes, n), "stop_bias": params.stop_bias}
@@ -84,6 +93,7 @@ class StepPrune(Ranker):
             self._memory(params, view),
             image_mask=view.valid,
             max_steps=self.config.steps(n),
+            group=self.group,
             **limits,
         )
         pruned = policy.gather(picks, view.tokens, capacity)

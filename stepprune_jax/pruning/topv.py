@@ -15,7 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, evenly, keep_best
+from stepprune_jax.pruning.base import (
+    Budget,
+    LayerCut,
+    Pruner,
+    Survivors,
+    evenly,
+    keep_best,
+)
 
 _LOWEST = -1e30
 
@@ -73,7 +80,12 @@ class TopV(Pruner):
         """Returns the cut behind the layer."""
         del config, num_tokens
         taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))
-        return (LayerCut(self.layer + 1, self.budget, taps),)
+        return (LayerCut(self.layer + 1, taps),)
+
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns what stays behind the layer."""
+        del config
+        return (Survivors(self.budget.count(num_tokens)),)
 
     def drop(
         self,

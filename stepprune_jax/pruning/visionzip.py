@@ -35,6 +35,7 @@ class VisionZip(Pruner):
     label = "VisionZip"
     budgets: ClassVar[tuple[str, ...]] = EXACT
     exact_when_full: ClassVar[bool] = False
+    positions: ClassVar[str] = "compact"
 
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses models without a class token, and budgets without room for both kinds."""

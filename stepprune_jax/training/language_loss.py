@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
 
@@ -45,14 +46,12 @@ class ForwardOptions(NamedTuple):
     """How the frozen model is run; static.
 
     Attributes:
-        attention: "matmul", "xla" or "cudnn".
-        remat: whether the backward pass recomputes blocks.
+        execution: how its layers are run.
         rows: rows at a time; 0 for all at once.
         mesh: what rows are split over.
     """
 
-    attention: str = "matmul"
-    remat: bool = False
+    execution: Execution = Execution()
     rows: int = 0
     mesh: Mesh | None = None
 
@@ -181,19 +180,9 @@ def row_losses(
         jax.tree.map(lambda part: part[:, None], visual),
         capacity=targets.ids.shape[1] - 1 + k,
     )
-    embeddings = constrain_rows(options.mesh, sequence.hidden)
-    valid = jnp.arange(embeddings.shape[1]) < sequence.length[:, None]
-    hidden = vlm.run_layers(
-        params,
-        model,
-        embeddings,
-        sequence.position,
-        valid,
-        0,
-        model.text.num_layers,
-        attention=options.attention,
-        remat=options.remat,
-    ).hidden
+    sequence = sequence._replace(hidden=constrain_rows(options.mesh, sequence.hidden))
+    span = (0, model.text.num_layers)
+    hidden = vlm.run_layers(params, model, sequence.rows, span, execution=options.execution).hidden
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
     place = jnp.maximum(targets.place - (k - kept.count)[:, None], 0)

@@ -123,7 +123,9 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
     """Loads the frozen model, once the data are known to be good."""
     folder, vision_folder = model_folders(run)
     mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
-    model = load_vlm(folder, mesh, dtype, vision_folder=vision_folder, progress=progress)
+    model = load_vlm(
+        folder, mesh, dtype, vision_folder=vision_folder, layers="stacked", progress=progress
+    )
     distributed.say(
         f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {run.steps} steps "
         f"of {run.batch_size} on {jax.device_count() if mesh else 1} "

@@ -178,8 +178,7 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
         ValueError: the method's own fields are bad, a kernel needs another device, the mesh does
             not divide a weight, or the rows of a device cannot be taken so many at a time.
     """
-    if run.model.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
+    run.model.execution.check_backend()
     selector = selectors.build(run.method, getattr(run, selectors.METHODS[run.method][1]), model)
     if mesh is not None:
         shardings(
@@ -193,8 +192,7 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
         f"0 or a divisor of the {each} rows of each device",
     )
     forward = ForwardOptions(
-        attention=run.model.attention,
-        remat=run.model.remat,
+        execution=run.model.execution,
         rows=rows * parts if rows < each else 0,
         mesh=mesh,
     )

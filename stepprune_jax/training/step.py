@@ -93,8 +93,8 @@ def encode_rows(
     """Computes features of images, as many at a time as the frozen model may run."""
 
     def encode(pixels):
-        attention = setup.forward.attention
-        return vlm.encode_image(params, setup.model, pixels, attention=attention)[0]
+        execution = setup.forward.execution
+        return vlm.encode_image(params, setup.model, pixels, execution=execution)[0]
 
     return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
 

@@ -98,14 +98,14 @@ class Validation:
         """
         self._settings, self._model, self._split = run.validation, model, split
         self._folder, self._size = workdir / FOLDER, run.batch_size
-        attention, n = run.model.attention, model.config.max_image_tokens
+        execution, n = run.model.execution, model.config.max_image_tokens
         self._encoded = encode_questions(
-            model, split.questions, batch_size=self._size, attention=attention
+            model, split.questions, batch_size=self._size, execution=execution
         )
         check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
         sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
-        self._batching, self._run = Batching(self._size, sizes), RunOptions(attention=attention)
-        self._options = ForwardOptions(attention, mesh=mesh_of(model.params))
+        self._batching, self._run = Batching(self._size, sizes), RunOptions(execution=execution)
+        self._options = ForwardOptions(execution, mesh=mesh_of(model.params))
         self._targets = self._read_answers(
             Limits(n, run.data.context_limit, run.data.policy_text_limit)
         )

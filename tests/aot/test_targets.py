@@ -15,6 +15,7 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy.pick import BLOCK, UNROLL
 
 
 def made(name):
@@ -80,32 +81,48 @@ def test_a_layout_that_no_machine_has_is_refused():
         targets.make_target("v5e:3x7")
 
 
-def trace_pick(target, config, rows, num_tokens):
-    """`pick` from shapes alone, on the first device."""
+def trace_pick(target, config, rows, num_tokens, **options):
+    """`pick` from shapes alone, on the first device; `options` are shapes, too."""
     at = NamedSharding(build_mesh("single", target.devices), P())
+    memory = (rows, num_tokens + 1, config.policy_width)
     shapes = (
         policy.abstract_policy(config),
-        jax.ShapeDtypeStruct(
-            (rows, num_tokens + 1, config.policy_width), config.dtype or jnp.float32
-        ),
+        jax.ShapeDtypeStruct(memory, config.dtype or jnp.float32),
+        options,
     )
-    params, memory = jax.tree.map(
+    params, memory, options = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes
     )
-    return jax.jit(policy.pick, static_argnames="config").trace(params, config, memory)
+    return jax.jit(policy.pick, static_argnames="config").trace(params, config, memory, **options)
 
 
 @pytest.mark.parametrize("name", ["h200", "a6000", "v5e"])
-@pytest.mark.parametrize(("rows", "dtype"), [(1, None), (2, None), (8, "bfloat16")])
-def test_the_hazard_compiles_for_every_number_of_rows(name, rows, dtype):
+@pytest.mark.parametrize(
+    ("rows", "dtype", "stop"),
+    [(1, None, "hazard"), (2, None, "hazard"), (8, "bfloat16", "hazard"), (2, None, "softmax")],
+)
+def test_pick_compiles_for_every_number_of_rows(name, rows, dtype, stop):
     """A concatenation fused with the hazard's readout ended XLA's CUDA compiler at 2 rows and 8."""
     target = made(name)
-    config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop="hazard", dtype=dtype)
+    config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop=stop, dtype=dtype)
     compiled = target.compile(trace_pick(target, config, rows, 144).lower())
-    (loop,) = loops(compiled.as_text())
-    assert loop.name.endswith("pick)/while")
-    assert 10 < loop.kernels < 300
+    steps, blocks = sorted(loops(compiled.as_text()), key=lambda loop: -len(loop.name))
+    assert blocks.name.endswith("pick)/while") and steps.name.startswith(blocks.name)
+    assert 10 < steps.kernels < 150 and 3 < blocks.kernels < 300
     assert usage(compiled).total > 4 * 64 * 64
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 8), (8, 10)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pointer_step_is_few_kernels_at_the_papers_size(rows, most, dtype):
+    """With one decoder layer; at a budget nothing looks at the stop."""
+    target = made("h200")
+    config = PolicyConfig(text_width=0, decoder_layers=1, dtype=dtype)
+    budget = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    compiled = target.compile(trace_pick(target, config, rows, 576, budget=budget).lower())
+    steps, blocks = sorted(loops(compiled.as_text()), key=lambda loop: -len(loop.name))
+    each = steps.kernels / UNROLL + blocks.kernels / BLOCK
+    assert 4 < each <= most
 
 
 def test_the_soft_top_k_has_no_window_on_a_tpu():

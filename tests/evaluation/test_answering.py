@@ -27,6 +27,7 @@ from stepprune_jax.inference.pipeline import (
     run_rank,
 )
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import count_at_bias
 from stepprune_jax.pruning import Budget, Method, Ranker, make_method
@@ -64,7 +65,7 @@ def test(model, test_split):
 def margins(model, folder):
     """Stop margins of the policy on the validation split."""
     sample = Sample({}, read_split(folder, "validation").questions)
-    return stop_margins("StepPrune", model, stepprune(), sample, "matmul", 4)
+    return stop_margins("StepPrune", model, stepprune(), sample, Execution(), 4)
 
 
 def ask(model, split, **options):
@@ -198,9 +199,10 @@ def test_rows_come_in_the_order_of_the_table(model):
     rows = planned(model, policies)
     names = [(row.label, row.mode, row.count(N)) for row in rows]
     assert names[0] == ("all tokens", "exact", 9)
-    untrained = ("random", "grid", "[CLS] top-K", "VisionZip", "PruMerge", "PruMerge+", "HoloV")
-    assert names[1:15] == [(name, "exact", count) for name in untrained for count in (4, 2)]
-    assert names[15:] == [
+    untrained = ("random", "grid", "[CLS] top-K", "SparseVLM", "SparseVLM v2")
+    untrained += ("VisionZip", "PruMerge", "PruMerge+", "HoloV")
+    assert names[1:19] == [(name, "exact", count) for name in untrained for count in (4, 2)]
+    assert names[19:] == [
         ("StepPrune", "exact", 4),
         ("StepPrune", "exact", 2),
         ("StepPrune", "adaptive", 4),
@@ -209,12 +211,12 @@ def test_rows_come_in_the_order_of_the_table(model):
         ("AutoSelect-like", "exact", 4),
         ("AutoSelect-like", "exact", 2),
     ]
-    assert [row.stop_bias for row in rows[15:]] == [None, None, 0.5, 1.0, 0.0, None, None]
-    assert [row.steps(N) for row in rows] == [9] + [4, 2] * 7 + [4, 2, 4, 4, 4, 4, 2]
+    assert [row.stop_bias for row in rows[19:]] == [None, None, 0.5, 1.0, 0.0, None, None]
+    assert [row.steps(N) for row in rows] == [9] + [4, 2] * 9 + [4, 2, 4, 4, 4, 4, 2]
     # Rows share a ranking with those of the same method or policy, and with no other.
     keys = [row.ranking for row in rows]
     assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 4
-    assert len({*keys[15:20]}) == len({*keys[1:3]}) == 1
+    assert len({*keys[19:24]}) == len({*keys[1:3]}) == 1
 
 
 def test_other_questions_about_an_image_get_the_same_patches_from_its_attention(model, test_split):
@@ -229,8 +231,7 @@ def test_other_questions_about_an_image_get_the_same_patches_from_its_attention(
 
 def test_few_programs_serve_all_rows(model, test_split):
     policies = {"StepPrune": stepprune(), "StepPrune literal": stepprune(5, min_tokens=0)}
-    # Methods that merge or add tokens have programs of their own.
-    rows = [row for row in planned(model, policies) if row.method.pruner.exact_when_full]
+    rows = [row for row in planned(model, policies) if row.ranking or row.label == "all tokens"]
     taps = [tap for row in rows for tap in row.method.pruner.taps(model.config)]
     encoded = encode_questions(model, test_split.questions, batch_size=4, taps=taps)
     sizes = [row.steps(N) for row in rows]

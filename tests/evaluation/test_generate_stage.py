@@ -22,6 +22,7 @@ from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.inference import generate
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 
 NAMES = ("shapes", "pope", "mmbench", "scienceqa", "textvqa")
@@ -268,7 +269,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
     biases = StopBiases(tmp_path, "w", digests, settings)
     assert biases.known(sample.about) == {}
-    new = biases.compute(model, policies, sample, "matmul", 4)
+    new = biases.compute(model, policies, sample, Execution(), 4)
     assert biases.known(sample.about) == new and set(new["StepPrune"]) == {4, 2}
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
@@ -276,7 +277,9 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     assert biases.known({"split": "validation", "sample": "other"}) == {}
     more = StopBiases(tmp_path, "w", digests, dataclasses.replace(settings, budgets=(4, 3)))
     assert more.known(sample.about) == {}
-    assert more.compute(model, policies, sample, "matmul", 4)["StepPrune"][4] == new["StepPrune"][4]
+    assert (
+        more.compute(model, policies, sample, Execution(), 4)["StepPrune"][4] == new["StepPrune"][4]
+    )
     assert biases.known(sample.about) == new
     (tmp_path / "stop_biases.json").write_text('{"StepPrune": {"biases": {}}}')
     with pytest.raises(ValueError, match=r"json: 'StepPrune' is not a list of stop biases"):
@@ -459,9 +462,11 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
         )
         return {row.label for row in rows}
 
-    # FastV drops tokens behind the second layer, of which the tiny model has no more.
-    before = {"all tokens", "random", "grid", "[CLS] top-K"}
-    assert labels("") == before | {"VisionZip", "PruMerge", "PruMerge+", "HoloV"}
+    # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
+    # layers count, the first one alone takes more than PyramidDrop's mean.
+    before = {"all tokens", "random", "grid", "[CLS] top-K", "VisionZip"}
+    between = {"SparseVLM", "SparseVLM v2"}
+    assert labels("") == before | between | {"PruMerge", "PruMerge+", "HoloV"}
     assert labels("grid") == {"grid"}
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")

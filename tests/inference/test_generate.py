@@ -22,6 +22,7 @@ from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, re
 from stepprune_jax.inference.answer import make_prompts
 from stepprune_jax.inference.decoding import row_keys, run_decode, run_start
 from stepprune_jax.models import vlm
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Method, autoselect, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
@@ -419,7 +420,6 @@ BAD = {
     "budget twice": ({"pruner": ByQuestion(), "budget": 3}, ValueError, "budget .* its own"),
     "unknown": ({"select_fn": len}, TypeError, "select_fn"),
     "bias alone": ({"stop_bias": 1.0}, ValueError, r"--stop_bias\) needs a policy"),
-    "attention": ({"attention": "magic"}, ValueError, "attention is 'magic'"),
 }
 
 
@@ -433,7 +433,7 @@ def test_bad_input_is_named(model, case):
 def test_the_kernels_of_a_gpu_are_refused_elsewhere(model, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="attention 'cudnn' needs a GPU, jax uses 'cpu'"):
-        generate(model, ["a"], attention="cudnn")
+        generate(model, ["a"], execution=Execution(attention="cudnn"))
 
 
 def test_a_policy_that_does_not_fit_is_refused(model, policy):
@@ -461,6 +461,9 @@ def test_every_pruner_answers(model, policy, name):
         "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
         "dart": {"budget": "2/3", "pruner_options": {"layer": 1, "pivot_text_token": 2}},
         "topv": {"budget": "1/3", "pruner_options": {"layer": 0}},
+        "pyramiddrop": {"budget": "1/3", "pruner_options": {"average": False}},
+        "sparsevlm": {"pruner_options": {"pruning_loc": [0], "sparse_token_list": [2]}},
+        "sparsevlm_v2": {"budget": "1/3", "pruner_options": {"average": "False"}},
     }.get(name, {"budget": "1/3"})
     begun, pieces = [], [""] * 4
     (together, streamed) = (

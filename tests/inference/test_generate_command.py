@@ -200,6 +200,9 @@ def test_every_pruner_answers_from_the_command_line(files, capsys, name):
         "fastv": ("--budget", 3, "--pruner_options", "layer=1", "average=False"),
         "dart": ("--budget", 3, "--pruner_options", "layer=1", "pivot_image_token=2"),
         "topv": ("--budget", 3, "--pruner_options", "layer=0", "sigma=5"),
+        "pyramiddrop": ("--pruner_options", "layer_list=[1]", "image_token_ratio_list=[.4]"),
+        "sparsevlm": ("--pruner_options", "pruning_loc=[0]", "sparse_token_list=[2]", "noise=0"),
+        "sparsevlm_v2": ("--budget", 3, "--pruner_options", "average=False"),
     }.get(name, ("--budget", "33.3%"))
     assert main(command(files, "--prompt", "two?", "--json", "--pruner", name, *options)) == 0
     found = json.loads(capsys.readouterr().out)

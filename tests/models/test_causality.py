@@ -24,7 +24,7 @@ def test_no_later_token_and_no_padding_reaches_an_earlier_one(llava):
         """Jacobian norms [b, output slot, input slot] of one output channel's random mix."""
 
         def outputs(x):
-            result = vlm.prefill(params, config, sequence._replace(hidden=x), 0, (), None, True)
+            result = vlm.prefill(params, config, sequence._replace(hidden=x), 0, (), True)
             return result.logits[..., :3].sum(-1)
 
         # One reverse pass per output slot; rows of the batch do not mix, which is asserted too.

@@ -9,8 +9,9 @@ from hf_reference import arrays, as_torch, assert_close, clip_pair, normal, rand
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
+from stepprune_jax.models.stack import Execution
 
-encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "attention"))
+encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "execution"))
 
 
 def reference(model, pixels):
@@ -81,7 +82,7 @@ def test_fused_attention_equals_matrix_products():
     _, config, params = clip_pair()
     pixels = normal(5, 2, 3, 28, 28)
     plain, _ = encode(params, config, pixels)
-    fused, _ = encode(params, config, pixels, attention="xla")
+    fused, _ = encode(params, config, pixels, execution=Execution(attention="xla"))
     assert_close(fused, plain)
 
 
@@ -137,9 +138,3 @@ def test_unknown_taps_are_refused(tap, message):
     _, config, params = clip_pair()
     with pytest.raises(ValueError, match=message):
         clip.encode(params, config, normal(9, 1, 3, 28, 28), taps=[tap])
-
-
-def test_unknown_attention_is_refused():
-    _, config, params = clip_pair()
-    with pytest.raises(ValueError, match="attention is 'flash'; supported: matmul"):
-        clip.encode(params, config, normal(9, 1, 3, 28, 28), attention="flash")

@@ -11,12 +11,9 @@ import pytest
 from hf_reference import assert_close, llava_pair
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
-
-CUTS = (
-    vlm.Cut(1, 20, (Tap("attention", 0), Tap("keys", 0))),
-    vlm.Cut(3, 13, (Tap("attention", 2),), "all"),
-)
+from stepprune_jax.models.stack import Execution
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +27,35 @@ def kept_slots(number, sequence):
     return ~((sequence.image >= 0) & gone)
 
 
-def drop_fn(number, sequence, taps):
+def drop(number, sequence, taps):
     """Drops by index, having checked that the taps belong to the rows before the cut."""
     s = sequence.hidden.shape[1]
     rows = taps["attention.0" if number == 0 else "attention.2"]
-    assert rows.shape[2:] == ((1, s) if number == 0 else (s, s))
+    assert rows.shape[2:] == ((1, s) if number == 0 else (5, s))
     return sequence, kept_slots(number, sequence)
 
 
+CUTS = (
+    vlm.Cut(1, 20, functools.partial(drop, 0), (Tap("attention", 0), Tap("keys", 0))),
+    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), 5),
+)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def prefill_with_cuts(params, config, sequence, cuts=CUTS):
-    return vlm.prefill(params, config, sequence, 3, cuts=cuts, drop_fn=drop_fn)
+def prefill_with_cuts(params, config, sequence, execution=Execution()):
+    return vlm.prefill(params, config, sequence, 3, CUTS, execution=execution)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def masked_logits(params, config, sequence):
     """Logits of each row's last kept slot when dropped tokens are hidden, not removed."""
-    valid = jnp.arange(sequence.hidden.shape[1]) < sequence.length[:, None]
-    hidden, edges = sequence.hidden, (0, *(cut.layer for cut in CUTS), 4)
+    rows, edges = sequence.rows, (0, *(cut.layer for cut in CUTS), 4)
     for number, span in enumerate(itertools.pairwise(edges)):
         for earlier in range(number):
-            valid &= kept_slots(earlier, sequence)
-        hidden = vlm.run_layers(params, config, hidden, sequence.position, valid, *span).hidden
-    last = jnp.where(valid, jnp.arange(valid.shape[1]), 0).max(1)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+            rows = rows._replace(valid=rows.valid & kept_slots(earlier, sequence))
+        rows = rows._replace(hidden=vlm.run_layers(params, config, rows, span).hidden)
+    last = jnp.where(rows.valid, jnp.arange(rows.valid.shape[1]), 0).max(1)
+    hidden = jnp.take_along_axis(rows.hidden, last[:, None, None], axis=1)[:, 0]
     return vlm.logits(params, config, hidden)
 
 
@@ -86,7 +88,8 @@ def test_compressed_rows_by_hand():
     image = jnp.array([[-1, 0, 0, 1, -1], [0, 0, -1, -1, -1]], jnp.int32)
     index = jnp.array([[-1, 4, 7, 2, -1], [3, -1, -1, -1, -1]], jnp.int32)
     length, following = jnp.array([5, 3], jnp.int32), jnp.array([5, 13], jnp.int32)
-    sequence = vlm.Sequence(hidden, position, length, following, image, index)
+    note = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 9]], jnp.float32)
+    sequence = vlm.Sequence(hidden, position, length, following, image, index, note)
     # The last kept slot of row 1 lies in its padding, and so is not kept.
     keep = jnp.array([[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]], bool)
     short = vlm.compress(sequence, keep, 4)
@@ -96,6 +99,11 @@ def test_compressed_rows_by_hand():
     np.testing.assert_array_equal(short.next_position, [5, 13])
     np.testing.assert_array_equal(short.image, [[-1, 0, -1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(short.index, [[-1, 7, -1, -1], [-1, -1, -1, -1]])
+    np.testing.assert_array_equal(short.note, [[1, 3, 5, 0], [7, 8, 0, 0]])
+    anew = vlm.renumber(short)
+    np.testing.assert_array_equal(anew.position[:, 0], [[0, 1, 2, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(anew.next_position, [3, 2])
+    np.testing.assert_array_equal(vlm.last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
     cut = vlm.compress(sequence, keep, 2)
     np.testing.assert_array_equal(cut.hidden[..., 0], [[0, 2], [6, 7]])
     np.testing.assert_array_equal(cut.length, [2, 2])
@@ -153,18 +161,37 @@ def test_a_cut_that_keeps_all_changes_no_logit(llava):
     sequence = prompts.assemble(params, config, *prompts.batch())
     s = sequence.hidden.shape[1]
 
-    def keep_all(number, sequence, taps):
-        del number
+    def keep_all(sequence, taps):
         assert not taps
         return sequence, jnp.ones(sequence.image.shape, bool)
 
     @jax.jit
     def run(params, sequence):
-        return vlm.prefill(params, config, sequence, 0, cuts=(vlm.Cut(2, s),), drop_fn=keep_all)
+        return vlm.prefill(params, config, sequence, 0, cuts=(vlm.Cut(2, s, keep_all),))
 
     plain = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 0)
     assert_close(run(params, sequence).logits, plain.logits, 1e-6)
     np.testing.assert_array_equal(run(params, sequence).cuts[0].length, sequence.length)
+
+
+def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
+    config, params = llava
+    sequence = prompts.assemble(params, config, *prompts.batch())
+    wanted = Wanted(
+        taps=(Tap("attention", 2), Tap("rotary", 0)), query_index=vlm.last_slots(sequence, 2)
+    )
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def taps(params, last):
+        stage = vlm.run_layers(params, config, sequence.rows, (0, last), wanted=wanted)
+        return stage.taps
+
+    ahead, inside = taps(params, 2), taps(params, 3)
+    np.testing.assert_allclose(ahead["attention.2"], inside["attention.2"], atol=1e-6)
+    np.testing.assert_allclose(ahead["attention.2"].sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(jnp.square(ahead["rotary.0"]).sum(0), 1, atol=1e-6)
+    with pytest.raises(ValueError, match=r"tap attention.2 is outside the stage \[0:1\]"):
+        taps(params, 1)
 
 
 def test_merged_tokens_enter_the_layers_behind(llava):
@@ -172,19 +199,19 @@ def test_merged_tokens_enter_the_layers_behind(llava):
     config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
 
-    def merge(number, sequence, taps):
-        del number, taps
+    def merge(sequence, taps):
+        del taps
         first = (sequence.image == 0) & (sequence.index >= 0)
         first &= jnp.cumsum(first, axis=1) == 1
         hidden = jnp.where(first[..., None], 2 * sequence.hidden, sequence.hidden)
         index = jnp.where(first, -1, sequence.index)
         return sequence._replace(hidden=hidden, index=index), sequence.image != 1
 
-    cut = vlm.Cut(2, sequence.hidden.shape[1])
+    cut = vlm.Cut(2, sequence.hidden.shape[1], merge)
 
     @jax.jit
     def run(params, sequence):
-        return vlm.prefill(params, config, sequence, 0, cuts=(cut,), drop_fn=merge)
+        return vlm.prefill(params, config, sequence, 0, cuts=(cut,))
 
     result, plain = run(params, sequence), jax.jit(vlm.prefill, static_argnums=(1, 3))
     difference = jnp.abs(result.logits - plain(params, config, sequence, 0).logits).max(1)

@@ -71,18 +71,9 @@ def test_a_token_beyond_the_capacity_leaves_earlier_slots_alone(llava):
 
 @functools.partial(jax.jit, static_argnums=(1, 7, 8))
 def stage(params, config, hidden, position, valid, cache, query_index, span, capacity):
-    return vlm.run_layers(
-        params,
-        config,
-        hidden,
-        position,
-        valid,
-        *span,
-        cache,
-        capacity=capacity,
-        taps=[Tap("attention", span[0]), Tap("keys", span[1] - 1), Tap("hidden", span[1])],
-        query_index=query_index,
-    )
+    taps = [Tap("attention", span[0]), Tap("keys", span[1] - 1), Tap("hidden", span[1])]
+    rows, wanted = llama.Rows(hidden, position, valid), llama.Wanted(capacity, taps, query_index)
+    return vlm.run_layers(params, config, rows, span, cache, wanted)
 
 
 def test_stages_one_after_the_other_equal_the_whole(llava):
@@ -178,12 +169,9 @@ def test_caches_that_do_not_fit_are_refused(llava):
     cache = llama.Cache(empty, empty, jnp.array([0]), jnp.array([0]))
     with pytest.raises(ValueError, match="the caches hold 3 layers, the model has 4"):
         vlm.decode_step(params, config, jnp.array([1]), cache)
-    hidden, one, valid = (
-        jnp.zeros((1, 1, 64)),
-        jnp.zeros((1, 1, 1), jnp.int32),
-        jnp.ones((1, 1), bool),
-    )
+    one = jnp.zeros((1, 1, 1), jnp.int32)
+    rows = llama.Rows(jnp.zeros((1, 1, 64)), one, jnp.ones((1, 1), bool))
     with pytest.raises(ValueError, match=r"the cache holds 3 layers, the stage \[0:2\] 2"):
-        vlm.run_layers(params, config, hidden, one, valid, 0, 2, cache)
+        vlm.run_layers(params, config, rows, (0, 2), cache)
     with pytest.raises(ValueError, match="give it only where a cache is made"):
-        vlm.run_layers(params, config, hidden, one, valid, 0, 3, cache, capacity=9)
+        vlm.run_layers(params, config, rows, (0, 3), cache, llama.Wanted(capacity=9))

@@ -20,6 +20,7 @@ from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotary, rotary_frequencies
+from stepprune_jax.models.stack import Execution
 
 
 def inputs(b=2, s=11, seed=0):
@@ -28,11 +29,11 @@ def inputs(b=2, s=11, seed=0):
     return ids, position, jnp.ones((b, s), bool)
 
 
-@functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "attention"))
-def run(params, config, ids, position, valid, **options):
-    hidden = llama.embed(params, ids)
-    last = config.num_layers
-    stage = llama.run_layers(params, config, hidden, position, valid, 0, last, **options)
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "execution"))
+def run(params, config, ids, position, valid, execution=Execution(), **wanted):
+    rows = llama.Rows(llama.embed(params, ids), position, valid)
+    span, wanted = (0, config.num_layers), llama.Wanted(**wanted)
+    stage = llama.run_layers(params, config, rows, span, None, wanted, execution)
     return llama.logits(params, config, stage.hidden), stage
 
 
@@ -132,8 +133,8 @@ def test_one_block_at_the_width_of_vicuna_7b_equals_the_reference():
         theirs = layer(x, mask, position_embeddings=angles(x, as_torch(position)))
     config = LlamaConfig.from_hf(fields)
     valid = jnp.ones((1, 16), bool)
-    run_layers = jax.jit(llama.run_layers, static_argnums=(1, 5, 6))
-    ours = run_layers(params, config, hidden, position, valid, 0, 1)
+    run_layers = jax.jit(llama.run_layers, static_argnums=(1, 3))
+    ours = run_layers(params, config, llama.Rows(hidden, position, valid), (0, 1))
     assert_close(ours.hidden, theirs.reshape(1, 16, 4096))
 
 
@@ -154,7 +155,7 @@ def test_fused_attention_equals_matrix_products_on_padded_rows():
     ids, position, valid = inputs()
     valid = valid.at[1, 6:].set(False)
     plain, _ = run(params, config, ids, position, valid)
-    fused, _ = run(params, config, ids, position, valid, attention="xla")
+    fused, _ = run(params, config, ids, position, valid, execution=Execution(attention="xla"))
     assert_close(fused[0], plain[0])
     assert_close(fused[1, :6], plain[1, :6])
 
@@ -168,7 +169,9 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
         @jax.jit
         def gradient(hidden, params, remat=remat):
             def loss(hidden):
-                stage = llama.run_layers(params, config, hidden, position, valid, 0, 4, remat=remat)
+                rows = llama.Rows(hidden, position, valid)
+                how = Execution(remat=remat)
+                stage = llama.run_layers(params, config, rows, (0, 4), execution=how)
                 return jnp.square(stage.hidden).sum()
 
             return jax.grad(loss)(hidden)
@@ -185,17 +188,16 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"first": 2, "last": 2}, r"layers \[2:2\] of 4 do not exist"),
-        ({"last": 5}, r"layers \[0:5\] of 4 do not exist"),
+        ({"span": (2, 2)}, r"layers \[2:2\] of 4 do not exist"),
+        ({"span": (0, 5)}, r"layers \[0:5\] of 4 do not exist"),
         ({"capacity": 3}, "capacity 3 for 4 tokens"),
         ({"taps": [Tap("attention", 0)]}, "tap attention.0 needs query_index"),
-        ({"last": 2, "taps": [Tap("keys", 3)]}, r"tap keys.3 is outside the stage \[0:2\]"),
-        ({"attention": "flash"}, "attention is 'flash'"),
+        ({"span": (0, 2), "taps": [Tap("keys", 3)]}, r"tap keys.3 is outside the stage \[0:2\]"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused(change, message):
     _, config, params = llama_pair()
     ids, position, valid = inputs(b=1, s=4)
-    options = {"first": 0, "last": 4, **change}
+    rows, span = llama.Rows(llama.embed(params, ids), position, valid), change.pop("span", (0, 4))
     with pytest.raises(ValueError, match=message):
-        llama.run_layers(params, config, llama.embed(params, ids), position, valid, **options)
+        llama.run_layers(params, config, rows, span, wanted=llama.Wanted(**change))

@@ -9,6 +9,7 @@ import pytest
 
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.models.stack import Execution
 
 CONFIG = LlamaConfig(32, 16, 24, 2, 4, 2, 4, max_positions=64)
 PREFIX, PARTS = 3, (2, 4, 1)
@@ -28,10 +29,12 @@ def row(seed):
 
 
 @functools.partial(jax.jit, static_argnames=("attention", "capacity"))
-def run(params, hidden, position, valid, segment=None, **options):
-    return llama.run_layers(
-        params, CONFIG, hidden, position, valid, 0, 2, segment=segment, **options
-    )
+def run(
+    params, hidden, position, valid, segment=None, attention="matmul", capacity=None, cache=None
+):
+    rows = llama.Rows(hidden, position, valid, segment)
+    wanted, how = llama.Wanted(capacity), Execution(attention=attention)
+    return llama.run_layers(params, CONFIG, rows, (0, 2), cache, wanted, how)
 
 
 def test_segments_are_what_separate_runs_are(params):

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from visual import visual_of
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
 
 S = vlm.IMAGE_TOKEN
-prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("taps", "all_logits"))
+prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("all_logits",))
 encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
 
 
@@ -227,10 +228,9 @@ def test_named_intermediates_come_through_the_interface(llava):
     assert features.shape == (1, NUM_PATCHES, 32)
     np.testing.assert_allclose(taps["attention.-2"].sum(-1), 1, rtol=1e-5)
     sequence = prefix(params, config, prompts.batch([1, 3]))
-    last = (sequence.length - 1)[:, None]
-    rows = prefill(params, config, sequence, 0, taps=(Tap("attention", 1),), query_index=last).taps[
-        "attention.1"
-    ]
+    wanted = Wanted(None, (Tap("attention", 1),), (sequence.length - 1)[:, None])
+    stage = vlm.run_layers(params, config, sequence.rows, (0, 2), wanted=wanted)
+    rows = stage.taps["attention.1"]
     for row in range(2):
         np.testing.assert_allclose(rows[row, ..., : sequence.length[row]].sum(-1), 1, rtol=1e-5)
         np.testing.assert_array_equal(rows[row, ..., sequence.length[row] :], 0)

@@ -83,3 +83,29 @@ def test_sharded_weights_give_the_same_loss():
     assert not placed["decoder"]["pointer"]["key"]["kernel"].is_fully_replicated
     sharded = loss(placed, jax.device_put(image, rows), jax.device_put(text, rows))
     np.testing.assert_allclose(sharded, expected, rtol=1e-5)
+
+
+def test_weights_cast_once_give_the_same_result_to_the_bit():
+    config = PolicyConfig(
+        feature_width=16, text_width=12, width=8, num_heads=2, decoder_layers=2, dtype="bfloat16"
+    )
+    params = policy.init_policy(jax.random.key(0), config)
+    cast = policy.cast_weights(params, config.dtype)
+    leaves = zip(policy.param_paths(cast), jax.tree.leaves(cast), strict=True)
+    narrow = {path for path, leaf in leaves if leaf.dtype == jnp.bfloat16}
+    # Whatever multiplies activations; norms, the clock and single tokens are kept whole.
+    assert {"kernel", "bias"} == {path.rpartition("/")[2] for path in narrow}
+    assert not any("norm" in path or "read" in path for path in narrow)
+    assert "encoder/text_projection/kernel" in narrow and "denoiser/value/kernel" in narrow
+    kernels = {path for path in policy.param_paths(params) if path.endswith("kernel")}
+    assert kernels <= narrow
+
+    @jax.jit
+    def run(params, image, text):
+        slots = policy.memory(params, policy.encode(params, config, image, text))
+        return policy.select(params, config, slots), policy.pick(params, config, slots)
+
+    image = jax.random.normal(jax.random.key(1), (2, 6, 16))
+    text = jax.random.normal(jax.random.key(2), (2, 3, 12))
+    jax.tree.map(np.testing.assert_array_equal, run(cast, image, text), run(params, image, text))
+    assert policy.cast_weights(params, None) is params

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning import Budget, Dart
+from stepprune_jax.pruning import Budget, Dart, LayerCut, Survivors
 from stepprune_jax.pruning.dart import set_order
 from stepprune_jax.testing import tiny_hf_config
 
@@ -111,9 +111,8 @@ def test_sets_are_iterated_as_cpython_does():
 def test_pivots_of_the_image_are_not_counted(budget, left):
     dart = Dart(Budget("count", budget))
     dart.check(config(), 576)
-    (cut,) = dart.cuts(config(), 576)
-    assert (cut.layer, cut.rows, dart.stays(cut, 576)) == (2, "last", left)
-    assert cut.taps == (Tap("keys", 1), Tap("normed", 2))
+    assert dart.cuts(config(), 576) == (LayerCut(2, (Tap("keys", 1), Tap("normed", 2))),)
+    assert dart.survivors(config(), 576) == (Survivors(left),)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_pivots_of_the_image_are_not_counted(budget, left):
 )
 def test_counts_of_other_pivots(pivots, budget, left):
     dart = Dart(Budget("count", budget), 2, *pivots)
-    assert dart.stays(dart.cuts(config(), 36)[0], 36) == left
+    assert dart.survivors(config(), 36) == (Survivors(left),)
 
 
 @pytest.mark.parametrize(
@@ -148,16 +147,16 @@ def test_what_cannot_be_is_refused(fields, message):
         Dart(Budget("count", 64), **fields).check(config(), 576)
 
 
-def least_alike(boundary, count, pivots, order):
+def least_alike(core, entered, layer, count, pivots, order):
     """The slots of each image that stay, in torch and with Python's own sets."""
-    _, key = torch_pruning.queries_and_keys(boundary)
-    size = key.abs().sum((0, 1, 3)).numpy()
-    features = boundary.core.norm(boundary.after)[0]
-    visual, result = np.concatenate(boundary.spans), []
-    for span in boundary.spans:
-        behind = np.setdiff1d(np.arange(span[-1] + 1, len(size)), visual)
+    _, key = torch_stages.queries_and_keys(core, layer - 1, entered[layer - 1])
+    row, size = entered[layer], key.abs().sum((0, 2)).numpy()
+    features, result = core.norm(row.hidden)[0], []
+    for image in range(row.image.max() + 1):
+        span = row.span(image)
+        behind = np.flatnonzero((row.image < 0) & (np.arange(len(size)) > span[-1]))
         own, words = (
-            slots[torch_pruning.best(size[slots], number)].tolist()
+            slots[torch_stages.best(size[slots], number)].tolist()
             for slots, number in zip((span, behind), pivots, strict=True)
         )
         pool, stay = [slot for slot in span.tolist() if slot not in own], list(own)
@@ -165,10 +164,10 @@ def least_alike(boundary, count, pivots, order):
         for pivot in list(set(turns).copy()) if order == "set" else turns:
             likeness = torch.cosine_similarity(features[pivot], features[pool], dim=-1).numpy()
             share = (count - pivots[0]) // sum(pivots)
-            taken = [pool[at] for at in torch_pruning.best(-likeness, share)]
+            taken = [pool[at] for at in torch_stages.best(-likeness, share)]
             stay += taken
             pool = [slot for slot in pool if slot not in taken]
-        result.append(np.sort(stay))
+        result.append(stay)
     return result
 
 
@@ -199,16 +198,10 @@ def test_generation_equals_the_torch_reference(both, layer, pivots, order, budge
         trace=begun.append,
     )
 
-    def choose(boundary):
-        return least_alike(boundary, count, pivots, order)
+    def drop(core, entered):
+        return entered[-1].dropping(least_alike(core, entered, layer, count, pivots, order))
 
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        if not shown:
-            continue
-        stay, logits, ids = torch_pruning.dropped_between(both, prompt, shown, layer, choose, 4)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_1"], np.concatenate([[], *stay]))
-        np.testing.assert_array_equal(arrays["kept_0"], np.tile(np.arange(36), len(shown)))
-        np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
-        assert answers[row].token_ids == tuple(ids)
+        expected = torch_stages.staged(both, prompt, shown, {layer: drop}, 4)
+        expected.check(trace_arrays(begun[0], row), answers[row])
         assert answers[row].kept == count * len(shown)

@@ -3,13 +3,14 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning import Budget, FastV, LayerCut
+from stepprune_jax.pruning import Budget, FastV, LayerCut, Survivors
 from stepprune_jax.pruning.base import keep_best
 from stepprune_jax.testing import tiny_hf_config
 
@@ -65,13 +66,12 @@ def config(layers=32, image_size=24):
 def test_a_budget_may_be_the_mean_over_the_layers(layer, budget, exact, kept):
     fastv = FastV(Budget("count", budget), layer=layer, average=True)
     fastv.check(config(), 576)
-    (cut,) = fastv.cuts(config(), 576)
-    assert float(cut.budget.value) * 576 == pytest.approx(exact, abs=0.05)
-    assert cut.budget.count(576) == kept
-    mean = Fraction(layer * 576, 32) + cut.budget.value * 576 * Fraction(32 - layer, 32)
-    assert mean == budget
-    (cut,) = FastV(Budget("count", budget), layer=layer).cuts(config(), 576)
-    assert (cut.layer, cut.budget.count(576), cut.taps[0].layer) == (layer, budget, layer - 1)
+    assert fastv.survivors(config(), 576) == (Survivors(kept),)
+    assert kept == round(exact)
+    assert (layer * 576 + (32 - layer) * exact) / 32 == pytest.approx(budget, abs=0.05)
+    fastv = FastV(Budget("count", budget), layer=layer)
+    assert fastv.survivors(config(), 576) == (Survivors(budget),)
+    assert fastv.layer_tokens(config(), 576) == [576] * layer + [budget] * (32 - layer)
 
 
 def test_a_budget_of_all_tokens_is_one_in_both_ways_to_count():
@@ -79,7 +79,7 @@ def test_a_budget_of_all_tokens_is_one_in_both_ways_to_count():
         for budget in (Budget(), Budget("count", 576), Budget("rate", Fraction(1))):
             fastv = FastV(budget, average=average)
             fastv.check(config(), 576)
-            assert fastv.cuts(config(), 576)[0].budget.count(576) == 576
+            assert fastv.survivors(config(), 576) == (Survivors(576),)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused(fields, message):
 
 
 def test_a_cut_is_before_the_layer():
-    expected = LayerCut(2, Budget("count", 3), FastV().cuts(config(), 9)[0].taps, "last")
+    expected = LayerCut(2, (Tap("attention", 1),), "last")
     assert FastV(Budget("count", 3)).cuts(config(), 9) == (expected,)
     assert FastV(Budget("count", 3)).entering(9) == 9
 
@@ -120,11 +120,11 @@ def test_generation_equals_the_torch_reference(both, layer, count):
         both.ours, prompts, images, pruner="fastv", budget=count, max_tokens=5, stop_ids=(),
         pruner_options={"layer": layer}, warm_up=False, trace=begun.append,
     )  # fmt: skip
+
+    def drop(core, entered):
+        last = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])
+        return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], [count] * len(shown))
+
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        kept, logits, ids = torch_pruning.fastv(both, prompt, shown, layer, count, 5)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_1"], np.concatenate([[], *kept]))
-        np.testing.assert_array_equal(arrays["kept_0"], np.tile(np.arange(9), len(shown)))
-        np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
-        assert answers[row].token_ids == tuple(ids)
-        assert answers[row].kept == count * len(shown)
+        expected = torch_stages.staged(both, prompt, shown, {layer: drop}, 5)
+        expected.check(trace_arrays(begun[0], row), answers[row])

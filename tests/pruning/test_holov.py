@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
@@ -85,11 +86,11 @@ def plain(tokens, attention, crops, count, alpha=0.09):
         )
     weights = np.array(scores) / (sum(scores) + 1e-6)
     share = np.floor(weights * count).astype(int)
-    for crop in torch_pruning.best(weights, count - share.sum()):
+    for crop in torch_stages.best(weights, count - share.sum()):
         share[crop] += 1
     kept = []
     for part, number in zip(parts, share, strict=True):
-        best = part[torch_pruning.best(attention[part], number)]
+        best = part[torch_stages.best(attention[part], number)]
         kept += (part if number >= len(part) else best).tolist()
     return kept
 

@@ -97,7 +97,11 @@ def test_methods_are_made_from_what_a_user_says():
         ),
         (
             {"name": "stepprune", "policy": stepprune(), "options": {"config": 2}},
-            "stepprune has no option 'config'; its options: none",
+            "stepprune has no option 'config'; its options: group",
+        ),
+        (
+            {"name": "stepprune", "policy": stepprune(), "options": {"group": "0"}},
+            "stepprune: option group is 0, expected at least 1",
         ),
         (
             {"name": "fastv", "budget": 3, "options": {"layer": "two"}},

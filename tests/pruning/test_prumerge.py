@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
@@ -26,7 +27,7 @@ def plain(attention, keys, tokens, name, count=None, neighbours=32):
         number = int((attention > upper + 1.5 * (upper - lower)).sum())
     else:
         number = count - 1 if name == "prumerge" else (count - 1) // 4
-    kept = torch_pruning.best(attention, number).tolist()
+    kept = torch_stages.best(attention, number).tolist()
     if name == "prumerge_plus" and count is None:
         grid = range(0, n - 1, max(1, int(int(n / max(number, 1)) / 3)))
         kept += [i for i in grid if i not in kept]
@@ -40,7 +41,7 @@ def plain(attention, keys, tokens, name, count=None, neighbours=32):
     for at, i in enumerate(kept):
         others = kept[:at] + kept[at + 1 :] + rest
         likeness = np.array([unit[i] @ unit[j] for j in others])
-        nearest = [others[j] for j in torch_pruning.best(likeness, neighbours)]
+        nearest = [others[j] for j in torch_stages.best(likeness, neighbours)]
         result.append(tokens[i] + sum(attention[j] * tokens[j] for j in nearest))
     result.append(sum((attention[i] * tokens[i] for i in rest), np.zeros(tokens.shape[1])))
     return kept, np.array(result)

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_pruning
+import torch_stages
 from generation_reference import ask, pair
 
 from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning import Budget, TopV
+from stepprune_jax.pruning import Budget, LayerCut, Survivors, TopV
 from stepprune_jax.pruning.base import evenly
 from stepprune_jax.pruning.topv import contributions
 from stepprune_jax.testing import tiny_hf_config
@@ -74,7 +74,7 @@ def plain(source, target, grid, count, topv):
     masses = [mass / mass.sum() for mass in masses]
     importance = transported(cost, *masses, topv.epsilon, topv.iterations)
     recovered = count // topv.recover_every if topv.recover_every else 0
-    kept = set(torch_pruning.best(importance, count - recovered).tolist())
+    kept = set(torch_stages.best(importance, count - recovered).tolist())
     left = [i for i in range(n) if i not in kept]
     kept |= {left[i * len(left) // recovered] for i in range(recovered)}
     return sorted(kept)
@@ -92,7 +92,7 @@ def test_many_rows_equal_a_plain_loop(topv):
     rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b, s)) for x in (image, index)]
     full, position = jnp.full(b, s), jnp.zeros((b, 1, s), jnp.int32)
     shapes = jnp.broadcast_to(jnp.array(grids), (b, 2, 2))
-    sequence = Sequence(jnp.zeros((b, s, 6)), position, full, full, *rows, shapes)
+    sequence = Sequence(jnp.zeros((b, s, 6)), position, full, full, *rows, grid=shapes)
     (cut,) = topv.cuts(config(), 12)
     taps = {"hidden.2": jnp.asarray(hidden[0]), "mlp_input.2": jnp.asarray(hidden[1])}
     drop = jax.jit(lambda taps, count: topv.drop((), cut, sequence, taps, count)[1])
@@ -116,7 +116,7 @@ def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
         jnp.array([7]),
         image,
         index,
-        jnp.array([[[2, 2], [1, 1]]]),
+        grid=jnp.array([[[2, 2], [1, 1]]]),
     )
     same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
     random = np.random.default_rng(0)
@@ -135,9 +135,9 @@ def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
 
 def test_the_cut_is_behind_the_layer():
     (cut,) = TopV(Budget("count", 3)).cuts(config(), 9)
-    assert (cut.layer, cut.budget) == (3, Budget("count", 3))
-    assert cut.taps == (Tap("hidden", 2), Tap("mlp_input", 2))
+    assert cut == LayerCut(3, (Tap("hidden", 2), Tap("mlp_input", 2)))
     assert TopV(Budget("count", 3)).entering(9) == 9
+    assert TopV(Budget("count", 3)).survivors(config(), 9) == (Survivors(3),)
 
 
 @pytest.mark.parametrize(
@@ -174,22 +174,17 @@ def test_generation_equals_the_torch_reference(tmp_path):
         trace=begun.append,
     )
 
-    def most_important(boundary):
-        block, kept = boundary.block, []
-        attended, _ = block.self_attn(
-            block.input_layernorm(boundary.before), boundary.angles, attention_mask=None
+    def drop(core, entered):
+        row, block = entered[1], core.layers[1]
+        angles = core.rotary_emb(row.hidden, row.position)
+        attended, _ = block.self_attn(block.input_layernorm(row.hidden), angles, None)
+        target = block.post_attention_layernorm(row.hidden + attended)
+        states = [x[0].double().numpy() for x in (row.hidden, target)]
+        spans = [row.span(image) for image in range(row.image.max() + 1)]
+        return entered[-1].dropping(
+            [span[plain(*(x[span] for x in states), (5, 5), count, topv)] for span in spans]
         )
-        target = block.post_attention_layernorm(boundary.before + attended)
-        for span in boundary.spans:
-            states = (x[0, span].double().numpy() for x in (boundary.before, target))
-            kept.append(span[plain(*states, (5, 5), count, topv)])
-        return kept
 
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        if not shown:
-            continue
-        kept, logits, ids = torch_pruning.dropped_between(both, prompt, shown, 2, most_important, 4)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_1"], np.concatenate([[], *kept]))
-        np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
-        assert answers[row].token_ids == tuple(ids)
+        expected = torch_stages.staged(both, prompt, shown, {2: drop}, 4)
+        expected.check(trace_arrays(begun[0], row), answers[row])

@@ -32,7 +32,7 @@ def test_the_papers_run_has_the_papers_values(monkeypatch, reading):
     monkeypatch.syspath_prepend(str(ROOT))
     run = read_run(load_config("llava7b", reading))
     setup = make_setup(run, SEVEN_B, build_mesh(run.mesh, jax.devices()[:2]))
-    assert (run.batch_size, setup.forward.rows, setup.forward.remat) == (16, 2, True)
+    assert (run.batch_size, setup.forward.rows, setup.forward.execution.remat) == (16, 2, True)
     rates = [
         learning_rate(run.optimizer, run.steps, step) for step in (run.optimizer.warmup, run.steps)
     ]

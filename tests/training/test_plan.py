@@ -13,6 +13,7 @@ from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import plan, selectors
@@ -72,7 +73,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]
     row = vision["tower"] + 2 * weights + 3 * 2 * cost.attention
     assert found == pytest.approx(ROWS * row, rel=1e-3)
-    again = plan.trace_update(seven_b(remat=True), jnp.bfloat16, ROWS, BUCKET)
+    again = plan.trace_update(seven_b(execution=Execution(remat=True)), jnp.bfloat16, ROWS, BUCKET)
     more = traced_flops(again.jaxpr) - policy_flops(setup) - found
     # Blocks are computed again, but for their last product, which nothing needs.
     assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Cache, Stage
-from stepprune_jax.models.layers import Tap, activate
+from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
+from stepprune_jax.models.layers import Dense, Tap, activate
 from stepprune_jax.models.llava import tower
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.stack import Execution
 
 # A token has one position id.
 POSITION_AXES = 1
@@ -32,8 +33,8 @@ class Projector(nn.Module):
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         """Projects visual features."""
         width = self.config.text.hidden_size
-        x = activate(self.config.projector_activation, nn.Dense(width, name="up")(x))
-        return nn.Dense(width, name="down")(x)
+        x = activate(self.config.projector_activation, Dense(width, name="up")(x))
+        return Dense(width, name="down")(x)
 
 
 def init_params(key: Array, config: LlavaConfig) -> dict[str, Any]:
@@ -52,14 +53,14 @@ def encode_image(
     config: LlavaConfig,
     pixels: Float[Array, "i 3 H W"],
     taps: Sequence[Tap] = (),
-    attention: str = "matmul",
+    execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
     """Returns hidden state `feature_layer` of the tower [i, n, d], and the taps by name.
 
     Taps keep the tower's own tokens, the class token first; see `tower.encode`.
     """
     features, tapped = tower.encode(
-        params["vision"], config.vision, pixels, config.feature_layer, taps, attention
+        params["vision"], config.vision, pixels, config.feature_layer, taps, execution
     )
     return features[:, int(config.feature_select == "default") :], tapped
 
@@ -107,19 +108,15 @@ def image_positions(
 def run_layers(
     params: dict[str, Any],
     config: LlavaConfig,
-    hidden: Float[Array, "b s e"],
-    position: Int[Array, "b 1 s"],
-    valid: Bool[Array, "b s"],
-    first: int,
-    last: int,
+    rows: Rows,
+    span: tuple[int, int],
     cache: Cache | None = None,
-    **options: Any,
+    wanted: Wanted = Wanted(),
+    execution: Execution = Execution(),
 ) -> Stage:
-    """Runs blocks first to last - 1 of the language model; see `decoder.run_layers`."""
-    language, position = params["language"], position[:, 0]
-    return decoder.run_layers(
-        language, config.text, hidden, position, valid, first, last, cache, **options
-    )
+    """Runs some blocks of the language model; see `decoder.run_layers`."""
+    rows = rows._replace(position=rows.position[:, 0])
+    return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
 
 
 def logits(

@@ -14,22 +14,20 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.models.layers import (
     BlockOutput,
+    Dense,
     LayerNorm,
     Segment,
     Tap,
     activate,
     attend,
     attention_weights,
-    check_attention,
-    checkpoint_layer,
     fused_attend,
     merge_heads,
     resolve_taps,
-    scan_layers,
     split_heads,
-    take_layer,
 )
 from stepprune_jax.models.llava.config import ClipConfig
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
 TAP_KINDS = ("hidden", "attention", "keys", "query")
 
@@ -44,13 +42,13 @@ class ClipAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         width, heads = self.config.hidden_size, self.config.num_heads
         query, key, value = (
-            split_heads(nn.Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
+            split_heads(Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
         )
         if attention == "matmul":
             mixed = attend(query, [Segment(key, value, None)])
         else:
             mixed = fused_attend(query, key, value, causal=False, implementation=attention)
-        mixed = nn.Dense(width, name="out")(merge_heads(mixed))
+        mixed = Dense(width, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 
 
@@ -62,8 +60,8 @@ class ClipMlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "i t d"]) -> Float[Array, "i t d"]:
         """Applies the MLP."""
-        x = nn.Dense(self.config.intermediate_size, name="up")(x)
-        return nn.Dense(self.config.hidden_size, name="down")(activate(self.config.activation, x))
+        x = Dense(self.config.intermediate_size, name="up")(x)
+        return Dense(self.config.hidden_size, name="down")(activate(self.config.activation, x))
 
 
 class ClipBlock(nn.Module):
@@ -151,7 +149,7 @@ def encode(
     pixels: Float[Array, "i 3 H W"],
     layer: int = -2,
     taps: Sequence[Tap] = (),
-    attention: str = "matmul",
+    execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i t d"], dict[str, Array]]:
     """Runs the tower up to a hidden state; later blocks run only if a tap needs them.
 
@@ -162,15 +160,14 @@ def encode(
         layer: which hidden state to return, 0 to L or negative from the end, without the last norm.
         taps: "hidden" [i, n+1, d]; "attention": the class token's row of softmax weights, heads
             kept, [i, h, n+1] float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
-        attention: "matmul", "xla" or "cudnn".
+        execution: how the blocks are run.
 
     Returns:
         The hidden state [i, n+1, d], and the taps by name, as in {"attention.22": ...}.
 
     Raises:
-        ValueError: wrong image size, unknown tap or attention.
+        ValueError: wrong image size, unknown tap.
     """
-    check_attention(attention)
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))
     cuts = [at for kind, at in [*named.values(), result] if kind == "hidden"]
@@ -180,12 +177,14 @@ def encode(
 
     def body(hidden, index):
         weights = take_layer(params["layers"], index)
-        output = block.apply({"params": weights}, hidden, attention)
+        output = block.apply({"params": weights}, hidden, execution.attention)
         return output.hidden, output
 
     hidden = embed_patches(params, config, pixels)
     body = checkpoint_layer(body, remat=False)
-    _, outputs, states = scan_layers(body, hidden, 0, last, watched, cuts)
+    _, outputs, states = run_stack(
+        body, hidden, (0, last), watched, cuts, apart=is_apart(params["layers"])
+    )
     found = {}
     for name, (kind, at) in named.items():
         if kind == "hidden":

@@ -1,0 +1,188 @@
+"""Stacks of equal blocks: where their weights lie, and how they are run one after the other.
+
+Weights of layers lie either stacked, each leaf with a leading axis of layers, or apart, as a dict
+of layers "0", "1", and so on. Stacked layers are run as one scan: a program that compiles fast, and
+the one to differentiate through. But a slice of a stack is a copy, on a GPU and on a CPU: a pass
+then moves every weight three times. Layers that lie apart are written out one after the other and
+read in place, which is what large models want for inference.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+ATTENTIONS = ("matmul", "xla", "cudnn")
+LAYOUTS = ("auto", "stacked", "apart")
+
+# Bytes of a layer from which on its copies cost more than a longer compilation is worth.
+_LARGE = 1 << 23
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the blocks of a tower or a language model are run; static.
+
+    It decides on speed and memory. Results differ by rounding alone.
+
+    Attributes:
+        attention: "matmul", two batched products; or, where there is no cache to read,
+            `jax.nn.dot_product_attention` with the implementation "xla" or "cudnn" (GPU, bfloat16
+            or float16).
+        remat: whether a backward pass recomputes blocks instead of storing their intermediates.
+
+    Raises:
+        ValueError: an unknown implementation of attention.
+    """
+
+    attention: str = "matmul"
+    remat: bool = False
+
+    def __post_init__(self):
+        if self.attention not in ATTENTIONS:
+            supported = ", ".join(ATTENTIONS)
+            raise ValueError(f"attention is {self.attention!r}; supported: {supported}")
+
+    def check_backend(self) -> None:
+        """Raises a ValueError if the device that jax uses cannot run it."""
+        if self.attention == "cudnn" and jax.default_backend() != "gpu":
+            raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
+
+
+def lay_out(params: dict[str, Any], layout: str = "auto") -> dict[str, Any]:
+    """Takes stacked layers apart, or leaves them as they are.
+
+    Args:
+        params: of a model, with all layers stacked.
+        layout: "stacked" to change nothing; "apart"; or "auto", apart if some layers are large.
+
+    Returns:
+        The same weights; stacks that are taken apart are copied.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layers is {layout!r}; supported: {', '.join(LAYOUTS)}")
+    if layout == "auto":
+        large = any(_layer_bytes(layers) >= _LARGE for layers in _stacks(params).values())
+        layout = "apart" if large else "stacked"
+    if layout == "stacked":
+        return params
+    taken = dict(params)
+    for name, layers in _stacks(params).items():
+        count = jax.tree.leaves(layers)[0].shape[0]
+        apart = {str(index): take_layer(layers, index) for index in range(count)}
+        taken[name] = {**params[name], "layers": apart}
+    return taken
+
+
+def layout_of(params: dict[str, Any]) -> str:
+    """Where the layers of a model's weights lie, "stacked" or "apart"."""
+    return "apart" if any(map(is_apart, _stacks(params).values())) else "stacked"
+
+
+def is_apart(layers: dict[str, Any]) -> bool:
+    """Whether weights of layers lie apart."""
+    return "0" in layers
+
+
+def _stacks(params: dict[str, Any]) -> dict[str, Any]:
+    """The weights of layers of each part of a model that has some."""
+    return {name: part["layers"] for name, part in params.items() if "layers" in part}
+
+
+def _layer_bytes(layers: dict[str, Any]) -> int:
+    """Size of one of some stacked layers."""
+    return sum(leaf[0].size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+
+
+def take_layer(layers: Any, index: Int[Array, ""] | int) -> Any:
+    """One layer's weights.
+
+    Args:
+        layers: of the stack; or any tree whose leaves have a leading axis of layers.
+        index: the layer; may be traced if they are stacked.
+
+    Returns:
+        The tree of one layer. A slice is taken where the layer is run, so that no part of the stack
+        is copied as a whole.
+    """
+    if isinstance(layers, dict) and is_apart(layers):
+        return layers[str(index)]
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), layers
+    )
+
+
+def run_stack(
+    body: Callable[[Any, Array | int], tuple[Any, Any]],
+    carry: Any,
+    span: tuple[int, int],
+    watched: Sequence[int] = (),
+    cuts: Sequence[int] = (),
+    *,
+    apart: bool,
+) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    """Runs blocks one after the other, interrupted where an intermediate is asked for.
+
+    Args:
+        body: maps (carry, layer) to (carry, what may be watched).
+        carry: what passes from block to block.
+        span: first block to run, and the one to stop before.
+        watched: blocks whose second result is wanted; each is run on its own.
+        cuts: layers before which the carry is wanted.
+        apart: whether blocks are written out one after the other, their numbers being Python's;
+            else they are run as scans.
+
+    Returns:
+        The last carry; the watched results by block; the carries by layer.
+    """
+    first, last = span
+    watched, cuts = set(watched), set(cuts)
+    edges = sorted({first, last, *cuts, *watched, *(layer + 1 for layer in watched)})
+    seen, carries = {}, {}
+    for start, stop in itertools.pairwise(edges):
+        if start in cuts:
+            carries[start] = carry
+        if start in watched:
+            carry, seen[start] = body(carry, start if apart else jnp.int32(start))
+        elif apart:
+            for index in range(start, stop):
+                carry, _ = body(carry, index)
+        else:
+            indices = jnp.arange(start, stop, dtype=jnp.int32)
+            carry, _ = jax.lax.scan(lambda c, i: (body(c, i)[0], None), carry, indices)
+    if last in cuts:
+        carries[last] = carry
+    return carry, seen, carries
+
+
+def _save_all_but_weights(primitive: Any, *_, **__) -> bool:
+    """Whether a forward result is stored for the backward pass when nothing is recomputed.
+
+    A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
+    again costs nothing.
+    """
+    return primitive.name not in ("dynamic_slice", "squeeze", "reshape")
+
+
+def checkpoint_layer(body: Callable, remat: bool) -> Callable:
+    """Wraps a layer body for training through it.
+
+    Args:
+        body: maps (carry, layer) to (carry, anything), slicing its weights inside.
+        remat: True stores the carries only and recomputes the block in the backward pass; False
+            stores the block's intermediates, yet never its weights.
+
+    Returns:
+        A function with the same results and gradients. Inference is not changed by it, nor are
+        layers that lie apart, whose numbers are Python's.
+    """
+    policy = None if remat else _save_all_but_weights
+    saving = jax.checkpoint(body, prevent_cse=False, policy=policy)
+    return lambda carry, layer: (body if isinstance(layer, int) else saving)(carry, layer)

@@ -1,0 +1,114 @@
+"""What an episode is asked to do: its arguments, checked, in full shape."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.checks import require, require_count, require_finite
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import Decoder
+from stepprune_jax.policy.params import Params
+from stepprune_jax.policy.trajectory import Limits
+
+
+class Bounds(NamedTuple):
+    """Bounds of an episode as `select` is given them, see there; None for those left out."""
+
+    max_steps: int | None = None
+    min_tokens: ArrayLike | None = None
+    max_tokens: ArrayLike | None = None
+    budget: ArrayLike | None = None
+    group: int | None = None
+
+    def read(self, config: PolicyConfig, batch: int, num_tokens: int) -> tuple[int, Limits]:
+        """T_max and the limits of each row.
+
+        Raises:
+          ValueError: T_max > N, a count out of range where it can be read, or a budget beside
+            another bound.
+        """
+        n, budget = num_tokens, self.budget
+        steps = config.steps(n) if self.max_steps is None else self.max_steps
+        require(0 < steps <= n, "max_steps (T_max)", steps, f"within [1, {n}] for {n} image tokens")
+        if budget is not None:
+            require(
+                self.min_tokens is None and self.max_tokens is None,
+                "budget",
+                "given with min_tokens or max_tokens",
+                "one or the other",
+            )
+            exact = require_count("budget", budget, 1, steps, batch)
+            return steps, Limits(exact, exact)
+        low = min(config.min_tokens, steps) if self.min_tokens is None else self.min_tokens
+        high = steps if self.max_tokens is None else self.max_tokens
+        most = require_count("max_tokens", high, 0, n, batch)
+        return steps, Limits(require_count("min_tokens", low, 0, steps, batch), most)
+
+    def tokens_a_step(self, config: PolicyConfig, num_tokens: int) -> int:
+        """Tokens taken from one pointer distribution, N at most.
+
+        Raises:
+          ValueError: Fewer than one.
+        """
+        group = config.group if self.group is None else self.group
+        require(group >= 1, "group", group, "an integer from 1")
+        return min(group, num_tokens)
+
+
+class Episode(NamedTuple):
+    """Arguments of an episode, checked and given full shape.
+
+    Attributes:
+      decoder: From `init_fn`.
+      slots: M, zero in its padding.
+      image_mask: True at real tokens.
+      limits: Bounds on the count, at most the tokens that a row has.
+      stop_bias: Added to the stop logits.
+      steps: T_max.
+      group: Tokens taken from one pointer distribution.
+    """
+
+    decoder: Decoder
+    slots: Float[Array, "b m d"]
+    image_mask: Bool[Array, "b n"]
+    limits: Limits
+    stop_bias: Float[Array, "b"]
+    steps: int
+    group: int
+
+
+def prepare(
+    params: Params,
+    config: PolicyConfig,
+    memory: Float[ArrayLike, "b m d"],
+    image_mask: Bool[ArrayLike, "b n"] | None,
+    bounds: Bounds,
+    stop_bias: ArrayLike,
+    init_fn: Callable[..., Decoder],
+) -> Episode:
+    """Checks the arguments of `select` and prepares its decoder; see there.
+
+    Raises:
+      ValueError: As `select`.
+    """
+    b, n = memory.shape[0], memory.shape[1] - 1
+    require(n > 0, "memory", f"of shape {memory.shape}", "at least one token and the stop slot")
+    if image_mask is None:
+        image_mask = jnp.ones((b, n), bool)
+    require(image_mask.shape == (b, n), "image_mask", f"of shape {image_mask.shape}", f"[{b}, {n}]")
+    image_mask = jnp.asarray(image_mask)
+    memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
+    require_finite("memory", memory, memory_mask)
+    steps, limits = bounds.read(config, b, n)
+    group = bounds.tokens_a_step(config, n)
+    # A row cannot keep more tokens than it has, whatever it was asked for.
+    most = jnp.minimum(limits.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
+    limits = Limits(jnp.minimum(limits.min_tokens, most), most)
+    slots = jnp.where(memory_mask[..., None], memory, 0)
+    decoder = init_fn(params, config, slots, memory_mask, steps)
+    bias = jnp.broadcast_to(jnp.asarray(stop_bias, layers.score_dtype(memory.dtype)), (b,))
+    return Episode(decoder, slots, image_mask, limits, bias, steps, group)

@@ -1,0 +1,215 @@
+"""Tables over slots: pointer logits without the products that depend on the slots alone.
+
+With the chosen slot itself fed back, each query is an image slot or the start, so the m = n + 1
+queries that an episode can have are known beforehand. Attention over a history has no positions:
+what the first layer makes of a query depends on the *set* of slots chosen so far. So once an
+episode it is computed how each slot attends to each other one, and a step reads one row of that
+table, masked by the set.
+
+With one decoder layer the pointer follows, whose logits are LN(z) W_q k_j / sqrt(d) with
+z = x_i + W_o mixed + b_o. Its projection and the norm's scale are folded into the keys,
+P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. The norm's mean drops out
+if x, W_o and b_o are centred over the width: l = (z P) / sigma(z) + c. So x_i P is a table over
+pairs, too, and W_o P one matrix, and a step is a masked softmax, three products with a vector, and
+an argmax. With more layers only the first history is a table, and the pointer has the folded keys.
+
+The logits are those of `pointer_step` up to rounding; equal slots have equal logits here and there
+as far as the products of the device give equal columns for equal inputs.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import (
+    Cache,
+    Context,
+    decoder_layer,
+    empty_history,
+    finish_layer,
+    history_attention,
+)
+from stepprune_jax.policy.params import Params
+
+# Full float32 also where the hardware would round products: near-ties decide the selection.
+_exactly = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Tables(NamedTuple):
+    """What is computed once an episode; q and s run over the slots, the start in the stop's place.
+
+    What is read row by row is float32 at least, what each step reads as a whole is of the compute
+    dtype.
+
+    Attributes:
+      query: Embedding of each slot as a query.
+      score: Attention logit of slot q's query for slot s, first layer.
+      value: What slot s contributes if it is attended to.
+      residual: Query plus output bias of the first history; centred with one decoder layer.
+      out: Output projection of the first history, [out, in]; centred likewise.
+      key: Pointer keys with the pointer's norm and projection folded in.
+      offset: What the bias of the norm adds to the logit of each slot.
+      row_logit: With one decoder layer: key times residual; else None.
+      mixed_logit: With one decoder layer: key times out; else None.
+    """
+
+    query: Float[Array, "b q d"]
+    score: Float[Array, "b q h s"]
+    value: Float[Array, "b h c s"]
+    residual: Float[Array, "b q d"]
+    out: Float[Array, "d e"]
+    key: Float[Array, "b m d"]
+    offset: Float[Array, "b m"]
+    row_logit: Float[Array, "b q m"] | None
+    mixed_logit: Float[Array, "b m e"] | None
+
+
+class Walk(NamedTuple):
+    """Where an episode stands.
+
+    Attributes:
+      at: Slots of the queries to be read: those chosen last, in order of choice.
+      seen: Slots that were queries, the start (slot n) among them.
+      cache: Histories of the layers after the first.
+    """
+
+    at: Int[Array, "b g"]
+    seen: Bool[Array, "b q"]
+    cache: Cache
+
+
+def _centred(x: Array) -> Array:
+    return x - jnp.mean(x, axis=-1, keepdims=True)
+
+
+def tabulate(
+    params: Params,
+    config: PolicyConfig,
+    context: Context,
+    memory: Float[Array, "b m d"],
+    start: Float[Array, "b d"],
+) -> Tables:
+    """Computes the tables of an episode.
+
+    Args:
+      params: Policy weights.
+      config: Policy configuration.
+      context: From `pointer_init`.
+      memory: Slots to point at, finite in the padding, stop last.
+      start: The first query.
+
+    Returns:
+      The tables, of m^2 (h + 1) + m (5 d + 1) + d^2 numbers a row with one decoder layer.
+    """
+    weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
+    pointer, direct = weights["pointer"], config.decoder_layers == 1
+    history = (pointer if direct else weights["layer_0"])["history"]
+    x = memory.at[:, -1].set(start)
+    y = layers.layer_norm(history["norm"], x)
+    q, k, v = (
+        layers.split_heads(layers.dense(history["attention"][name], y), config.num_heads)
+        for name in ("query", "key", "value")
+    )
+    score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)
+    projection = history["attention"]["out"]
+    out = projection["kernel"].astype(dtype).astype(wide)
+    residual = x.astype(wide) + projection["bias"].astype(wide)
+    if direct:
+        residual, out = _centred(residual), _centred(out)
+    keys = context.pointer_key / math.sqrt(memory.shape[-1])
+    folded = pointer["query"]["kernel"].astype(dtype)
+    unscaled = jnp.einsum("bme,de->bmd", keys, folded, preferred_element_type=wide)
+    key = unscaled * pointer["norm"]["scale"]
+    offset = _exactly("bmd,d->bm", unscaled, pointer["norm"]["bias"].astype(wide))
+    row_logit = mixed_logit = None
+    if direct:
+        row_logit = _exactly("bqd,bmd->bqm", residual, key)
+        mixed_logit = _exactly("bmd,ed->bme", key, out).astype(dtype)
+    return Tables(
+        query=x,
+        score=score / math.sqrt(q.shape[-1]),
+        value=v.swapaxes(-1, -2),
+        residual=residual,
+        out=out.T.astype(dtype),
+        key=key.astype(dtype),
+        offset=offset,
+        row_logit=row_logit,
+        mixed_logit=mixed_logit,
+    )
+
+
+def start_walk(config: PolicyConfig, tables: Tables, steps: int, group: int) -> Walk:
+    """The start of an episode of `steps` steps, of which every `group` are taken at once."""
+    b, m, _ = tables.query.shape
+    # The first step has one query. Those before it stand for nothing, in rows nobody sees.
+    past = empty_history(config, tables.query, steps + group - 1)
+    return Walk(
+        at=jnp.full((b, group), m - 1, jnp.int32),
+        seen=jnp.zeros((b, m), bool).at[:, -1].set(True),
+        cache=(past,) * (config.decoder_layers - 1),
+    )
+
+
+def take_rows(table: Float[Array, "b q *x"], at: Int[Array, "b g"]) -> Float[Array, "b g *x"]:
+    """The rows of some slots."""
+    at = at.reshape(at.shape + (1,) * (table.ndim - 2))
+    return jnp.take_along_axis(table, at, axis=1, mode="promise_in_bounds")
+
+
+def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
+    """The first layer's history of some queries before its output projection, [b, g, e]."""
+    score = jnp.where(seen[:, :, None], take_rows(tables.score, at), layers.MASKED)
+    weights = jax.nn.softmax(score, axis=-1).astype(tables.value.dtype)
+    mixed = jnp.einsum("bghs,bhcs->bghc", weights, tables.value)
+    return mixed.reshape(*at.shape, -1)
+
+
+def walk_logits(
+    params: Params, config: PolicyConfig, context: Context, tables: Tables, walk: Walk, step
+) -> tuple[Float[Array, "b m"], Cache]:
+    """Pointer logits of the last query of a walk, and the cache with its queries in.
+
+    Args:
+      params: Policy weights, of which those of the layers after the first history are read.
+      config: Policy configuration.
+      context: From `pointer_init`.
+      tables: From `tabulate`.
+      walk: Where the episode stands.
+      step: Steps before this one, all of them of as many tokens as `walk.at` has.
+    """
+    wide = layers.score_dtype(tables.query.dtype)
+    if config.decoder_layers == 1:
+        at, cache = walk.at[:, -1:], ()
+        mixed = _mix(tables, at, walk.seen[:, None])[:, 0]
+        z = take_rows(tables.residual, at)[:, 0]
+        z = z + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=wide)
+        pointed = take_rows(tables.row_logit, at)[:, 0] + _exactly(
+            "be,bme->bm", mixed, tables.mixed_logit, preferred_element_type=wide
+        )
+        scale = jax.lax.rsqrt(jnp.mean(z**2, axis=-1, keepdims=True) + layers.NORM_EPSILON)
+        return pointed * scale + tables.offset, cache
+    weights, at, dtype = params["decoder"], walk.at, tables.query.dtype
+    # A query does not see those of its group that were chosen after it.
+    group = jnp.arange(at.shape[1])
+    chosen = at[..., None] == jnp.arange(walk.seen.shape[1])
+    later = jnp.any((group > group[:, None])[..., None] & chosen[:, None], axis=2)
+    mixed = _mix(tables, at, walk.seen[:, None] & ~later)
+    x = jnp.einsum("bge,de->bgd", mixed, tables.out, preferred_element_type=wide)
+    x = (take_rows(tables.residual, at) + x).astype(dtype)
+    x = finish_layer(weights["layer_0"], config, context, 0, x)
+    place = (step * at.shape[1], at.shape[1] - 1)  # first row of the cache, and rows to skip
+    cache = []
+    for i in range(1, config.decoder_layers - 1):
+        layer = weights[f"layer_{i}"]
+        x, past = decoder_layer(layer, config, context, i, x, walk.cache[i - 1], *place)
+        cache.append(past)
+    x, past = history_attention(weights["pointer"]["history"], config, x, walk.cache[-1], *place)
+    unit = layers.layer_norm({"scale": 1.0}, x[:, -1])
+    pointed = _exactly("bd,bmd->bm", unit, tables.key, preferred_element_type=wide)
+    return pointed + tables.offset, (*cache, past)

@@ -1,0 +1,87 @@
+"""Layers run as a scan over stacked weights, and written out where their weights lie apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import prompts
+import pytest
+from hf_reference import llava_pair, normal
+
+from stepprune_jax.models import stack, vlm
+from stepprune_jax.models.decoder import Wanted
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution, lay_out, layout_of, run_stack
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def answer(params, config, pixels, sequence):
+    """All that is run in layers: tower, a stage with taps, stages with a cut, a decoded token."""
+    taps = (Tap("hidden", -3), Tap("attention", 1))
+    seen = vlm.encode_image(params, config, pixels, taps)
+    wanted = Wanted(None, (Tap("hidden", 1), Tap("keys", 2)))
+    stage = vlm.run_layers(params, config, sequence.rows, (0, 4), None, wanted)
+
+    def drop(rows, taps):
+        attended = taps["attention.0"].sum((1, 2)) > 0
+        return rows, attended & ((rows.image < 0) | (rows.index % 2 == 0))
+
+    cuts = (vlm.Cut(2, 20, drop, (Tap("attention", 0),)),)
+    pruned = vlm.prefill(params, config, sequence, 2, cuts)
+    token = jnp.argmax(pruned.logits, -1)
+    return seen, stage, pruned, vlm.decode_step(params, config, token, pruned.cache)
+
+
+def test_layers_apart_give_what_stacked_ones_do_with_taps_cuts_and_caches():
+    config, params = llava_pair()[1:]
+    sequence = prompts.assemble(params, config, *prompts.batch())
+    apart, pixels = lay_out(params, "apart"), normal(1, 2, 3, 28, 28)
+    stacked = answer(params, config, pixels, sequence)
+    assert int(stacked[2].cuts[0].length.sum()) < int(sequence.length.sum())
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, answer(apart, config, pixels, sequence), stacked)
+
+
+def test_layers_by_hand():
+    leaf = jnp.arange(12.0).reshape(3, 2, 2)
+    params = {"a": {"layers": {"x": {"kernel": leaf}}, "norm": jnp.ones(2)}, "b": {"c": leaf}}
+    apart = lay_out(params, "apart")
+    assert (layout_of(params), layout_of(apart)) == ("stacked", "apart")
+    assert list(apart["a"]["layers"]) == ["0", "1", "2"]
+    for index in range(3):
+        for layers in (params["a"]["layers"], apart["a"]["layers"]):
+            taken = stack.take_layer(layers, index)
+            np.testing.assert_array_equal(taken["x"]["kernel"], leaf[index])
+    assert apart["b"] is params["b"] and lay_out(params, "stacked") is params
+
+
+def test_large_layers_lie_apart_unless_told_otherwise():
+    def layout(width, layout="auto"):
+        kernel = jax.ShapeDtypeStruct((2, width, 2048), jnp.bfloat16)
+        params = {"a": {"layers": {"kernel": kernel}}, "b": {"layers": {"bias": kernel}}}
+        return layout_of(jax.eval_shape(lambda params: lay_out(params, layout), params))
+
+    assert layout(2048) == "apart"  # 8 MiB
+    assert (layout(2047), layout(2048, "stacked")) == ("stacked", "stacked")
+    with pytest.raises(ValueError, match="layers is 'loop'; supported: auto, stacked, apart"):
+        lay_out({}, "loop")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_by_hand(apart):
+    """Each block appends its number; block 2 is watched, the carry before 1 and 4 is wanted."""
+
+    def body(carry, index):
+        return carry * 10 + index, carry
+
+    carry, seen, before = run_stack(body, jnp.int32(9), (1, 4), (2,), (1, 4), apart=apart)
+    assert int(carry) == 9123
+    assert {k: int(v) for k, v in seen.items()} == {2: 91}
+    assert {k: int(v) for k, v in before.items()} == {1: 9, 4: 9123}
+
+
+def test_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="attention is 'flash'; supported: matmul, xla, cudnn"):
+        Execution(attention="flash")
+    assert hash(Execution()) == hash(Execution()) and Execution() != Execution(remat=True)
