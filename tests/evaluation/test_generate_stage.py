@@ -325,7 +325,7 @@ def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
 
     def encoding(model, questions, **options):
         found = tower(model, questions, **options)
-        encoded.append(len(found.vision.features))
+        encoded.append(len(found.images.features))
         seen.extend(found.prompts.number.tolist())
         return found
 
@@ -381,9 +381,9 @@ def test_devices_share_the_questions_one_each(run, config, tmp_path):
     config = dataclasses.replace(config, mesh="data")
     widths, answer = [], generate_stage.answer_all
 
-    def watched(model, method, prompts, vision, longest, options, batching, **more):
+    def watched(model, method, prompts, images, options, batching, **more):
         widths.append((batching.batch_size, row_count(mesh_of(model.params))))
-        return answer(model, method, prompts, vision, longest, options, batching, **more)
+        return answer(model, method, prompts, images, options, batching, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate_stage, "answer_all", watched)
