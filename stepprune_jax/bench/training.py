@@ -33,6 +33,7 @@ from stepprune_jax.checkpoints.frozen import model_dtype
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import place_rows, replicate_like
