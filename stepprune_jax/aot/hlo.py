@@ -1,7 +1,9 @@
 """Reading the text of a compiled program."""
 
 import itertools
+import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # Instructions that start nothing on the device: names, shapes, and the ends of what began before.
@@ -23,6 +25,14 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (.*)$")
 _CALLED = re.compile(r"to_apply=%?([^\s,]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]+)\}|(?:true|false)_computation=([^\s,]+))")
+# What is called by a fusion or a reduction is part of it; calls are not.
+_FUSED = re.compile(
+    r"\b(?:fusion|reduce|reduce-window|scatter|sort|map)\(.*(?:calls|to_apply)=%?([^\s,]+)"
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+# Their results are those of instructions in the computations they run.
+_CONTROL = {"call", "conditional"}
+_ASYNCHRONOUS = ("-start", "-update", "-done")
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -65,6 +75,45 @@ def loops(text: str) -> tuple[Loop, ...]:
                 kernels = sum(_kernels(part.group(1), computations) for part in parts)
                 counted.append(Loop(name.group(1) if name else "", kernels))
     return tuple(sorted(counted, key=lambda loop: -loop.kernels))
+
+
+def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """Lists what a program writes to memory in the shape of a weight.
+
+    That are copies: slices of a stack, matrices that were put together, transposed or converted. A
+    program whose products read the weights where they lie has none. What a TPU fetches into its
+    vector memory is no copy.
+
+    Args:
+        text: of a compiled, scheduled program.
+        weights: [k, n] shapes of matrices. No number of tokens may be a multiple of k or n.
+
+    Returns:
+        Types of results, such as "bf16[1,4096,4096]", that hold one or several such matrices.
+    """
+    shapes = [sides for k, n in weights for sides in ((k, n), (n, k))]
+    computations = _computations(text)
+    fused = {
+        part for line in itertools.chain(*computations.values()) for part in _FUSED.findall(line)
+    }
+    kept = (lines for name, lines in computations.items() if name not in fused)
+    written = itertools.chain(*map(_written, itertools.chain(*kept)))
+
+    def holds_weights(sizes: str) -> bool:
+        sides = [int(size) for size in sizes.split(",") if size]
+        rest = {side: math.prod(sides) // side for side in sides if side}
+        return any(k in rest and rest[k] % n == 0 for k, n in shapes)
+
+    return tuple(f"{kind}[{sizes}]" for kind, sizes in written if holds_weights(sizes))
+
+
+def _written(line: str) -> list[tuple[str, str]]:
+    """Types and sizes of the arrays that an instruction writes to the device's memory."""
+    opcode = _opcode(line)
+    if opcode in _FREE or opcode in _CONTROL or opcode.endswith(_ASYNCHRONOUS):
+        return []
+    arrays = _ARRAY.findall(line.partition(f" {opcode}(")[0])
+    return [(kind, sizes) for kind, sizes, layout in arrays if "S(" not in layout]
 
 
 def _computations(text: str) -> dict[str, list[str]]:

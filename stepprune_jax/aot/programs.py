@@ -150,8 +150,16 @@ class Programs:
         return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
 
     @functools.cached_property
-    def _weights(self) -> Any:
+    def _trained_through(self) -> Any:
+        """The frozen weights as training has them, with all layers stacked."""
         return plan.abstract_weights(self._setup, self._dtype)
+
+    @functools.cached_property
+    def _weights(self) -> Any:
+        """The frozen weights as they are loaded to answer."""
+        platform = self._mesh.devices.flat[0].platform
+        weights = vlm.abstract_params(self._model, self._dtype, "auto", platform)
+        return self._place(weights, self._model.family.SHARDING_RULES)
 
     @functools.cached_property
     def _policy(self) -> Any:
@@ -207,14 +215,14 @@ class Programs:
     def _statistics(self) -> Any:
         real = self._by_rows(_shape((self._rows,), bool))
         return step.gather_stats.trace(
-            self._weights, self._stats, self._pixels(self._rows), real, setup=self._setup
+            self._trained_through, self._stats, self._pixels(self._rows), real, setup=self._setup
         )
 
     def _validation(self) -> Any:
         kept = self._kept_tokens(self._rows, self._kept)
         targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
         return jit_for_weights(row_losses, ("model", "options")).trace(
-            self._weights,
+            self._trained_through,
             model=self._model,
             options=ForwardOptions(self._execution, mesh=self._mesh),
             kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),

@@ -27,7 +27,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
-from stepprune_jax.parallel.compiling import CPU_OPTIONS
+from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.testing import tiny_hf_config
 
 # Text part of the model; the tower is not timed here.
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[Callable, float]:
     """A compiled function and the seconds that tracing and compiling took."""
     start = time.perf_counter()
-    options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+    options = OPTIONS.get(jax.default_backend())
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
     return lowered.compile(compiler_options=options), time.perf_counter() - start
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.parallel.compiling import CPU_OPTIONS, Usage, usage
+from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
 from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
     CACHE_RULES,
@@ -124,7 +124,7 @@ def compiled_programs(
         "prefill": (prefill, vlm.Prefill(None, cache_at)),
         "decode": (decode, (None, cache_at)),
     }
-    options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+    options = OPTIONS.get(jax.default_backend())
     compiled = {}
     for name in programs:
         function, out_shardings = functions[name]

@@ -141,7 +141,8 @@ def load_params(
         ValueError: weights are missing, unused, mis-shaped or of a non-floating dtype; all are
             listed. Also a truncated or corrupt file.
     """
-    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers)
+    platform = None if mesh is None else mesh.devices.flat[0].platform
+    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers, platform)
     targets = source.config.family.weight_targets(abstract, source.config)
     folders.fetch_weights(source)
     entries = _collect(source, targets)

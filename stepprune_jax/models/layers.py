@@ -104,14 +104,13 @@ def _narrow_product_bwd(saved, slope):
 _narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd)
 
 
-def _dense_product(x, kernel, dims, precision=None):
-    """What `nn.Dense` calls in place of `jax.lax.dot_general`."""
-    del dims, precision  # always the last axis with the first
+def product(x: Float[Array, "*b k"], kernel: Float[Array, "k n"]) -> Float[Array, "*b n"]:
+    """Product of rows with a matrix, summed in float32 and rounded to the dtype of the rows."""
     return x @ kernel if x.dtype == jnp.float32 else _narrow_product(x, kernel)
 
 
-# A projection whose sums are float32 whatever the dtype.
-Dense = functools.partial(nn.Dense, dot_general=_dense_product)
+# `nn.Dense` with that product.
+Dense = functools.partial(nn.Dense, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
 
 
 class LayerNorm(nn.Module):

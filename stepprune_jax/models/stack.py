@@ -2,9 +2,9 @@
 
 Weights of layers lie either stacked, each leaf with a leading axis of layers, or apart, as a dict
 of layers "0", "1", and so on. Stacked layers are run as one scan: a program that compiles fast, and
-the one to differentiate through. But a slice of a stack is a copy, on a GPU and on a CPU: a pass
-then moves every weight three times. Layers that lie apart are written out one after the other and
-read in place, which is what large models want for inference.
+the one to differentiate through. But on GPUs and CPUs a slice of a stack is a copy: a pass then
+moves every weight three times. Layers that lie apart are written out one after the other and read
+in place, which is what large models want for inference there.
 """
 
 import dataclasses
@@ -53,12 +53,16 @@ class Execution:
             raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
 
 
-def lay_out(params: dict[str, Any], layout: str = "auto") -> dict[str, Any]:
+def lay_out(
+    params: dict[str, Any], layout: str = "auto", platform: str | None = None
+) -> dict[str, Any]:
     """Takes stacked layers apart, or leaves them as they are.
 
     Args:
         params: of a model, with all layers stacked.
-        layout: "stacked" to change nothing; "apart"; or "auto", apart if some layers are large.
+        layout: "stacked" to change nothing; "apart"; or "auto", apart if some layers are large, but
+            on a TPU, whose compiler reads the slices of a scan in place.
+        platform: that the programs are for; None for that of jax's default devices.
 
     Returns:
         The same weights; stacks that are taken apart are copied.
@@ -70,7 +74,8 @@ def lay_out(params: dict[str, Any], layout: str = "auto") -> dict[str, Any]:
         raise ValueError(f"layers is {layout!r}; supported: {', '.join(LAYOUTS)}")
     if layout == "auto":
         large = any(_layer_bytes(layers) >= _LARGE for layers in _stacks(params).values())
-        layout = "apart" if large else "stacked"
+        platform = platform or jax.default_backend()
+        layout = "apart" if large and platform != "tpu" else "stacked"
     if layout == "stacked":
         return params
     taken = dict(params)

@@ -127,7 +127,10 @@ def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, 
 
 
 def abstract_params(
-    config: Any, dtype: Any = jnp.bfloat16, layers: str = "stacked"
+    config: Any,
+    dtype: Any = jnp.bfloat16,
+    layers: str = "stacked",
+    platform: str | None = None,
 ) -> dict[str, Any]:
     """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything.
 
@@ -135,11 +138,13 @@ def abstract_params(
         config: the model's shape.
         dtype: of every leaf.
         layers: where those of layers lie: "stacked", "apart" or "auto"; see `stack.lay_out`.
+        platform: as there.
 
     Returns:
         The tree.
     """
-    return jax.eval_shape(lambda: lay_out(init_params(jax.random.key(0), config, dtype), layers))
+    stacked = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
+    return jax.eval_shape(lambda params: lay_out(params, layers, platform), stacked)
 
 
 def encode_image(

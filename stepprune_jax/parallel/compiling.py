@@ -2,13 +2,20 @@
 
 from typing import Any, NamedTuple
 
-# Compiler options for CPUs. The XLA of jax 0.10 slices bfloat16 by way of float32 and moves the
-# conversion of the whole stack of layers out of their loop unless disabled. And it fetches all
-# matrices of a layer before it uses the first; one after the other they stay in the processor's
-# cache, which makes decoding twice as fast. Accelerators do neither.
-CPU_OPTIONS = {
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+# Compiler options for programs with weights, by platform.
+#
+# CPU: the XLA of jax 0.10 slices bfloat16 by way of float32 and moves the conversion of the whole
+# stack of layers out of their loop unless disabled. And it fetches all matrices of a layer before
+# it uses the first; one after the other they stay in the processor's cache.
+#
+# GPU: XLA makes one product of those that share a side, such as queries, keys and values. With
+# cuBLAS that first puts the matrices together, in a copy.
+OPTIONS = {
+    "cpu": {
+        "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    },
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 
 
@@ -18,8 +25,7 @@ class Usage(NamedTuple):
     Attributes:
         arguments: weights and inputs.
         outputs: results that do not reuse an argument's memory.
-        temporary: intermediates. On CPU devices this holds float32 copies of the layer in work
-            (and, when decoding, of the cache) that an accelerator does without.
+        temporary: intermediates.
         total: the sum.
     """
 

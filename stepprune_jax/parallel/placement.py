@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.parallel.compiling import CPU_OPTIONS
+from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
 
 
@@ -29,23 +29,25 @@ def jit_for_weights(
         donate: names of its donated arguments.
 
     Returns:
-        The compiled function; for weights on a CPU it is compiled with `CPU_OPTIONS`. It has the
-        attributes `num_compiled`, a function that returns the number of programs compiled so far,
+        The compiled function, with the `OPTIONS` of the weights' platform. It has the attributes
+        `num_compiled`, a function that returns the number of programs compiled so far,
         and `trace`, that of `jax.jit`, which takes abstract weights that have a sharding, too.
     """
-    options = {"static_argnames": static, "donate_argnames": donate}
-    plain = jax.jit(function, **options)
-    on_cpu = jax.jit(function, **options, compiler_options=CPU_OPTIONS)
+    names = {"static_argnames": static, "donate_argnames": donate}
+    programs = {
+        platform: jax.jit(function, **names, compiler_options=OPTIONS.get(platform))
+        for platform in ("cpu", "gpu", "tpu")
+    }
 
     def chosen(params):
         device = next(iter(jax.tree.leaves(params)[0].sharding.device_set))
-        return on_cpu if device.platform == "cpu" else plain
+        return programs[device.platform]
 
     @functools.wraps(function)
     def call(params, *args, **kwargs):
         return chosen(params)(params, *args, **kwargs)
 
-    call.num_compiled = lambda: plain._cache_size() + on_cpu._cache_size()
+    call.num_compiled = lambda: sum(program._cache_size() for program in programs.values())
     call.trace = lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
     return call
 

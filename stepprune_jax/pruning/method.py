@@ -156,10 +156,10 @@ def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
             raise ValueError(
                 f"{name}: option {field.name} is {value!r}, expected a list of {member.__name__}"
             )
-        return tuple(value)
+        return tuple(map(member, value))
     if not _is(expected, value):
         raise ValueError(f"{name}: option {field.name} is {value!r}, expected {expected.__name__}")
-    return value
+    return expected(value)
 
 
 def _is(expected: type, value: Any) -> bool:

@@ -178,7 +178,9 @@ def test_a_trace_of_a_cut_between_layers(files, capsys, reference):
 
 def test_a_trace_of_merged_tokens(files, capsys, reference):
     options = ("--pruner", "visionzip", "--budget", "4", "--pruner_options", "contextual=1")
-    found = traced(files, capsys, *options)
+    own = traced(files, capsys, *options).arrays["position_0"]
+    assert own.tolist() == list(range(len(own)))
+    found = traced(files, capsys, *options, "--positions", "original")
     arrays, (first,) = found.arrays, found.places
     # The class token, two patches, and one that the rest is merged into.
     dominant = best(class_attention(reference, files, 1).sum(0), 2)

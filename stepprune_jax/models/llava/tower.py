@@ -23,6 +23,7 @@ from stepprune_jax.models.layers import (
     attention_weights,
     fused_attend,
     merge_heads,
+    product,
     resolve_taps,
     split_heads,
 )
@@ -137,7 +138,7 @@ def embed_patches(
     # values run over (row, column, channel). An incomplete patch at the border is left out.
     patches = pixels[:, :, : side * p, : side * p].astype(kernel.dtype)
     patches = patches.reshape(i, 3, side, p, side, p).transpose(0, 2, 4, 3, 5, 1)
-    patches = patches.reshape(i, side * side, p * p * 3) @ kernel
+    patches = product(patches.reshape(i, side * side, p * p * 3), kernel)
     first = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
     hidden = jnp.concatenate([first, patches], axis=1) + params["position_embedding"]
     return LayerNorm(config.layer_norm_eps).apply({"params": params["pre_norm"]}, hidden)
