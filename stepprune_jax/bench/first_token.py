@@ -242,14 +242,14 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
     asked = (model, method, batch.prompts, vision)
     run = pipeline.prepare(*asked, decoding.greedy(()), options).run
     params, config, learned, kept, texts, sampling = run.args
-    stages, mesh = run.keywords["stages"], run.keywords["mesh"]
+    stages = run.keywords["stages"]
     place = functools.partial(
         _place,
         *(params, config, kept, texts),
         capacity=stages.slots[0],
-        positions=options.positions,
+        positions=run.keywords["options"].positions,
         projected=stages.projected,
-        mesh=mesh,
+        mesh=run.keywords["mesh"],
     )
     start = functools.partial(
         _start, *(params, config, learned, place(), texts.counts, sampling), **run.keywords
