@@ -30,7 +30,7 @@ from stepprune_jax.bench import first_token, torch_llama
 from stepprune_jax.bench.first_token import Batch, Bench, Row
 from stepprune_jax.bench.memory import MODELS, model_config
 from stepprune_jax.bench.peaks import device_peak
-from stepprune_jax.bench.timing import environment, free_memory
+from stepprune_jax.bench.timing import environment, free_memory, peak_memory
 from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row._replace(method=place_method(model, row.method)) for row in rows]
     theirs = reference(model, device) if device else None
     peak = device_peak(dtype)
-    options = RunOptions(execution=execution, max_tokens=flags.new_tokens + 1)
+    options = RunOptions("own", execution, max_tokens=flags.new_tokens + 1)
     bench = Bench(model, options, peak, flags.rounds)
     result = {
         "model": flags.model,
@@ -253,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = first_token.draw_batch(config, size, flags.text)
         references = {REFERENCE: theirs(batch)} if theirs else {}
         result["batches"][str(size)] = first_token.measure(bench, rows, batch, references)
+        result["peak_bytes"] = peak_memory()
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {out}")
 

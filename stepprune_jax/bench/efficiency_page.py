@@ -24,6 +24,7 @@ _HEADER = [
     "tower",
     "encoder",
     "loop",
+    "us a step",
     "projector",
     "prefill",
     "to the first token, ms",
@@ -39,14 +40,14 @@ _HEADER = [
 
 _HEAD = """From pixels in host memory to the first token, with random weights, images and prompts
 (`stepprune_jax/bench/efficiency.py`). *tower*, *encoder* (of the selector), *loop* (the rest of
-it), *projector* (with putting tokens in their places) and *prefill* are programs by themselves,
-in ms; *to the first token* is what `generate` runs, one program, or two for a learned stop.
-Brackets hold the least and the most of the turns; ratios are medians of those within a turn,
-above 1 this row is faster. *TFLOPs* is by formula with masked pairs, at the tokens that are
-there; *traced* counts the products of the programs, padding included and a loop of unknown
-length once. *memory* is what the compiler plans. *roofline* adds, stage by stage, the longer of
-operations and weights to read over the device's peaks, and *share* is how much of it was
-reached."""
+it; *us a step* divides by the tokens of the longest row), *projector* (with putting tokens in
+their places) and *prefill* are programs by themselves, in ms; *to the first token* is what
+`generate` runs, one program, or two for a learned stop. Brackets hold the least and the most of
+the turns; ratios are medians of those within a turn, above 1 this row is faster. *TFLOPs* is by
+formula with masked pairs, at the tokens that are there; *traced* counts the products of the
+programs, padding included and a loop of unknown length once. *memory* is what the compiler
+plans. *roofline* adds, stage by stage, the longer of operations and weights to read over the
+device's peaks, and *share* is how much of it was reached."""
 
 
 def section(results: Sequence[Mapping[str, Any]]) -> str:
@@ -75,7 +76,7 @@ def _paper() -> Iterator[str]:
 
 def _device(result: Mapping[str, Any]) -> Iterator[str]:
     """A model on a device: what it was, and a table for each batch."""
-    about, peak = result["environment"], result["peak"]
+    about, peak, most = result["environment"], result["peak"], result.get("peak_bytes")
     yield f"### {result['model']}, {result['dtype']}, {about['device']}"
     yield (
         f"Commit {about['commit']}; {about['devices']} x {about['device']} ({about['platform']}), "
@@ -87,6 +88,7 @@ def _device(result: Mapping[str, Any]) -> Iterator[str]:
         f"{result['policy_dtype']}; {result['execution']}; {result['rounds']} turns. Peaks: "
         f"{peak['flops'] / 1e12:.3g} TFLOP/s, {peak['bandwidth'] / 1e9:.3g} GB/s "
         f"({peak['source']})."
+        + (f" At most {most / 1e9:.3g} GB were in use at a time." if most else "")
     )
     for batch, rows in result["batches"].items():
         yield f"Batch {batch}:"
@@ -102,6 +104,7 @@ def _row(row: Mapping[str, Any]) -> list[object]:
         "tower": stages.get("tower", "-"),
         "encoder": stages.get("encoder", "-"),
         "loop": stages.get("loop", stages.get("selector", "-")),
+        "us a step": _step(row),
         "projector": stages.get("projector", "-"),
         "prefill": stages.get("prefill", "-"),
         "to the first token, ms": _spread(times["whole"]),
@@ -122,6 +125,13 @@ def _row(row: Mapping[str, Any]) -> list[object]:
             "compile, s": row["compile_s"],
         }
     return list(cells.values())
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    """Microseconds of the loop for each token of the longest row."""
+    if "loop" not in row["ms"]:
+        return "-"
+    return f"{1e3 * row['ms']['loop'][0] / row['kept'][2]:.3g}"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -71,6 +71,12 @@ def free_memory() -> int:
     return next((1024 * kib for kib in available), pages)
 
 
+def peak_memory() -> int | None:
+    """Most bytes in use on any of this process's devices so far; None where jax does not say."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
+
+
 def time_side_by_side(
     calls: Mapping[str, Callable[..., object]],
     repeats: int,
