@@ -339,7 +339,8 @@ def prepare(
         arguments, static = (*choice.args, *arguments), choice.keywords | static
         run = functools.partial(programs.run_answer, *arguments, **static)
     else:
-        own = (model.params, config, method.params, kept)
+        # What nobody reads would still tell one program from another.
+        own = (model.params, config, method.params if cuts else (), kept)
         run = functools.partial(programs.run_begin, *own, *arguments, **static)
     before = np.where(rows.shown, sizes[rows.slot], 0)
     return Ready(run, None if in_one else choice, before.sum(1), left[-1].sum(1))
