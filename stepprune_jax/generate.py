@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
-    add("--positions", choices=POSITIONS, default="original", help="position ids of kept tokens")
+    add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
     add("--max_tokens", type=int, default=128, help="longest answer")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")

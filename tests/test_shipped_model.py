@@ -11,7 +11,8 @@ from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.data.shapes import write_world
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference.pipeline import Batching, RunOptions, answer_all
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.sets import Batching, answer_all
 from stepprune_jax.pruning import Ranking, make_method
 
 
@@ -39,9 +40,8 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, tmp_path):
             model,
             make_method("random", kept),
             encoded.prompts,
-            encoded.vision,
-            3,
-            RunOptions(),
+            encoded.images,
+            RunOptions(max_tokens=3),
             Batching(32, (36, n)),
             ranking=ranking,
         ).texts

@@ -14,15 +14,16 @@ from stepprune_jax import policy
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
-from stepprune_jax.inference import decoding, pipeline
-from stepprune_jax.models import vlm
+from stepprune_jax.inference import decoding, programs
+from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
+from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
 from stepprune_jax.policy.layers import compute_dtype
-from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained, View
+from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained
 from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.studies.variants import load_config
 from stepprune_jax.training import Run, plan, read_run, selectors, step
@@ -111,10 +112,8 @@ class Programs:
             "statistics": self._statistics,
             "validation": self._validation,
             "tower": self._tower,
-            "view": self._view,
             "rank": self._rank,
             "take": self._take,
-            "place": self._place_tokens,
             "prefill": self._prefill,
             "prefill cut": functools.partial(self._prefill, self._cut),
             "decode": self._decode,
@@ -123,6 +122,7 @@ class Programs:
         for rows in ROWS:
             exact = Budget("count", self._kept)
             table[f"select {rows}"] = functools.partial(self._select, exact, rows)
+            table[f"answer {rows}"] = functools.partial(self._answer, rows)
         if isinstance(self._setup.selector, PolicyConfig):
             for rows in ROWS:
                 own = functools.partial(self._select, Budget("own"), rows)
@@ -187,31 +187,25 @@ class Programs:
     def _features(self, rows: int) -> Any:
         return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
 
-    def _kept_tokens(self, rows: int) -> Kept:
-        index = _shape((rows, self._kept))
+    def _kept_tokens(self, rows: int, count: int) -> Kept:
+        index = _shape((rows, count))
         tokens = _shape((*index.shape, self._model.feature_width), self._dtype)
         return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
 
-    def _pruner_view(self, rows: int) -> View:
-        text = (rows, self._bucket.text)
-        count = _shape((rows,))
-        return self._by_rows(
-            View(
-                tokens=self._features(rows),
-                valid=None,
-                grid=_shape((rows, 2)),
-                text=_shape((*text, self._model.text.hidden_size), self._dtype),
-                text_valid=_shape(text, bool),
-                number=count,
-                count=count,
-            )
-        )
+    def _pairs(self, rows: int) -> Pairs:
+        row = _shape((rows,))
+        words = _shape((rows, self._bucket.text))
+        return self._by_rows(Pairs(row, _shape((rows, 2)), None, words, row, row, row))
 
-    def _sequence(self, rows: int) -> vlm.Sequence:
-        """A question with all visual tokens."""
-        shape = (rows, self._bucket.text + self._tokens - 1, self._model.text.hidden_size)
-        function = functools.partial(vlm.from_embeddings, self._model)
-        return self._by_rows(jax.eval_shape(function, _shape(shape, self._dtype), _shape((rows,))))
+    def _images(self, rows: int) -> Features:
+        return self._by_rows(Features(self._features(rows)))
+
+    def _texts(self, rows: int, cuts: int = 0) -> Texts:
+        """Questions with an image each."""
+        one = _shape((rows, 1))
+        ids, row = _shape((rows, self._bucket.text)), _shape((rows,))
+        shown, grid = _shape(one.shape, bool), _shape((rows, 1, 2))
+        return self._by_rows(Texts(ids, row, one, shown, grid, (one,) * cuts))
 
     # Training.
 
@@ -225,7 +219,7 @@ class Programs:
         )
 
     def _validation(self) -> Any:
-        kept = self._kept_tokens(self._rows)
+        kept = self._kept_tokens(self._rows, self._kept)
         targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
         return jit_for_weights(row_losses, ("model", "options")).trace(
             self._trained_through,
@@ -235,24 +229,16 @@ class Programs:
             targets=self._by_rows(targets),
         )
 
-    # From images to answers: the programs of `inference.pipeline`, in their order.
+    # From images to answers: `inference.programs`.
 
     def _tower(self) -> Any:
-        return pipeline.run_encode.trace(
+        return programs.run_encode.trace(
             self._weights,
             self._model,
             self._pixels(self._rows),
             taps=(),
             execution=self._execution,
             mesh=self._mesh,
-        )
-
-    def _view(self) -> Any:
-        row = _shape((self._rows,))
-        words = _shape((self._rows, self._bucket.text))
-        features, row, words = self._by_rows((self._features(self._rows), row, words))
-        return pipeline.run_view.trace(
-            self._weights, self._model, features, (), row, words, row, mesh=self._mesh
         )
 
     def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
@@ -262,76 +248,88 @@ class Programs:
         bias = self._place(_shape((), jnp.float32))
         return kind(budget, config=selector).program(), Trained(self._policy, self._stats, bias)
 
-    def _select(self, budget: Budget, rows: int) -> Any:
+    def _choosing(self, budget: Budget) -> tuple[Trained, Choice]:
         pruner, learned = self._pruner(budget)
         capacity = self._kept if budget.is_exact else pruner.most(self._tokens)
-        return pipeline.run_select.trace(pruner, learned, self._pruner_view(rows), capacity)
+        return learned, Choice(pruner, capacity, self._execution)
+
+    def _select(self, budget: Budget, rows: int) -> Any:
+        learned, choice = self._choosing(budget)
+        arrays = (learned, self._images(rows), self._pairs(rows))
+        return programs.run_choose.trace(
+            self._weights, self._model, *arrays, choice=choice, mesh=self._mesh
+        )
 
     def _rank(self) -> Any:
         pruner, learned = self._pruner(Budget("count", self._kept))
-        steps = pruner.most(self._tokens)
-        return pipeline.run_rank.trace(pruner, learned, self._pruner_view(self._rows), steps)
+        return programs.run_rank.trace(
+            self._weights,
+            self._model,
+            learned,
+            self._images(self._rows),
+            self._pairs(self._rows),
+            pruner=pruner,
+            steps=pruner.most(self._tokens),
+            mesh=self._mesh,
+        )
 
     def _take(self) -> Any:
         order, count = _shape((self._rows, self._tokens)), _shape((self._rows,))
         arrays = self._by_rows((self._features(self._rows), order, count))
-        return pipeline.run_take.trace(*arrays, capacity=self._kept)
+        return programs.run_take.trace(*arrays, capacity=self._kept)
 
-    def _place_tokens(self) -> Any:
-        row, one = _shape((self._rows,)), _shape((self._rows, 1))
-        ids, grid = _shape((self._rows, self._bucket.text)), _shape((self._rows, 2))
-        present = _shape(one.shape, bool)
-        ids, length, grid, slot, present = self._by_rows((ids, row, grid, one, present))
-        return pipeline.run_place.trace(
+    def _options(self) -> RunOptions:
+        return RunOptions(execution=self._execution, max_tokens=NEW_TOKENS)
+
+    def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of `programs.begin`, behind the weights, for a question with all tokens."""
+        stages = Stages((self._slots(self._tokens),))
+        if pruner is not None:
+            slots = (*stages.slots, self._slots(self._kept))
+            stages = Stages(slots, pruner.cuts(self._model, self._tokens), pruner.program())
+        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(stages.cuts))
+        options = {"stages": stages, "options": self._options(), "mesh": self._mesh}
+        return ((), kept, texts, self._sampling), options
+
+    def _slots(self, kept: int) -> int:
+        """Length of a question whose image is so many tokens."""
+        return self._bucket.text + kept - 1
+
+    @property
+    def _sampling(self) -> Sampling:
+        return self._place(jax.eval_shape(lambda: greedy((0,))))
+
+    def _prefill(self, pruner: Pruner | None = None) -> Any:
+        arrays, options = self._begin(pruner)
+        return programs.run_begin.trace(self._weights, self._model, *arrays, **options)
+
+    def _answer(self, rows: int) -> Any:
+        """From pixels to the first token at an exact budget."""
+        learned, choice = self._choosing(Budget("count", self._kept))
+        images = Pixels(self._pixels(rows))
+        return programs.run_answer.trace(
             self._weights,
             self._model,
-            ids,
-            length,
-            self._kept_tokens(self._rows),
-            grid,
-            slot,
-            present,
-            positions="original",
-            capacity=self._bucket.text + self._kept - 1,
+            *(learned, images, self._pairs(rows), self._texts(rows), self._sampling),
+            choice=choice,
+            stages=Stages((self._slots(self._kept),)),
+            options=self._options(),
             mesh=self._mesh,
         )
 
-    def _start(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `decoding.start` for one question; the weights come before them."""
-        sequence, stages, pruning = self._sequence(1), decoding.ONE_STAGE, ()
-        if pruner is not None:
-            length = self._bucket.text + self._kept - 1
-            cuts = pruner.cuts(self._model, self._tokens)
-            stages = decoding.Stages(pruner.program(), cuts, (length,))
-            pruning = ((), (self._place(_shape((1, 1))),))
-        keys = self._place(jax.eval_shape(lambda: decoding.row_keys(jax.random.key(0), 1)))
-        arguments = (sequence, keys, self._sampling, pruning)
-        options = {"stages": stages, "max_tokens": NEW_TOKENS, "execution": self._execution}
-        return arguments, options
-
-    @property
-    def _sampling(self) -> decoding.Sampling:
-        number = _shape((), jnp.float32)
-        return self._place(decoding.Sampling(number, number, _shape((1,))))
-
-    def _prefill(self, pruner: Pruner | None = None) -> Any:
-        arguments, options = self._start(pruner)
-        return decoding.run_start.trace(
-            self._weights, self._model, *arguments, mesh=self._mesh, **options
-        )
-
     def _decode(self, pruner: Pruner | None = None) -> Any:
-        arguments, options = self._start(pruner)
-        start = functools.partial(decoding.start, config=self._model, **options)
-        names = ("sequence", "keys", "sampling", "pruning")
-        state, _ = jax.eval_shape(start, self._weights, **dict(zip(names, arguments, strict=True)))
-        limit = self._place(_shape(()))
+        arrays, options = self._begin(pruner)
+        begin = functools.partial(programs.begin, **options | {"mesh": None})
+        arguments = (self._weights, *arrays)
+        state, _ = jax.eval_shape(
+            lambda params, *arrays: begin(params, self._model, *arrays), *arguments
+        )
         return decoding.run_decode.trace(
             self._weights,
             self._model,
             self._place(state),
             self._sampling,
-            limit,
+            self._place(_shape(())),
             execution=self._execution,
             mesh=self._mesh,
         )

@@ -28,7 +28,8 @@ from stepprune_jax.checkpoints.frozen import SHAPES_MODEL
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
-from stepprune_jax.inference.pipeline import batches, make_view, pair_up
+from stepprune_jax.inference.pipeline import see
+from stepprune_jax.inference.sets import batches
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import StepPrune
 
@@ -209,9 +210,8 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
         config = dataclasses.replace(learned.config, dtype=dtype)
         weights, parts = policy.cast_weights(learned.params, dtype), []
         for rows, count in batches(len(split.questions), 32):
-            prompts = encoded.prompts.take(rows)
-            pairs = pair_up(prompts.image_of)
-            view = make_view(vlm, StepPrune(config=config), encoded.vision, prompts, pairs)
+            prompts, pruner = encoded.prompts.take(rows), StepPrune(config=config)
+            view = see(vlm, pruner, prompts, encoded.images)
             parts.append(np.asarray(order(weights, view, config, tables))[:count])
         orders[f"{dtype}, {'tables' if tables else 'step by step'}"] = np.concatenate(parts)
     reference = orders["float32, step by step"]

@@ -3,8 +3,10 @@
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
 
@@ -16,6 +18,63 @@ def machine() -> str:
         f"{jax.device_count()} x {device.device_kind} ({device.platform}), {processor}, "
         f"{os.cpu_count()} cores, jax {jax.__version__}, Python {platform.python_version()}"
     )
+
+
+def environment() -> dict[str, str | int]:
+    """What decides how fast a program is: device, driver, versions, flags, and the commit."""
+    device = jax.devices()[0]
+    driver = Path("/proc/driver/nvidia/version")
+    flags = {k: v for k, v in os.environ.items() if k == "XLA_FLAGS" or k.startswith("JAX_")}
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else "none",
+        "runtime": " ".join(str(device.client.platform_version).split()),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "flags": " ".join(f"{name}={value}" for name, value in sorted(flags.items())) or "none",
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name, where the system says it."""
+    lines = Path("/proc/cpuinfo")
+    named = lines.read_text().splitlines() if lines.is_file() else []
+    names = (line.partition(":")[2].strip() for line in named if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _commit() -> str:
+    """The commit that runs, "-dirty" if files differ from it; "unknown" outside of a checkout."""
+    command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated on the first device; of the machine's memory on a CPU."""
+    device = jax.devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    known = Path("/proc/meminfo")
+    lines = known.read_text().splitlines() if known.is_file() else []
+    available = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next((1024 * kib for kib in available), pages)
+
+
+def peak_memory() -> int | None:
+    """Most bytes in use on any of this process's devices so far; None where jax does not say."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
 
 
 def time_side_by_side(

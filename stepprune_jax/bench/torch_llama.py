@@ -1,18 +1,21 @@
-"""The language model of `transformers` with our weights, as the contender of the benchmarks.
+"""Llama and LLaVA of `transformers` with our weights, as the contenders of the benchmarks.
 
 torch and the models of `transformers` are imported inside the functions: nothing else of the
 package needs them.
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from stepprune_jax.checkpoints.save import file_tensor
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.llava.config import LlavaConfig, hf_config
-from stepprune_jax.models.llava.weights import weight_targets
+from stepprune_jax.models.llava.weights import canonical_name, weight_targets
 from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
@@ -53,21 +56,83 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     hf = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf)
-    flat = weights.flatten({"language": language})
-    abstract = vlm.abstract_params(config, layers=layout_of({"language": language}))
-    state = {}
-    for target in weight_targets(abstract, config):
-        if target.path not in flat:
-            continue
-        leaf = flat[target.path]
-        for layer, name in enumerate(target.names):
-            tensor = to_torch(leaf[layer] if target.stacked else leaf, device)
-            tensor = tensor.T.contiguous() if target.transform == "transpose" else tensor
-            state[name.removeprefix("language_model.")] = tensor
+    tensors = _tensors({"language": language}, config, device)
+    state = {name.removeprefix("language_model."): tensor for name, tensor in tensors}
     model.load_state_dict(state, strict=True, assign=True)
     # The rotary frequencies are no weights: the meta device left them without values.
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)
     return model.eval().requires_grad_(False)
+
+
+def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu") -> Any:
+    """Makes a `LlavaForConditionalGeneration` with SDPA attention and a copy of our weights.
+
+    Args:
+        params: the model's weights.
+        config: the model's shape.
+        device: torch device, "cpu" or "cuda".
+
+    Returns:
+        The torch model, in evaluation mode, in the dtype of the weights.
+    """
+    import torch
+    import transformers
+
+    fields = hf_config(config, str(params["language"]["norm"]["scale"].dtype))
+    fields = {k: v for k, v in fields.items() if k not in ("architectures", "model_type", "dtype")}
+    hf = transformers.LlavaConfig(**fields, attn_implementation="sdpa")
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(hf)
+    names = {canonical_name(name): name for name in model.state_dict()}
+    state = {names[name]: tensor for name, tensor in _tensors(params, config, device)}
+    model.load_state_dict(state, strict=True, assign=True)
+    # What is computed is no weight: the meta device left it without values.
+    language, embeddings = model.model.language_model, model.model.vision_tower.embeddings
+    language.rotary_emb = type(language.rotary_emb)(hf.text_config).to(device)
+    embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]
+    return model.eval().requires_grad_(False)
+
+
+def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
+    """The tensors of some weights under their canonical names."""
+    flat, abstract = weights.flatten(params), vlm.abstract_params(config, layers=layout_of(params))
+    for target in weight_targets(abstract, config):
+        if target.path in flat:
+            for layer, name in enumerate(target.names):
+                yield name, to_torch(file_tensor(target, flat[target.path], layer), device)
+
+
+def first_tokens(
+    model: Any,
+    ids: Int[np.ndarray, "b l"],
+    pixels: Float[np.ndarray, "b 3 H W"],
+    config: LlavaConfig,
+) -> Float[np.ndarray, "b v"]:
+    """Runs LLaVA over prompts with an image each.
+
+    Args:
+        model: from `build_llava`.
+        ids: [b, l] ids with -200 where the image stands.
+        pixels: [b, 3, H, W] of the images.
+        config: the model's shape.
+
+    Returns:
+        [b, v] the logits that the first tokens are drawn from, once they are in host memory.
+    """
+    import torch
+
+    tokens = [np.where(row == IMAGE_TOKEN, config.image_token_id, row) for row in ids]
+    repeats = [np.where(row == IMAGE_TOKEN, config.max_image_tokens, 1) for row in ids]
+    expanded = np.stack([np.repeat(*row) for row in zip(tokens, repeats, strict=True)])
+    weight = next(model.parameters())
+    with torch.inference_mode():
+        output = model(
+            input_ids=tokens_on(expanded, weight.device.type),
+            pixel_values=to_torch(pixels, weight.device.type).to(weight.dtype),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return as_numpy(output.logits[:, -1])
 
 
 def new_cache(model: Any, kind: str, capacity: int) -> Any:

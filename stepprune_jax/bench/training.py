@@ -26,13 +26,14 @@ from ml_collections import ConfigDict, config_flags
 from stepprune_jax import command_line
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
 from stepprune_jax.bench.memory import MODELS, model_config
-from stepprune_jax.bench.timing import machine
+from stepprune_jax.bench.timing import machine, peak_memory
 from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import place_rows, replicate_like
@@ -124,7 +125,7 @@ def measure(
     stats = FeatureStats.start(setup.model.vision.hidden_size)
     bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, batches)
     seconds, wait, bench = _through_the_pipeline(bench, update, steps)
-    peak = _peak()
+    peak = peak_memory()
     batch = place_rows(mesh, batches[0])
     fed, bench = _repeated(bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n))
     compiled, policy_flops = _policy_alone(bench, batch)
@@ -229,12 +230,6 @@ def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any],
         return compiled(state, stats, inputs, key, number)
 
     return call, float(traced_flops(traced.jaxpr))
-
-
-def _peak() -> int | None:
-    """Largest memory in use on any of the devices since the start."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
 
 
 def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:

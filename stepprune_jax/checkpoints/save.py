@@ -91,7 +91,7 @@ def _write_weights(
     def tensors(members: tuple[str, ...]) -> Iterator[np.ndarray]:
         for name in members:
             target, layer = sources[name]
-            tensor = _to_file(target, flat[target.path], layer)
+            tensor = file_tensor(target, flat[target.path], layer)
             # Only a vocabulary that was completed has more rows than there are.
             more = target.tensor_shape[0] - len(tensor)
             yield np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
@@ -103,8 +103,17 @@ def _write_weights(
         safetensors.write_index(folder, shards, sum(sizes.values()))
 
 
-def _to_file(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
-    """One tensor in the file's axes: the inverse of the loader's transforms."""
+def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
+    """One tensor of a weight in the file's axes: the inverse of the loader's transforms.
+
+    Args:
+        target: the weight with its tensors.
+        leaf: its values.
+        layer: which of the tensors.
+
+    Returns:
+        The tensor, in host memory, in the dtype of the weight.
+    """
     array = np.asarray(leaf[layer] if target.stacked else leaf)
     if target.transform == "transpose":
         return array.T

@@ -22,7 +22,8 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.encode import chunk_size, encode_questions
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.settings import EvalSettings
-from stepprune_jax.inference.pipeline import place_method, rank_all
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
@@ -210,7 +211,7 @@ def stop_margins(
         part = questions[first : first + chunk]
         encoded = encode_questions(model, part, batch_size=size, execution=execution)
         ranking, _ = rank_all(
-            model, method, encoded.prompts, encoded.vision, steps=steps, batch_size=size
+            model, method, encoded.prompts, encoded.images, steps=steps, batch_size=size
         )
         margins.append(ranking.margin)
         report(first + len(part))

@@ -15,7 +15,8 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.inference.pipeline import Prompts, Vision, encode, run_encode
+from stepprune_jax.inference.pipeline import Images, Prompts, Vision, encode, read_images
+from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.layers import Tap
@@ -35,12 +36,13 @@ class Encoded(NamedTuple):
 
     Attributes:
         prompts: one a question.
-        vision: of the distinct images; zeros for one image where there is none.
+        images: the distinct ones, behind the tower or before it; zeros for one behind it where
+            there is none.
         seconds: of a question with an image, on average, for image and ids.
     """
 
     prompts: Prompts
-    vision: Vision
+    images: Vision | Images
     seconds: float = 0.0
 
     def take(self, rows: np.ndarray) -> "Encoded":
@@ -71,10 +73,11 @@ def encode_questions(
     batch_size: int,
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
+    tower: bool = True,
     numbers: Sequence[int] | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Encoded:
-    """Runs the tower once per distinct image and tokenises every question.
+    """Reads every distinct image once, runs the tower over it, and tokenises every question.
 
     Args:
         model: the model.
@@ -82,6 +85,8 @@ def encode_questions(
         batch_size: images that go through the tower together.
         taps: intermediates of the tower that pruners want to see.
         execution: how the tower's blocks are run.
+        tower: whether to run it here, once for all that is asked about an image; where nothing is,
+            the images may stay pixels, and a batch is answered by fewer programs.
         numbers: of the questions in their whole set; by default 0, 1, 2, ...
         report: called with the number of images done at each batch.
 
@@ -104,27 +109,30 @@ def encode_questions(
 
         def run(rows=rows):
             request = _request(model, [questions[row] for row in rows])
-            count = len(jax.tree.leaves(request.pixels)[0])
+            images = read_images(model.config, request.pixels)
+            if not tower:
+                return request, images
+            count = len(images.sizes)
             repeated = np.arange(batch_size) % count
-            pixels = jax.tree.map(lambda part: part[repeated], request.pixels)
-            vision = fetch(encode(model, pixels, taps, execution))
+            images = jax.tree.map(lambda part: part[repeated], images)
+            vision = fetch(encode(model, images, taps, execution))
             return request, jax.tree.map(lambda part: part[:count], vision)
 
-        (request, vision), taken = timed(run, run_encode.num_compiled)
+        (request, images), taken = timed(run, num_compiled)
         _fill(ids, words, rows, request)
-        parts.append(vision)
+        parts.append(images)
         seconds += taken
-        report(first + len(vision.sizes))
+        report(first + len(images.sizes))
     if without:
         _fill(ids, words, without, _request(model, [questions[row] for row in without]))
     if not parts:
         parts = [_no_images(model)]
-    vision = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    images = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
     prompt, said = (pad_batch(rows, multiple=_width(rows)) for rows in (ids, words))
     image_of = np.array([places.get(question.image, -1) for question in questions], np.int32)
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
     prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
-    return Encoded(prompts, vision, seconds / max(1, len(questions) - len(without)))
+    return Encoded(prompts, images, seconds / max(1, len(questions) - len(without)))
 
 
 def _no_images(model: VLM) -> Vision:
@@ -179,7 +187,7 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
         The questions; a `UserWarning` says which were cut.
     """
     prompts, shown = encoded.prompts, encoded.prompts.has_image
-    sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+    sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
     most = limit - np.where(shown, sizes - 1, 0)
     long = np.flatnonzero(prompts.length > most)
     if len(long):
@@ -204,7 +212,7 @@ def check_lengths(encoded: Encoded, limit: int) -> None:
         ValueError: the number of the first such question and its length.
     """
     prompts = encoded.prompts
-    sizes = encoded.vision.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+    sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
     total = prompts.length + np.where(prompts.has_image, sizes - 1, 0)
     longest = int(np.argmax(total))
     if total[longest] > limit:

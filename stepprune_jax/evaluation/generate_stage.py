@@ -55,14 +55,9 @@ from stepprune_jax.evaluation.settings import (
 )
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import read_split, thin
-from stepprune_jax.inference.pipeline import (
-    Answers,
-    Batching,
-    RunOptions,
-    answer_all,
-    place_method,
-    rank_all,
-)
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
@@ -453,7 +448,7 @@ def _rank(
             stage.model,
             place_method(stage.model, row.method),
             seen.prompts,
-            seen.vision,
+            seen.images,
             steps=steps,
             batch_size=stage.batch_size,
         )
@@ -503,13 +498,14 @@ def _answer(
     settings, name = stage.settings, task.benchmark.name
     n = stage.conditions.num_tokens
     sizes = {row.steps(n) for row in task.rows}
+    longest = settings.longest_answer(BENCHMARKS[name])
+    options = RunOptions(settings.positions, stage.execution, max_tokens=longest)
     return answer_all(
         stage.model,
         place_method(stage.model, method),
         seen.prompts,
-        seen.vision,
-        settings.longest_answer(BENCHMARKS[name]),
-        RunOptions(settings.positions, stage.execution),
+        seen.images,
+        options,
         Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
         ranking=ranking,
         report=report,

@@ -12,13 +12,15 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy, check_fits
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference import decoding, pipeline
-from stepprune_jax.inference.buckets import ladder, row_bucket
-from stepprune_jax.inference.pipeline import Begun, Prompts, RunOptions
+from stepprune_jax.inference.buckets import row_bucket
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import Begun, Prompts, read_images
+from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel.placement import fetch, mesh_of
+from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
 
 
@@ -57,8 +59,8 @@ class Options(NamedTuple):
         policy: what a trained pruner has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "original", "compact", or "own" for those of the
-            pruner's authors.
+        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+            "compact".
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
@@ -77,7 +79,7 @@ class Options(NamedTuple):
     policy: Policy | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
-    positions: str = "original"
+    positions: str = "own"
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
@@ -103,10 +105,6 @@ class _Begun(NamedTuple):
     batch: Begun
     sampling: decoding.Sampling
     ttft_ms: float
-
-
-# Batches whose programs have been compiled in this process.
-_WARM: set[Any] = set()
 
 
 def generate(
@@ -222,9 +220,7 @@ def check_options(config: Any, options: Options) -> Method:
     """
     check_sampling(options.temperature, options.top_p)
     if options.positions not in POSITIONS:
-        raise ValueError(
-            f"positions is {options.positions!r}, expected one of {', '.join(POSITIONS)}"
-        )
+        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
@@ -235,28 +231,15 @@ def check_options(config: Any, options: Options) -> Method:
 
 def make_prompts(request: Request) -> Prompts:
     """Pads a request's ids to buckets, and lists its images."""
-    ids, words = (_padded(rows) for rows in (request.ids, request.question_ids))
+    ids = pad_batch(request.ids)
+    # Few widths, since each may go with every length of the rows, and each such pair is a program.
+    longest = max(map(len, request.question_ids))
+    words = pad_batch(request.question_ids, multiple=max(16, 1 << (longest - 1).bit_length()))
     b, j = len(request.ids), row_bucket(max(map(len, request.image_of)))
     image_of = np.full((b, j), -1, np.int32)
     for row, numbers in enumerate(request.image_of):
         image_of[row, : len(numbers)] = numbers
     return Prompts(*ids, *words, image_of, np.arange(b, dtype=np.int32))
-
-
-def _padded(rows: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded ids and lengths; the width is a bucket."""
-    longest = max(map(len, rows))
-    sizes = ladder(max(longest, 1 << 16), 16)
-    return pad_batch(rows, multiple=next(size for size in sizes if size >= longest))
-
-
-def _pixels(request: Request) -> Any:
-    """The pixels of the request's images, padded to a bucket."""
-    if request.pixels is None:
-        return None
-    b, count = len(request.ids), len(jax.tree.leaves(request.pixels)[0])
-    rows = np.arange(row_bucket(count, range(b, count + b, b)))
-    return jax.tree.map(lambda part: part[np.where(rows < count, rows, 0)], request.pixels)
 
 
 def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
@@ -266,47 +249,35 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
         raise ValueError("the model has no tokenizer: load it with load_vlm")
     begin = time.perf_counter()
     request = read_request(model.tokenizer, model.image_settings, model.config, prompts, images)
-    rows, pixels = make_prompts(request), _pixels(request)
+    rows = make_prompts(request)
+    shown = None if request.pixels is None else read_images(model.config, request.pixels)
     on_host = time.perf_counter() - begin
     method = pipeline.place_method(model, method)
     key = jax.random.key(options.seed) if isinstance(options.seed, int) else options.seed
     stops = model.config.eos_token_ids if options.stop_ids is None else options.stop_ids
     sampling = decoding.Sampling(
-        np.float32(options.temperature), np.float32(options.top_p), np.array(stops, np.int32)
+        key,
+        np.float32(options.temperature),
+        np.float32(options.top_p),
+        np.array(stops, np.int32),
     )
-    keys = decoding.row_keys(key, len(request.ids))
-    run_options = RunOptions(options.positions, options.execution, options.context_limit)
+    how = RunOptions(
+        options.positions, options.execution, options.context_limit, options.max_tokens
+    )
 
     def run() -> _Begun:
-        begin, vision = time.perf_counter(), None
-        if pixels is not None:
-            taps = method.pruner.taps(model.config)
-            vision = pipeline.encode(model, pixels, taps, options.execution)
-        batch = pipeline.begin(
-            model, method, rows, vision, sampling, keys, options.max_tokens, run_options
-        )
+        begin = time.perf_counter()
+        batch = pipeline.begin(model, method, rows, shown, sampling, how)
         jax.block_until_ready(batch.state)
         return _Begun(batch, sampling, 1000 * (on_host + time.perf_counter() - begin))
 
+    before = num_compiled()
     begun = run()
-    signature = (
-        model.config,
-        mesh_of(model.params),
-        jax.tree.leaves(model.params)[0].dtype,
-        jax.tree.map(np.shape, pixels),
-        begun.batch.shapes,
-        options.max_tokens,
-        sampling.stop_ids.shape,
-        run_options,
-        method.pruner.program(),
-    )
-    if options.warm_up and signature not in _WARM:
-        if options.max_tokens > 1:
-            jax.block_until_ready(
-                pipeline.finish(model, begun.batch.state, sampling, 0, options.execution).token
-            )
+    if options.warm_up and num_compiled() > before:
+        # A limit of 0 compiles the decoding, and draws nothing.
+        state = pipeline.finish(model, begun.batch.state, sampling, 0, options.execution)
+        jax.block_until_ready(state.token)
         begun = run()
-    _WARM.add(signature)
     if options.trace is not None:
         options.trace(begun.batch)
     return begun

@@ -4,10 +4,12 @@ A whole answer (`decode`) and a loop on the host that looks at each token (`deco
 higher each time) run the same step in the same program, so both give the same tokens.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -23,14 +25,35 @@ class Sampling(NamedTuple):
     """How tokens are drawn: what may change from call to call without a compilation.
 
     Attributes:
+        key: PRNG key; each row of a batch draws from one of its own, see `row_keys`.
         temperature: 0 for greedy.
         top_p: mass to sample from.
         stop_ids: [t] ids that end a row.
     """
 
+    key: Array
     temperature: ArrayLike
     top_p: ArrayLike
     stop_ids: Int[ArrayLike, "t"]
+
+
+class RunOptions(NamedTuple):
+    """How the model is run; static.
+
+    Attributes:
+        positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
+            "own" for those of the method's authors. Behind a cut between layers, "compact" numbers
+            what is left anew.
+        execution: how the layers of tower and language model are run.
+        context_limit: longest row after expansion; longer ones are cut at the right end. None for
+            that of the model's family.
+        max_tokens: longest answer.
+    """
+
+    positions: str = "original"
+    execution: Execution = Execution()
+    context_limit: int | None = None
+    max_tokens: int = 128
 
 
 class Decoding(NamedTuple):
@@ -56,24 +79,23 @@ class Decoding(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Stages of the language model between which visual tokens are dropped; static.
+    """Static sizes of a batch, and stages between which visual tokens are dropped.
 
     Attributes:
-        pruner: who drops; None without cuts.
-        cuts: the places.
-        slots: static length of the rows behind each cut.
-        text: text tokens of the longest prompt, padded to a bucket.
+        slots: length of the rows of each stage.
+        cuts: the places between the stages.
+        pruner: who drops there; None without cuts.
+        text: text tokens of the longest prompt, padded to a bucket, for cuts that look at all.
         renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
+        projected: whether the tokens that were kept are projected already.
     """
 
-    pruner: Pruner | None = None
+    slots: tuple[int, ...]
     cuts: tuple[LayerCut, ...] = ()
-    slots: tuple[int, ...] = ()
+    pruner: Pruner | None = None
     text: int = 0
     renumber: bool = False
-
-
-ONE_STAGE = Stages()
+    projected: bool = False
 
 
 class Places(NamedTuple):
@@ -95,6 +117,12 @@ class Trace(NamedTuple):
 
     logits: Float[Array, "b v"]
     stages: tuple[Places, ...]
+
+
+def greedy(stop_ids: Iterable[int]) -> Sampling:
+    """Draws the likeliest token; the key is never used."""
+    stops = np.array([*stop_ids], np.int32)
+    return Sampling(jax.random.key(0), np.float32(0), np.float32(1), stops)
 
 
 def row_keys(key: Array, rows: int) -> Array:
@@ -121,14 +149,13 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
 def start(
     params: dict[str, Any],
     config: Any,
+    learned: Any,
     sequence: vlm.Sequence,
-    keys: Array,
+    counts: tuple[Int[Array, "b j"], ...],
     sampling: Sampling,
-    pruning: tuple[Any, ...] = (),
     *,
-    stages: Stages = ONE_STAGE,
-    max_tokens: int,
-    execution: Execution = Execution(),
+    stages: Stages,
+    options: RunOptions,
     mesh: Mesh | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill and draws the first tokens.
@@ -136,21 +163,18 @@ def start(
     Args:
         params: the model's weights.
         config: the model's shape.
+        learned: what the pruner has learned, for its cuts.
         sequence: from `vlm.assemble`.
-        keys: [b] from `row_keys`.
+        counts: for each cut [b, j] tokens of each image that stay behind it.
         sampling: how tokens are drawn.
-        pruning: with cuts, what the pruner has learned, and [b, j] tokens of each image that stay
-            behind each of them.
-        stages: cuts between layers.
-        max_tokens: longest answer.
-        execution: how the layers are run.
+        stages: cuts between layers, and lengths of the rows behind them.
+        options: how the model is run.
         mesh: of the weights, to lay the cache out on.
 
     Returns:
         The state after the first token, and what the prefill did.
     """
-    b = sequence.hidden.shape[0]
-    learned, counts = pruning or (None, ())
+    b, max_tokens = sequence.hidden.shape[0], options.max_tokens
     rows = {"last": 1, "text": stages.text}
 
     def drop(cut, count):
@@ -158,17 +182,19 @@ def start(
 
     cuts = [
         vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], stages.renumber)
-        for cut, slots, count in zip(stages.cuts, stages.slots, counts, strict=True)
+        for cut, slots, count in zip(stages.cuts, stages.slots[1:], counts, strict=True)
     ]
     # The last token is never read, so it needs no slot.
-    result = vlm.prefill(params, config, sequence, max_tokens - 1, cuts=cuts, execution=execution)
+    result = vlm.prefill(
+        params, config, sequence, max_tokens - 1, cuts=cuts, execution=options.execution
+    )
     zeros = jnp.zeros(b, jnp.int32)
     state = Decoding(
         cache=result.cache,
         token=zeros,
         finished=zeros > 0,
         count=zeros,
-        key=keys,
+        key=row_keys(sampling.key, b),
         step=jnp.int32(0),
         tokens=jnp.full((b, max_tokens), -1, jnp.int32),
     )
@@ -238,5 +264,4 @@ def decode(
     return jax.lax.while_loop(going, body, state)
 
 
-run_start = jit_for_weights(start, ("config", "stages", "max_tokens", "execution", "mesh"))
 run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",))

@@ -1,64 +1,37 @@
 """The one way from images and prompts to answers.
 
-    encode -> choose -> assemble -> begin -> finish
+    encode -> choose -> begin -> finish
 
 `encode` runs the tower once an image; `choose` lets a pruner keep tokens for each (image, prompt);
-`assemble` projects them and puts them in their prompts; `begin` runs the language model, in stages
-where the pruner cuts between its layers, and draws the first tokens; `finish` draws the rest.
-`rank_all` and `answer_all` do so for whole sets of prompts, batch by batch. Shapes are padded to
-buckets, so that the number of compiled programs is bounded whatever is asked.
+`begin` projects them, puts them in their prompts and runs the language model, in stages where the
+pruner cuts between its layers, to the first tokens; `finish` draws the rest. `begin` does by itself
+what has not been done before: given `Images` it runs tower, choice and language model as the one or
+two programs of `inference.programs`. Shapes are padded to buckets, so that the number of compiled
+programs is bounded whatever is asked.
 """
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import truncate
-from stepprune_jax.inference import decoding
+from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.buckets import ladder, row_bucket
-from stepprune_jax.inference.decoding import Decoding, Sampling, Trace
-from stepprune_jax.inference.text import answer_text
-from stepprune_jax.inference.timing import timed
+from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
+from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel.placement import (
-    constrain_rows,
-    fetch,
-    jit_for_weights,
-    mesh_of,
-    place_rows,
-    replicate_like,
-)
+from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import bucket_ladder, choose_bucket
 from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
-from stepprune_jax.pruning.base import take
-
-
-class RunOptions(NamedTuple):
-    """How the model is run; static.
-
-    Attributes:
-        positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
-            "own" for those of the method's authors. Behind a cut between layers, "compact" numbers
-            what is left anew.
-        execution: how the layers of tower and language model are run.
-        context_limit: longest row after expansion; longer ones are cut at the right end. None for
-            that of the model's family.
-    """
-
-    positions: str = "original"
-    execution: Execution = Execution()
-    context_limit: int | None = None
 
 
 class Prompts(NamedTuple):
@@ -69,7 +42,7 @@ class Prompts(NamedTuple):
         length: [q] of these.
         words: [q, w] ids of the user's words, for pruners that read them.
         num_words: [q] of these.
-        image_of: [q, j] row of each of its images in the `Vision`; -1 for none.
+        image_of: [q, j] row of each of its images in the `Images` or `Vision`; -1 for none.
         number: [q] number of each prompt in its set, for random draws.
     """
 
@@ -94,6 +67,20 @@ class Prompts(NamedTuple):
         return self._replace(ids=self.ids[:, :width])
 
 
+class Images(NamedTuple):
+    """Images that the tower has not seen; on the host.
+
+    Attributes:
+        pixels: [i, ...] as the family's preprocessing makes them.
+        grid: [i, 2] rows and columns of the patches.
+        sizes: [i] tokens of each image.
+    """
+
+    pixels: Any
+    grid: Int[np.ndarray, "i 2"]
+    sizes: Int[np.ndarray, "i"]
+
+
 class Vision(NamedTuple):
     """What the tower makes of images, once and for all; on the host or on devices.
 
@@ -110,24 +97,20 @@ class Vision(NamedTuple):
     taps: dict[Tap, Any]
 
 
-class Pairs(NamedTuple):
-    """Every (image, prompt) pair is a row of the pruner; the rows are padded to a bucket.
+class Padding(NamedTuple):
+    """Static sizes of a batch, where the ladders that are usual are not wanted.
 
     Attributes:
-        image: [r] row in the `Vision`.
-        prompt: [r] row of the batch.
-        place: [r] which of the prompt's images it is.
-        slot: [b, j] pair of each image of each prompt.
-        present: [b, j] True = image.
-        count: pairs without the padding.
+        kept: sizes that kept tokens may be padded to; None for those of `policy.bucket_ladder`.
+        width: slots for text, so that rows are as long as that and the padded tokens of their
+            images; None pads rows to the next of a ladder of lengths.
     """
 
-    image: Int[np.ndarray, "r"]
-    prompt: Int[np.ndarray, "r"]
-    place: Int[np.ndarray, "r"]
-    slot: Int[np.ndarray, "b j"]
-    present: Bool[np.ndarray, "b j"]
-    count: int
+    kept: tuple[int, ...] | None = None
+    width: int | None = None
+
+
+LADDERS = Padding()
 
 
 class Begun(NamedTuple):
@@ -138,123 +121,57 @@ class Begun(NamedTuple):
         trace: of the prefill.
         visual_tokens: [b] of each row before pruning, over all its images.
         kept: [b] of these, how many are left behind the last cut.
-        shapes: what the compiled programs of this batch depend on.
     """
 
     state: Decoding
     trace: Trace
     visual_tokens: Int[np.ndarray, "b"]
     kept: Int[np.ndarray, "b"]
-    shapes: tuple[Any, ...]
 
 
-def _encode(
-    params: dict[str, Any],
-    config: Any,
-    pixels: Any,
-    taps: tuple[Tap, ...],
-    execution: Execution,
-    mesh: Mesh | None,
-) -> tuple[Array, tuple[Array, ...]]:
-    features, tapped = vlm.encode_image(params, config, pixels, taps, execution)
-    chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
-    return constrain_rows(mesh, (features, chosen))
+class Ready(NamedTuple):
+    """A batch whose last program before the decoding is ready to run.
+
+    Attributes:
+        run: the program with all its arguments.
+        choice: the program that kept the tokens, likewise, where that is not a part of `run`; it
+            has run.
+        visual_tokens: of `Begun`.
+        kept: of `Begun`.
+    """
+
+    run: functools.partial
+    choice: functools.partial | None
+    visual_tokens: Int[np.ndarray, "b"]
+    kept: Int[np.ndarray, "b"]
 
 
-def _view(
-    params: dict[str, Any],
-    config: Any,
-    features: Float[Array, "i n d"],
-    taps: tuple[Array, ...],
-    image: Int[Array, "r"],
-    words: Int[Array, "r w"],
-    num_words: Int[Array, "r"],
-    mesh: Mesh | None,
-) -> tuple[Array, tuple[Array, ...], Array, Array]:
-    """Tokens, taps, text and text mask of each pair."""
-    text = vlm.embed_text(params, config, words)
-    mask = jnp.arange(words.shape[1]) < num_words[:, None]
-    chosen = tuple(tap[image] for tap in taps)
-    return constrain_rows(mesh, (features[image], chosen, text, mask))
-
-
-def _place(
-    params: dict[str, Any],
-    config: Any,
-    ids: Int[Array, "b l"],
-    length: Int[Array, "b"],
-    kept: Kept,
-    grid: Int[Array, "r 2"],
-    slot: Int[Array, "b j"],
-    present: Bool[Array, "b j"],
-    positions: str,
-    capacity: int,
-    mesh: Mesh | None,
-) -> vlm.Sequence:
-    """Projects what was kept and puts it in its places."""
-    tokens = vlm.project(params, config, kept.tokens)
-    visual = vlm.Visual(tokens, kept.valid, kept.index, kept.place, grid)
-    visual = jax.tree.map(lambda part: part[slot], visual)
-    visual = visual._replace(valid=visual.valid & present[..., None])
-    sequence = vlm.assemble(params, config, ids, length, visual, positions, capacity)
-    return constrain_rows(mesh, sequence)
-
-
-run_encode = jit_for_weights(_encode, ("config", "taps", "execution", "mesh"))
-run_view = jit_for_weights(_view, ("config", "mesh"))
-run_place = jit_for_weights(_place, ("config", "positions", "capacity", "mesh"))
-
-
-@functools.partial(jax.jit, static_argnames=("pruner", "capacity"))
-def run_select(pruner: Pruner, params: Any, view: View, capacity: int) -> Kept:
-    """`Pruner.select` in one program."""
-    return pruner.select(params, view, capacity)
-
-
-@functools.partial(jax.jit, static_argnames=("pruner", "steps"))
-def run_rank(pruner: Pruner, params: Any, view: View, steps: int) -> Ranking:
-    """`Ranker.rank` in one program."""
-    return pruner.rank(params, view, steps)
-
-
-run_take = jax.jit(take, static_argnames="capacity")
-
-
-@functools.partial(jax.jit, static_argnames="capacity")
-def _narrow(kept: Kept, capacity: int) -> Kept:
-    """The first slots of each row."""
-    count = kept.count
-    return Kept(*(part[:, :capacity] for part in kept[:-1]), count)
+def read_images(config: Any, pixels: Any) -> Images:
+    """Describes images by their pixels, as the family's preprocessing makes them."""
+    grid = np.asarray(config.family.grids(config, pixels), np.int32)
+    return Images(pixels, grid, np.asarray(config.family.num_tokens(config, grid), np.int32))
 
 
 def encode(
-    model: VLM, pixels: Any, taps: Sequence[Tap] = (), execution: Execution = Execution()
+    model: VLM, images: Images, taps: Sequence[Tap] = (), execution: Execution = Execution()
 ) -> Vision:
     """Runs the tower.
 
     Args:
         model: the model.
-        pixels: of some images, as the family's preprocessing makes them.
+        images: as many as shall go through it together.
         taps: intermediates that pruners want to see.
         execution: how the tower's blocks are run.
 
     Returns:
         The features and taps, on the model's devices.
     """
-    mesh = mesh_of(model.params)
-    taps = tuple(dict.fromkeys(taps))
-    features, tapped = run_encode(
-        model.params,
-        model.config,
-        place_rows(mesh, pixels),
-        taps=taps,
-        execution=execution,
-        mesh=mesh,
+    mesh, taps = mesh_of(model.params), tuple(dict.fromkeys(taps))
+    pixels = place_rows(mesh, images.pixels)
+    tokens, tapped = programs.run_encode(
+        model.params, model.config, pixels, taps=taps, execution=execution, mesh=mesh
     )
-    family, config = model.config.family, model.config
-    grid = np.asarray(family.grids(config, pixels), np.int32)
-    sizes = np.asarray(family.num_tokens(config, grid), np.int32)
-    return Vision(features, grid, sizes, dict(zip(taps, tapped, strict=True)))
+    return Vision(tokens, images.grid, images.sizes, dict(zip(taps, tapped, strict=True)))
 
 
 def place_method(model: VLM, method: Method) -> Method:
@@ -262,62 +179,305 @@ def place_method(model: VLM, method: Method) -> Method:
     return method._replace(params=replicate_like(model.params, method.params))
 
 
-def pair_up(image_of: Int[np.ndarray, "b j"]) -> Pairs:
-    """Lists the (image, prompt) pairs of a batch, padded by repeating the first."""
-    b, j = image_of.shape
-    prompt, place_of = np.nonzero(image_of >= 0)
-    count = len(prompt)
-    slot, present = np.zeros((b, j), np.int32), np.zeros((b, j), bool)
-    slot[prompt, place_of], present[prompt, place_of] = np.arange(count), True
-    image = image_of[prompt, place_of]
-    if count:
-        padding = row_bucket(count, range(b, count + b, b)) - count
-        rows = np.append(np.arange(count), np.zeros(padding, np.int64))
-        image, prompt, place_of = image[rows], prompt[rows], place_of[rows]
-    image, prompt, place_of = (x.astype(np.int32) for x in (image, prompt, place_of))
-    return Pairs(image, prompt, place_of, slot, present, count)
-
-
-def make_view(model: VLM, pruner: Pruner, vision: Vision, prompts: Prompts, pairs: Pairs) -> View:
+def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Vision) -> View:
     """Builds what a pruner sees of a batch.
 
     Args:
         model: the model.
         pruner: who looks.
-        vision: of all images; with the taps that the pruner wants.
-        prompts: of the batch.
-        pairs: from `pair_up`.
+        prompts: of the batch; at least one shows an image.
+        images: theirs, with the taps that the pruner wants.
 
     Returns:
-        A row for each pair, on the model's devices.
+        A row for each (image, prompt) pair, as those of `choose`, on the model's devices.
     """
-    mesh, image = mesh_of(model.params), pairs.image
-    rows, features = np.arange(len(image), dtype=np.int32), vision.features
-    taps = tuple(vision.taps[tap] for tap in pruner.taps(model.config))
-    if isinstance(features, np.ndarray):  # only what is looked at goes to the devices
-        features, taps = features[image], tuple(tap[image] for tap in taps)
-        features, taps = place_rows(mesh, (features, taps))
+    shown = _shown(model, pruner, prompts, images, _pair_up(prompts.image_of))
+    projected, mesh = pruner.after_projector, mesh_of(model.params)
+    return programs.run_see(model.params, model.config, *shown, projected=projected, mesh=mesh)
+
+
+def choose(
+    model: VLM,
+    method: Method,
+    prompts: Prompts,
+    images: Images | Vision,
+    *,
+    execution: Execution = Execution(),
+    sizes: Sequence[int] | None = None,
+    ranking: Ranking | None = None,
+) -> tuple[Kept, Int[np.ndarray, "r"]]:
+    """Keeps tokens of each (image, prompt) pair.
+
+    Args:
+        model: the model.
+        method: from `place_method`.
+        prompts: of the batch; at least one shows an image.
+        images: theirs. A `Vision` has the taps that the pruner wants.
+        execution: how the tower's blocks are run.
+        sizes: static sizes that kept tokens may be padded to; by default those of
+            `policy.bucket_ladder`.
+        ranking: of these pairs, if it is known, on the host.
+
+    Returns:
+        What is kept of each pair, prompt by prompt, and of the first pair again in rows that pad
+        them to a bucket; and [r] its counts on the host, which are read back from the devices only
+        where a learned stop decides.
+    """
+    rows = _pair_up(prompts.image_of)
+    run, counts, _ = _prepare_choice(
+        model, method, prompts, images, rows, execution, sizes, ranking
+    )
+    kept = run()
+    return kept, fetch(kept.count) if counts is None else counts
+
+
+def rank(model: VLM, method: Method, prompts: Prompts, images: Vision, steps: int) -> Ranking:
+    """Puts the tokens of each (image, prompt) pair in an order.
+
+    Args:
+        model: the model.
+        method: of a `Ranker`, from `place_method`.
+        prompts: of the batch; at least one shows an image.
+        images: theirs, with the taps that the pruner wants.
+        steps: length of the order.
+
+    Returns:
+        The orders, on the devices; rows as those of `choose`.
+    """
+    # One program serves every budget: an order does not depend on it.
+    pruner = dataclasses.replace(method.pruner, budget=Budget())
+    arguments = _shown(model, pruner, prompts, images, _pair_up(prompts.image_of))
+    return programs.run_rank(
+        model.params,
+        model.config,
+        method.params,
+        *arguments,
+        pruner=pruner,
+        steps=steps,
+        mesh=mesh_of(model.params),
+    )
+
+
+def prepare(
+    model: VLM,
+    method: Method,
+    prompts: Prompts,
+    images: Images | Vision | None,
+    sampling: Sampling,
+    options: RunOptions,
+    *,
+    padding: Padding = LADDERS,
+    ranking: Ranking | None = None,
+) -> Ready:
+    """Does all of `begin` but its last program, the only one for `Images` and exact counts.
+
+    Args:
+        model: the model.
+        method: how to prune, from `place_method`.
+        prompts: the batch.
+        images: of the prompts, before the tower or behind it; None without any.
+        sampling: how tokens are drawn.
+        options: how the model is run.
+        padding: static sizes.
+        ranking: order of the tokens of each image, if it is known; on the host.
+
+    Returns:
+        The last program, and what the host knows of its result.
+
+    Warns:
+        UserWarning: a prompt is longer than the context and was cut.
+    """
+    mesh, config = mesh_of(model.params), model.config
+    rows, cuts = _pair_up(prompts.image_of), ()
+    if len(rows.image):
+        cuts = method.pruner.cuts(config, _padded_tokens(config, images))
+        sizes, grid = images.sizes[rows.image], images.grid[rows.image]
+        choice, counts, fitting = _prepare_choice(
+            model, method, prompts, images, rows, options.execution, padding.kept, ranking
+        )
     else:
-        rows = image
+        sizes, grid = np.zeros(1, np.int32), np.ones((1, 2), np.int32)
+        choice, counts, fitting = functools.partial(_no_tokens, model), sizes, (1,)
+    in_one = len(rows.image) > 0 and isinstance(images, Images) and counts is not None
+    kept = None if in_one else choice()
+    counts = fetch(kept.count) if counts is None else counts
+
+    limit = options.context_limit or config.family.CONTEXT_LIMIT
+    of_image = _fit(prompts, np.where(rows.shown, counts[rows.slot], 0), limit)
+    survivors = _survivors(method.pruner, config, of_image, len(cuts))
+    left = [of_image, *survivors.sum(3)]
+    text = prompts.length - rows.shown.sum(1)
+    j, ids, longest = rows.slot.shape[1], prompts.ids, prompts.ids.shape[1]
+    if padding.width is None:
+        totals = [np.minimum(text + count.sum(1), limit).max() for count in left]
+        slots = [_bucket(int(total), ladder(limit)) for total in totals]
+        # As many as there can be in so many slots, and one more for a row that is to be cut. So
+        # the length of the rows is all that the program depends on.
+        ids, longest = (
+            _padded_to(ids, slots[0] + j + 1),
+            _bucket(int(text.max()), ladder(limit, 16)),
+        )
+    else:
+        most = [choose_bucket(counts, fitting), *(int(c.max(initial=0)) for c in left[1:])]
+        slots = [padding.width + j * count for count in most]
+    positions = method.pruner.positions if options.positions == "own" else options.positions
+    projected = len(rows.image) > 0 and method.pruner.after_projector
+    stages = Stages(tuple(slots), projected=projected)
+    if cuts:
+        pruner = method.pruner.program()
+        longest = longest if any(cut.rows == "text" for cut in cuts) else 0
+        stages = Stages(tuple(slots), cuts, pruner, longest, positions == "compact", projected)
+    static = {
+        "stages": stages,
+        "options": options._replace(positions=positions, context_limit=None),
+        "mesh": mesh,
+    }
+    kept_behind = tuple(survivors[..., 0])
+    texts = Texts(ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], kept_behind)
+    arguments = (place_rows(mesh, texts), sampling)
+    if in_one:
+        arguments, static = (*choice.args, *arguments), choice.keywords | static
+        run = functools.partial(programs.run_answer, *arguments, **static)
+    else:
+        own = (model.params, config, method.params, kept)
+        run = functools.partial(programs.run_begin, *own, *arguments, **static)
+    before = np.where(rows.shown, sizes[rows.slot], 0)
+    return Ready(run, None if in_one else choice, before.sum(1), left[-1].sum(1))
+
+
+def begin(
+    model: VLM,
+    method: Method,
+    prompts: Prompts,
+    images: Images | Vision | None,
+    sampling: Sampling,
+    options: RunOptions,
+    *,
+    padding: Padding = LADDERS,
+    ranking: Ranking | None = None,
+) -> Begun:
+    """Prunes the images of a batch of prompts, and runs the language model to the first tokens.
+
+    Args and warnings are those of `prepare`, which does all that comes before the last program.
+
+    Returns:
+        The batch after its first tokens.
+    """
+    ready = prepare(
+        model, method, prompts, images, sampling, options, padding=padding, ranking=ranking
+    )
+    return Begun(*ready.run(), ready.visual_tokens, ready.kept)
+
+
+def finish(
+    model: VLM,
+    state: Decoding,
+    sampling: Sampling,
+    limit: int,
+    execution: Execution = Execution(),
+) -> Decoding:
+    """Draws all tokens up to a limit; consumes the state. One at a time is the same program."""
+    return decoding.run_decode(
+        model.params,
+        model.config,
+        state,
+        sampling,
+        np.int32(limit),
+        execution=execution,
+        mesh=mesh_of(model.params),
+    )
+
+
+class _Rows(NamedTuple):
+    """The (image, prompt) pairs of a batch, padded to a bucket by repeating the first.
+
+    Attributes:
+        image: [r] row in the images.
+        prompt: [r] row of the batch.
+        place: [r] which of the prompt's images it is.
+        slot: [b, j] pair of each image of each prompt.
+        shown: [b, j] True = image.
+    """
+
+    image: Int[np.ndarray, "r"]
+    prompt: Int[np.ndarray, "r"]
+    place: Int[np.ndarray, "r"]
+    slot: Int[np.ndarray, "b j"]
+    shown: Bool[np.ndarray, "b j"]
+
+
+def _pair_up(image_of: Int[np.ndarray, "b j"]) -> _Rows:
+    """Lists the (image, prompt) pairs of a batch."""
+    b, j = image_of.shape
+    prompt, place_of = np.nonzero(image_of >= 0)
+    count = len(prompt)
+    slot, shown = np.zeros((b, j), np.int32), np.zeros((b, j), bool)
+    slot[prompt, place_of], shown[prompt, place_of] = np.arange(count), True
+    image = image_of[prompt, place_of]
+    rows = _padded_rows(count, b)
+    return _Rows(*(x[rows].astype(np.int32) for x in (image, prompt, place_of)), slot, shown)
+
+
+def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
+    """0, 1, ..., padded with zeros to a bucket of rows; multiples of the batch are such."""
+    rows = np.arange(row_bucket(count, range(batch, count + batch, batch)))
+    return np.where(rows < count, rows, 0)
+
+
+def _padded_tokens(config: Any, images: Images | Vision) -> int:
+    """The number n of tokens that the tower's result has for each image."""
+    if isinstance(images, Vision):
+        return images.features.shape[1]
+    leaves, structure = jax.tree.flatten(images.pixels)
+    return _tower_tokens(config, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+
+
+@functools.cache
+def _tower_tokens(config: Any, structure: Any, leaves: tuple[Any, ...]) -> int:
+    """Shape of the tower's result for an image."""
+    one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
+    encode_one = functools.partial(vlm.encode_image, config=config)
+    features, _ = jax.eval_shape(
+        encode_one, vlm.abstract_params(config), pixels=structure.unflatten(one)
+    )
+    return features.shape[1]
+
+
+def _shown(
+    model: VLM, pruner: Pruner, prompts: Prompts, images: Images | Vision, rows: _Rows
+) -> tuple[Pixels | Features, Pairs]:
+    """What a pruner is shown of a batch, on the model's devices."""
+    mesh, image, n = mesh_of(model.params), rows.image, _padded_tokens(model.config, images)
+    sizes, grid = images.sizes[image], images.grid[image]
+    if isinstance(images, Images):
+        used, image = np.unique(image, return_inverse=True)
+        used = used[_padded_rows(len(used), len(prompts.length))]
+        source = Pixels(jax.tree.map(lambda part: part[used], images.pixels))
+    else:
+        taps = tuple(images.taps[tap] for tap in pruner.taps(model.config))
+        source = Features(images.features, taps)
+        if isinstance(images.features, np.ndarray):  # only what is looked at goes to the devices
+            source = jax.tree.map(lambda part: part[image], source)
+            image = np.arange(len(image))
     words, num_words = prompts.words, prompts.num_words
     if not pruner.reads_text:
         words, num_words = np.zeros((len(words), 1), np.int32), np.zeros(len(words), np.int32)
-    sizes, n = vision.sizes[image], vision.features.shape[1]
-    # Each image of a prompt has draws of its own; the first has those of the prompt's number.
-    number = prompts.number[pairs.prompt] + (pairs.place << 24)
-    of_prompt = (words[pairs.prompt], num_words[pairs.prompt], number)
-    rows, grid, count = place_rows(mesh, (rows, vision.grid[image], _exact(pruner, sizes)))
-    words, num_words, number = place_rows(mesh, of_prompt)
-    tokens, taps, text, text_valid = run_view(
-        model.params, model.config, features, taps, rows, words, num_words, mesh=mesh
+    pairs = Pairs(
+        image=image.astype(np.int32),
+        grid=grid,
+        size=sizes if (sizes < n).any() else None,
+        words=words[rows.prompt],
+        num_words=num_words[rows.prompt],
+        # Each image of a prompt has draws of its own; the first has those of the prompt's number.
+        number=prompts.number[rows.prompt] + (rows.place << 24),
+        count=exact_counts(pruner, sizes),
     )
-    valid = None
-    if (sizes < n).any():
-        valid = place_rows(mesh, np.arange(n) < sizes[:, None])
-    return View(tokens, valid, grid, text, text_valid, number, count, taps)
+    if not isinstance(jax.tree.leaves(source)[0], jax.Array):
+        source = place_rows(mesh, source)
+    return source, place_rows(mesh, pairs)
 
 
-def _exact(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
+def exact_counts(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
     """Tokens to keep of images, where that follows from their sizes; else all."""
     count = [pruner.entering(int(size)) for size in image_sizes]
     return np.array(
@@ -325,158 +485,53 @@ def _exact(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray,
     )
 
 
-def choose(
-    model: VLM,
-    method: Method,
-    view: View,
-    image_sizes: Int[np.ndarray, "r"],
-    sizes: Sequence[int] | None = None,
-    ranking: Ranking | None = None,
-) -> tuple[Kept, Int[np.ndarray, "r"]]:
-    """Keeps tokens of each row.
-
-    Args:
-        model: the model.
-        method: from `place_method`.
-        view: from `make_view`.
-        image_sizes: [r] tokens of each row's image; on the host.
-        sizes: static sizes that kept tokens may be padded to; by default those of
-            `policy.bucket_ladder`.
-        ranking: of these rows, if it is known, on the host.
-
-    Returns:
-        What is kept, in the smallest size that holds every row; and [r] its counts on the host,
-        which are read back from the devices only where a learned stop decides.
-    """
-    pruner, n = method.pruner, view.tokens.shape[1]
-    most = pruner.most(n)
-    exact = _exact(pruner, image_sizes)
-    if pruner.entering(n) == n:
-        sizes = (n,)
-    elif sizes is None:
-        sizes = bucket_ladder(most)
-    if ranking is not None:
-        count = np.asarray(pruner.counts(method.params, ranking, exact), np.int32)
-        capacity = choose_bucket(count, sizes)
-        order, placed = place_rows(mesh_of(model.params), (ranking.order, count))
-        return run_take(view.tokens, order, placed, capacity=capacity), count
-    program = pruner.program()
-    if pruner.budget.is_exact:
-        return run_select(program, method.params, view, choose_bucket(exact, sizes)), exact
-    kept = run_select(program, method.params, view, most)
-    count = fetch(kept.count)
-    return _narrow(kept, choose_bucket(count, sizes)), count
-
-
-def _no_tokens(model: VLM, features: Any) -> Kept:
-    """Stands for the kept tokens of a batch without images."""
-    width = model.config.feature_width if features is None else features.shape[2]
-    dtype = jax.tree.leaves(model.params)[0].dtype
-    one = np.zeros((1, 1), np.int32)
-    return Kept(one, one, np.zeros((1, 1, width), dtype), one > 0, one[0])
-
-
-def begin(
+def _prepare_choice(
     model: VLM,
     method: Method,
     prompts: Prompts,
-    vision: Vision | None,
-    sampling: Sampling,
-    keys: Array,
-    max_tokens: int,
-    options: RunOptions,
-    *,
-    ranking: Ranking | None = None,
-    sizes: Sequence[int] | None = None,
-    width: int | None = None,
-) -> Begun:
-    """Prunes the images of a batch of prompts, and runs the language model to the first tokens.
-
-    Args:
-        model: the model.
-        method: how to prune, from `place_method`.
-        prompts: the batch.
-        vision: of its images; None without any.
-        sampling: how tokens are drawn.
-        keys: [b] from `decoding.row_keys`.
-        max_tokens: longest answer.
-        options: how the model is run.
-        ranking: order of the tokens of each image, if it is known; on the host.
-        sizes: static sizes that kept tokens may be padded to.
-        width: slots for text, so that rows are as long as that and the padded tokens of their
-            images; without it rows are padded to the next of a ladder of lengths.
-
-    Returns:
-        The batch after its first tokens.
-    """
-    mesh, config = mesh_of(model.params), model.config
-    pairs = pair_up(prompts.image_of)
-    if pairs.count:
-        view = make_view(model, method.pruner, vision, prompts, pairs)
-        n, image_sizes = view.tokens.shape[1], vision.sizes[pairs.image]
-        kept, counts = choose(model, method, view, image_sizes, sizes, ranking)
-        grid = vision.grid[pairs.image]
-    else:
-        kept = _no_tokens(model, None if vision is None else vision.features)
-        n, image_sizes, grid = 0, np.zeros(1, np.int32), np.ones((1, 2), np.int32)
-        counts = np.zeros(1, np.int32)
-    of_image = np.where(pairs.present, counts[pairs.slot], 0)
-    before = np.where(pairs.present, image_sizes[pairs.slot], 0)
-    limit = options.context_limit or config.family.CONTEXT_LIMIT
-    of_image = _fit(prompts, of_image, limit)
-    layer_cuts = method.pruner.cuts(config, n) if pairs.count else ()
-    survivors = _survivors(method.pruner, config, of_image, len(layer_cuts))
-    stages_of_image = [of_image, *survivors.sum(3)]
-    text = prompts.length - (prompts.image_of >= 0).sum(1)
-    j, capacity = pairs.slot.shape[1], kept.tokens.shape[1]
-    slots = []
-    for number, count in enumerate(stages_of_image):
-        if width is None:
-            slots.append(_bucket(min(int((text + count.sum(1)).max()), limit), limit))
-        else:
-            slots.append(width + j * (int(count.max(initial=0)) if number else capacity))
-    ids, length, slot, present, grid = place_rows(
-        mesh, (prompts.ids, prompts.length, pairs.slot, pairs.present, grid)
-    )
-    positions = options.positions
-    if positions == "own":
-        positions = method.pruner.positions
-    sequence = run_place(
+    images: Images | Vision,
+    rows: _Rows,
+    execution: Execution,
+    sizes: Sequence[int] | None,
+    ranking: Ranking | None,
+) -> tuple[functools.partial[Kept], Int[np.ndarray, "r"] | None, Sequence[int]]:
+    """The program that keeps tokens with its arguments; counts, if known; sizes to pad to."""
+    pruner, mesh, n = method.pruner, mesh_of(model.params), _padded_tokens(model.config, images)
+    if pruner.entering(n) == n:
+        sizes = (n,)
+    elif sizes is None:
+        sizes = bucket_ladder(pruner.most(n))
+    counts = exact_counts(pruner, images.sizes[rows.image])
+    if ranking is not None:
+        counts = np.asarray(pruner.counts(method.params, ranking, counts), np.int32)
+        arrays = place_rows(mesh, (images.features[rows.image], ranking.order, counts))
+        capacity = choose_bucket(counts, sizes)
+        take = functools.partial(programs.run_take, *arrays, capacity=capacity)
+        return take, counts, sizes
+    capacity = choose_bucket(counts, sizes) if pruner.budget.is_exact else pruner.most(n)
+    run = functools.partial(
+        programs.run_choose,
         model.params,
-        config,
-        ids,
-        length,
-        kept,
-        grid,
-        slot,
-        present,
-        positions=positions,
-        capacity=slots[0],
+        model.config,
+        method.params,
+        *_shown(model, pruner, prompts, images, rows),
+        choice=Choice(pruner.program(), capacity, execution),
         mesh=mesh,
     )
-    stages = decoding.ONE_STAGE
-    if layer_cuts:
-        stages = decoding.Stages(
-            method.pruner.program(),
-            layer_cuts,
-            tuple(slots[1:]),
-            text=prompts.ids.shape[1],
-            renumber=positions == "compact",
-        )
-    state, trace = decoding.run_start(
-        model.params,
-        config,
-        sequence,
-        keys,
-        sampling,
-        (method.params, tuple(place_rows(mesh, list(survivors[..., 0])))) if layer_cuts else (),
-        stages=stages,
-        max_tokens=max_tokens,
-        execution=options.execution,
-        mesh=mesh,
-    )
-    shapes = (ids.shape, prompts.words.shape, slot.shape, len(pairs.image), capacity, tuple(slots))
-    return Begun(state, trace, before.sum(1), stages_of_image[-1].sum(1), shapes)
+    return run, counts if pruner.budget.is_exact else None, sizes
+
+
+def _no_tokens(model: VLM) -> Kept:
+    """Stands for the kept tokens of a batch without images."""
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    one = np.zeros((1, 1), np.int32)
+    return Kept(one, one, np.zeros((1, 1, model.config.feature_width), dtype), one > 0, one[0])
+
+
+def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
+    """Ids with padding added or cut off at the right end."""
+    ids = ids[:, :width]
+    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
 
 
 def _survivors(
@@ -509,202 +564,6 @@ def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
     return of_image
 
 
-def _bucket(longest: int, limit: int) -> int:
-    """The next of a ladder of lengths."""
-    return next(size for size in ladder(limit) if size >= longest)
-
-
-def finish(
-    model: VLM,
-    state: Decoding,
-    sampling: Sampling,
-    limit: int,
-    execution: Execution = Execution(),
-) -> Decoding:
-    """Draws all tokens up to a limit; consumes the state. One at a time is the same program."""
-    return decoding.run_decode(
-        model.params,
-        model.config,
-        state,
-        sampling,
-        np.int32(limit),
-        execution=execution,
-        mesh=mesh_of(model.params),
-    )
-
-
-class Batching(NamedTuple):
-    """How a set of prompts is dealt out to batches.
-
-    Attributes:
-        batch_size: prompts at a time.
-        sizes: static sizes that kept tokens are padded to; None for a ladder.
-        widths: sizes that the prompts of a batch are padded to; without any, that of all prompts.
-    """
-
-    batch_size: int
-    sizes: tuple[int, ...] | None = None
-    widths: tuple[int, ...] = ()
-
-
-class Answers(NamedTuple):
-    """What was answered to a set of prompts.
-
-    Attributes:
-        texts: one a prompt.
-        kept: [q] visual tokens that were kept.
-        order: for each prompt the indices of its kept tokens: of a ranker in order of choice, of
-            other methods in raster order, without tokens that were merged or added.
-        seconds: [q] of each prompt: its share of the time of its batch, from features to the last
-            token.
-    """
-
-    texts: list[str]
-    kept: Int[np.ndarray, "q"]
-    order: list[np.ndarray]
-    seconds: Float[np.ndarray, "q"]
-
-
-def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
-    for first in range(0, total, size):
-        rows = np.arange(first, first + size)
-        yield np.minimum(rows, total - 1), min(size, total - first)
-
-
-def rank_all(
-    model: VLM,
-    method: Method,
-    prompts: Prompts,
-    vision: Vision,
-    *,
-    steps: int,
-    batch_size: int,
-    report: Callable[[int], None] = lambda done: None,
-) -> tuple[Ranking, float]:
-    """Ranks the tokens of each prompt's image, for all budgets of a `Ranker` at once.
-
-    Args:
-        model: the model.
-        method: the ranker, from `place_method`.
-        prompts: each with one image.
-        vision: of all images, on the host.
-        steps: length of the order.
-        batch_size: prompts at a time.
-        report: called with the number of prompts done at each batch.
-
-    Returns:
-        The ranking, on the host, and the mean seconds of a prompt.
-    """
-    # One program serves every budget: an order does not depend on it.
-    pruner = dataclasses.replace(method.pruner, budget=Budget())
-    parts, seconds = [], 0.0
-    for rows, count in batches(len(prompts.length), batch_size):
-
-        def run(rows=rows):
-            batch = prompts.take(rows)
-            view = make_view(model, pruner, vision, batch, pair_up(batch.image_of))
-            return fetch(run_rank(pruner, method.params, view, steps=steps))
-
-        ranking, taken = timed(run, run_view.num_compiled, run_rank._cache_size)
-        seconds += taken
-        parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
-        report(int(rows[0]) + count)
-    ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return ranking, seconds / len(prompts.length)
-
-
-def answer_all(
-    model: VLM,
-    method: Method,
-    prompts: Prompts,
-    vision: Vision,
-    max_tokens: int,
-    options: RunOptions,
-    batching: Batching,
-    *,
-    ranking: Ranking | None = None,
-    report: Callable[[int], None] = lambda done: None,
-) -> Answers:
-    """Answers every prompt greedily.
-
-    Prompts are sorted by their widths, if there are several, and their counts, if a ranking tells
-    them, so that a batch is padded to the smallest sizes that hold it. What a prompt is answered
-    does not depend on the others.
-
-    Args:
-        model: the model.
-        method: how to prune, from `place_method`.
-        prompts: each with one image, or none of them with any.
-        vision: of all images, on the host.
-        max_tokens: longest answer.
-        options: how the model is run.
-        batching: sizes.
-        ranking: from `rank_all`, for these prompts.
-        report: called with the number of prompts done at each batch.
-
-    Returns:
-        The answers, in the order of the prompts.
-    """
-    total, size = len(prompts.length), batching.batch_size
-    widths = batching.widths or (prompts.ids.shape[1],)
-    bucket = np.searchsorted(widths, prompts.length)
-    count, order = np.zeros(total, np.int32), [np.zeros(0, np.int32)] * total
-    if ranking is not None:
-        exact = _exact(method.pruner, vision.sizes[prompts.image_of[:, 0]])
-        count = np.asarray(method.pruner.counts(method.params, ranking, exact), np.int32)
-        order = [picks[:kept] for picks, kept in zip(ranking.order, count, strict=True)]
-    ranked = np.lexsort((-count, -bucket))
-    stops = np.array(model.config.eos_token_ids, np.int32)
-    greedy = decoding.Sampling(np.float32(0), np.float32(1), stops)
-    # Greedy: the keys are never used.
-    keys = decoding.row_keys(jax.random.key(0), size)
-    known: dict[tuple[int, ...], str] = {}
-    texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
-    for first in range(0, total, size):
-        rows = ranked[np.minimum(np.arange(first, first + size), total - 1)]
-        real, width = min(size, total - first), int(widths[bucket[rows[0]]])
-
-        def run(rows=rows, width=width):
-            batch = prompts.take(rows).cut(width)
-            known_rank = None if ranking is None else jax.tree.map(lambda x: x[rows], ranking)
-            begun = begin(
-                model,
-                method,
-                batch,
-                vision,
-                greedy,
-                keys,
-                max_tokens,
-                options,
-                ranking=known_rank,
-                sizes=batching.sizes,
-                width=width,
-            )
-            state = finish(model, begun.state, greedy, max_tokens, options.execution)
-            tokens, counts = fetch((state.tokens, state.count))
-            ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
-            return ids, begun.kept, begun.trace.stages[-1].index
-
-        (ids, left, index), taken = timed(run, *_COMPILED)
-        if ranking is None:
-            index = fetch(index)
-        for at, row in enumerate(rows[:real].tolist()):
-            if ids[at] not in known:
-                known[ids[at]] = answer_text(model.tokenizer, ids[at])
-            texts[row], seconds[row], kept[row] = known[ids[at]], taken / real, left[at]
-            if ranking is None:
-                order[row] = index[at][index[at] >= 0]
-        report(first + real)
-    return Answers(texts, kept, order, seconds)
-
-
-_COMPILED = (
-    run_view.num_compiled,
-    run_place.num_compiled,
-    decoding.run_start.num_compiled,
-    decoding.run_decode.num_compiled,
-    run_select._cache_size,
-    run_take._cache_size,
-    _narrow._cache_size,
-)
+def _bucket(longest: int, sizes: Sequence[int]) -> int:
+    """The smallest of some sizes in order that is large enough; the last one if none is."""
+    return next((size for size in sizes if size >= longest), sizes[-1])

@@ -17,7 +17,9 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
 from stepprune_jax.inference.answer import Options, check_options
-from stepprune_jax.inference.pipeline import Batching, RunOptions, answer_all, place_method
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sets import Batching, answer_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -70,7 +72,7 @@ def load_answerer(
     dtype: str = "bfloat16",
     mesh: str = "single",
     batch_size: int = 1,
-    positions: str = "original",
+    positions: str = "own",
     attention: str = "matmul",
     seed: int = 0,
 ) -> Answerer:
@@ -88,8 +90,8 @@ def load_answerer(
         dtype: of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
         batch_size: questions that each device takes together.
-        positions: position ids of kept tokens, "original", "compact", or "own" for those of the
-            method's authors.
+        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
+            "compact".
         attention: "matmul", "xla" or "cudnn".
         seed: of random tokens.
 
@@ -172,14 +174,16 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
 def _answer_chunk(
     answerer: Answerer, asked: Sequence[BenchmarkQuestion], longest: int
 ) -> list[str]:
-    """Answers questions that share a pass through the tower."""
+    """Answers questions; an image that several ask about goes through the tower once for all."""
     model, method = answerer.model, answerer.method
+    seen = [question.image for question in asked if question.image is not None]
     encoded = encode_questions(
         model,
         asked,
         batch_size=answerer.batch_size,
         taps=method.pruner.taps(model.config),
         execution=answerer.options.execution,
+        tower=len(set(seen)) < len(seen),
         numbers=[question.question_id for question in asked],
     )
     encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)
@@ -192,9 +196,8 @@ def _answer_chunk(
             model,
             how,
             encoded.prompts.take(rows),
-            encoded.vision,
-            longest,
-            answerer.options,
+            encoded.images,
+            answerer.options._replace(max_tokens=longest),
             Batching(answerer.batch_size, widths=WIDTHS),
         )
         for row, text in zip(rows, answers.texts, strict=True):

@@ -76,14 +76,14 @@ def select(
       feedback_fn: `(memory, prob [b, m], choice [b]) -> query [b, d]`: `straight_through` (paper),
         `hard_feedback`, or your own.
       rollout_fn: `saved_rollout`, whose backward pass is linear in T_max, or `plain_rollout`.
-      unroll: Passed to `lax.scan`.
+      unroll: Passed to `lax.scan`, where the loop goes step by step.
 
     Returns:
       The trajectory, its probabilities in float32 at least.
 
     Raises:
-      ValueError: Wrong shapes or dtypes, T_max > N, a count out of range, non-finite memory; as
-        far as they can be read before tracing.
+      ValueError: Wrong shapes or dtypes, T_max > N, a count out of range, a group below 1,
+        non-finite memory; as far as they can be read before tracing.
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
@@ -130,9 +130,7 @@ def select_parallel(
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
-    frozen, *given = jax.lax.stop_gradient((params, episode.decoder, episode.slots))
-    frozen_episode = episode._replace(decoder=given[0], slots=given[1])
-    choice = _order(frozen, config, frozen_episode, init_fn, step_fn, unroll)
+    choice = _order(params, config, episode, init_fn, step_fn, unroll)
     query, context, cache = episode.decoder
     later = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
     queries = jnp.concatenate([query[:, None], later], axis=1)
@@ -149,7 +147,10 @@ def _order(
     step_fn: Callable[..., Any],
     unroll: int,
 ) -> Int[Array, "t b"]:
-    """The token pointed at in every step, with hard feedback."""
+    """The token pointed at in every step, with hard feedback and without gradient."""
+    given = (params, episode.decoder, episode.slots)
+    params, decoder, slots = jax.lax.stop_gradient(given)
+    episode = episode._replace(decoder=decoder, slots=slots)
     if has_tables(init_fn, step_fn):
         walker = by_tables(params, config, episode, episode.steps, margins=False)
         return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]

@@ -14,16 +14,10 @@ from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.split import Split, read_split, thin
-from stepprune_jax.inference.pipeline import (
-    Answers,
-    Batching,
-    RunOptions,
-    answer_all,
-    batches,
-    place_method,
-    rank_all,
-    run_take,
-)
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.programs import run_take
+from stepprune_jax.inference.sets import Answers, Batching, answer_all, batches, rank_all
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import Pruned, choose_bucket
@@ -104,7 +98,9 @@ class Validation:
         )
         check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
         sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
-        self._batching, self._run = Batching(self._size, sizes), RunOptions(execution=execution)
+        self._batching = Batching(self._size, sizes)
+        longest = self._settings.max_new_tokens
+        self._run = RunOptions(execution=execution, max_tokens=longest)
         self._options = ForwardOptions(execution, mesh=mesh_of(model.params))
         self._targets = self._read_answers(
             Limits(n, run.data.context_limit, run.data.policy_text_limit)
@@ -121,7 +117,7 @@ class Validation:
             for question, right in zip(self._split.questions, self._split.answers, strict=True)
         ]
         longest = max(len(row.ids) for row in rows)
-        grid = self._encoded.vision.grid[self._encoded.prompts.image_of[:, 0]]
+        grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
         return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
@@ -170,12 +166,12 @@ class Validation:
             budget = -(-n // 4)
         kept = Budget("count", budget) if budget else Budget("own")
         method = place_method(self._model, make_method(None, kept, policy=policy))
-        prompts, vision = self._encoded.prompts, self._encoded.vision
+        prompts, images = self._encoded.prompts, self._encoded.images
         ranking, _ = rank_all(
             self._model,
             method,
             prompts,
-            vision,
+            images,
             steps=budget or method.pruner.most(n),
             batch_size=self._size,
         )
@@ -183,8 +179,7 @@ class Validation:
             self._model,
             method,
             prompts,
-            vision,
-            self._settings.max_new_tokens,
+            images,
             self._run,
             self._batching,
             ranking=ranking,
@@ -193,7 +188,7 @@ class Validation:
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
         """Cross-entropy of the right answers after what was kept, in nats, summed for each."""
-        losses, vision = [], self._encoded.vision
+        losses, vision = [], self._encoded.images
         image_of = self._encoded.prompts.image_of[:, 0]
         mesh, n = self._options.mesh, vision.features.shape[1]
         for rows, real in batches(len(image_of), self._size):

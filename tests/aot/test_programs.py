@@ -16,9 +16,8 @@ from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.sharding import build_mesh
 
 TRAINING = {"update", "statistics", "validation"}
-ANSWERING = {"tower", "view", "rank", "take", "place"}
-ANSWERING |= {"prefill", "prefill cut", "decode", "decode cut"}
-SELECT = {f"select {rows}" for rows in ROWS}
+ANSWERING = {"tower", "rank", "take", "prefill", "prefill cut", "decode", "decode cut"}
+SELECT = {f"{program} {rows}" for rows in ROWS for program in ("select", "answer")}
 PICK = {f"policy.pick {rows}" for rows in ROWS} | {"policy.select_parallel"}
 ALL = TRAINING | ANSWERING | SELECT | PICK | {f"select own {rows}" for rows in ROWS}
 
@@ -60,7 +59,7 @@ def test_programs_of_a_tiny_model_compile_here(tmp_path):
     """On the CPU: what the table lists are programs, not only traces."""
     mesh = build_mesh("data", jax.devices()[:2])
     programs = Programs(tiny(tmp_path), mesh, "float32")
-    names = {"statistics", "view", "place", "prefill cut", "decode cut", "select 2", "select own 2"}
+    names = {"statistics", "prefill cut", "decode cut", "select 2", "select own 2", "answer 2"}
     for name in sorted(names):
         traced = programs.trace(name)
         assert traced.lower().compile().memory_analysis().argument_size_in_bytes > 0, name

@@ -325,7 +325,7 @@ def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
 
     def encoding(model, questions, **options):
         found = tower(model, questions, **options)
-        encoded.append(len(found.vision.features))
+        encoded.append(len(found.images.features))
         seen.extend(found.prompts.number.tolist())
         return found
 
@@ -381,9 +381,9 @@ def test_devices_share_the_questions_one_each(run, config, tmp_path):
     config = dataclasses.replace(config, mesh="data")
     widths, answer = [], generate_stage.answer_all
 
-    def watched(model, method, prompts, vision, longest, options, batching, **more):
+    def watched(model, method, prompts, images, options, batching, **more):
         widths.append((batching.batch_size, row_count(mesh_of(model.params))))
-        return answer(model, method, prompts, vision, longest, options, batching, **more)
+        return answer(model, method, prompts, images, options, batching, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate_stage, "answer_all", watched)
@@ -462,8 +462,11 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
         )
         return {row.label for row in rows}
 
-    # FastV drops tokens behind the second layer, of which the tiny model has no more.
-    assert labels("") == {"all tokens", "random", "grid", "[CLS] top-K", "VisionZip"}
+    # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
+    # layers count, the first one alone takes more than PyramidDrop's mean.
+    before = {"all tokens", "random", "grid", "[CLS] top-K", "VisionZip"}
+    between = {"SparseVLM", "SparseVLM v2"}
+    assert labels("") == before | between | {"PruMerge", "PruMerge+", "HoloV"}
     assert labels("grid") == {"grid"}
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")

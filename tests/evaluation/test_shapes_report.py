@@ -29,6 +29,7 @@ from stepprune_jax.studies.variants import load_config
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
 WRONG = (1, 4, 5)
+METHODS = "random,grid,cls,visionzip,AutoSelect-like,StepPrune literal,StepPrune,other"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def run(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     rows = save_all(workdir)
     ablations = {"absent": "nowhere.safetensors", "other": rows["StepPrune literal"]}
-    config = small_run(*world, rows=rows, ablations=ablations)
+    config = small_run(*world, rows=rows, ablations=ablations, methods=METHODS)
     (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.MonkeyPatch.context() as patch:  # not drawn: the next one is
         patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)

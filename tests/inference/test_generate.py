@@ -18,9 +18,11 @@ from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request, stream
+from stepprune_jax.inference import generate, greedy, pipeline, read_request, stream
 from stepprune_jax.inference.answer import make_prompts
-from stepprune_jax.inference.decoding import row_keys, run_decode, run_start
+from stepprune_jax.inference.decoding import RunOptions, run_decode
+from stepprune_jax.inference.pipeline import read_images
+from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models import vlm
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
@@ -137,27 +139,20 @@ def test_a_batch_equals_its_rows_one_by_one(model, policy, way):
 
 
 def begin(model, requests, method, max_tokens=1, **options):
-    """The pipeline's first half by hand, greedily."""
-    rows = make_prompts(requests)
-    vision = pipeline.encode(model, requests.pixels, method.pruner.taps(model.config))
-    greedy = Sampling(np.float32(0), np.float32(1), np.array([2], np.int32))
-    keys = row_keys(jax.random.key(0), len(requests.ids))
-    options = RunOptions(**options)
-    return pipeline.begin(model, method, rows, vision, greedy, keys, max_tokens, options)
+    """The pipeline's first half by hand, greedily, and from images behind the tower."""
+    images = read_images(model.config, requests.pixels)
+    vision = pipeline.encode(model, images, method.pruner.taps(model.config))
+    options = RunOptions(max_tokens=max_tokens, **options)
+    return pipeline.begin(model, method, make_prompts(requests), vision, greedy([2]), options)
 
 
-def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model, monkeypatch):
-    views, make_view = [], pipeline.make_view
-
-    def watch(*arguments):
-        views.append(make_view(*arguments))
-        return views[-1]
-
-    monkeypatch.setattr(pipeline, "make_view", watch)
-    options = {"max_tokens": 1, "warm_up": False}
-    generate(model, PROMPTS, IMAGES, pruner=ByQuestion(), **options)
-    generate(model, PROMPTS, IMAGES, pruner="cls", budget=2, **options)
-    seen, blind = views
+def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
+    asked = read_request(model.tokenizer, model.image_settings, model.config, PROMPTS, IMAGES)
+    images, blind = read_images(model.config, asked.pixels), make_method("cls", 2).pruner
+    vision = pipeline.encode(model, images, blind.taps(model.config))
+    seen, blind = (
+        pipeline.see(model, pruner, make_prompts(asked), vision) for pruner in (ByQuestion(), blind)
+    )
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
     encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
@@ -285,24 +280,18 @@ def test_a_conversation_goes_on_after_an_answer(llava):
 
 
 def test_few_programs_serve_many_prompts(model):
-    programs = [
-        program.num_compiled
-        for program in (run_start, run_decode, pipeline.run_place, pipeline.run_encode)
-    ]
-    programs.append(pipeline.run_select._cache_size)
+    programs = (run_choose, run_begin, run_decode)
 
     def compiled():
-        return np.array([program() for program in programs])
+        return np.array([program.num_compiled() for program in programs])
 
     before = compiled()
     for length in (1, 7, 20, 22, 30, 39):
         prompts = [" ".join(["dog"] * length), "red"]
         generate(model, prompts, [IMAGES[0], IMAGES[3]], pruner=ByQuestion(), max_tokens=8)
-    start, decode, placed, encoded, selected = compiled() - before
-    assert start <= 3 and decode <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
-    assert encoded <= 1
-    assert placed <= 12
-    assert selected <= 5  # 1 to 39 words: 16, 20, 24, 32, 40
+    chosen, begun, decoded = compiled() - before
+    assert chosen <= 3  # 1 to 39 words: 16, 32, 64
+    assert begun <= 3 and decoded <= 3  # rows of 40 to 90 embeddings: 64, 80, 96
     before = compiled()
     generate(
         model,
@@ -322,11 +311,10 @@ def test_few_programs_serve_many_prompts(model):
 def test_budgets_in_one_bucket_share_programs(model, policy, name):
     options = {"max_tokens": 8, "policy": policy if name == "stepprune" else None}
     generate(model, PROMPTS[:1], IMAGES[:1], pruner=name, budget=3, **options)
-    programs = (pipeline.run_select._cache_size, run_start.num_compiled, run_decode.num_compiled)
-    before = [program() for program in programs]
+    before = num_compiled()
     (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], pruner=name, budget="44.4%", **options)
     assert answer.kept == 4
-    assert [program() for program in programs] == before
+    assert num_compiled() == before
 
 
 @pytest.mark.parametrize(("preset", "rows"), [("data_tensor", 4), ("fsdp_tensor", 3)])
@@ -459,6 +447,11 @@ def test_every_pruner_answers(model, policy, name):
         "stepprune": {"policy": policy, "budget": "1/3"},
         "autoselect": {"policy": scorer, "budget": "1/3"},
         "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
+        "dart": {"budget": "2/3", "pruner_options": {"layer": 1, "pivot_text_token": 2}},
+        "topv": {"budget": "1/3", "pruner_options": {"layer": 0}},
+        "pyramiddrop": {"budget": "1/3", "pruner_options": {"average": False}},
+        "sparsevlm": {"pruner_options": {"pruning_loc": [0], "sparse_token_list": [2]}},
+        "sparsevlm_v2": {"budget": "1/3", "pruner_options": {"average": "False"}},
     }.get(name, {"budget": "1/3"})
     begun, pieces = [], [""] * 4
     (together, streamed) = (
@@ -476,7 +469,9 @@ def test_every_pruner_answers(model, policy, name):
     )
     assert [a[:4] for a in streamed] == [a[:4] for a in together]
     assert pieces == [answer.text for answer in together]
-    kept = [9, 0, 18, 9] if name == "all" else [3, 0, 6, 3]
+    # Six pivots of DART take a token each, and the four of the image stay, but there are nine.
+    each = {"all": 9, "dart": 9}.get(name, 3)
+    kept = [each, 0, 2 * each, each]
     assert [answer.kept for answer in together] == kept
     assert [answer.visual_tokens for answer in together] == [9, 0, 18, 9]
     visual = begun[0].trace.stages[-1].image >= 0

@@ -178,7 +178,9 @@ def test_a_trace_of_a_cut_between_layers(files, capsys, reference):
 
 def test_a_trace_of_merged_tokens(files, capsys, reference):
     options = ("--pruner", "visionzip", "--budget", "4", "--pruner_options", "contextual=1")
-    found = traced(files, capsys, *options)
+    own = traced(files, capsys, *options).arrays["position_0"]
+    assert own.tolist() == list(range(len(own)))
+    found = traced(files, capsys, *options, "--positions", "original")
     arrays, (first,) = found.arrays, found.places
     # The class token, two patches, and one that the rest is merged into.
     dominant = best(class_attention(reference, files, 1).sum(0), 2)
@@ -198,10 +200,17 @@ def test_every_pruner_answers_from_the_command_line(files, capsys, name):
         "stepprune": ("--policy", files / "policy", "--budget", "1/3"),
         "autoselect": ("--policy", files / "scorer", "--budget", "1/3"),
         "fastv": ("--budget", 3, "--pruner_options", "layer=1", "average=False"),
+        "dart": ("--budget", 3, "--pruner_options", "layer=1", "pivot_image_token=2"),
+        "topv": ("--budget", 3, "--pruner_options", "layer=0", "sigma=5"),
+        "pyramiddrop": ("--pruner_options", "layer_list=[1]", "image_token_ratio_list=[.4]"),
+        "sparsevlm": ("--pruner_options", "pruning_loc=[0]", "sparse_token_list=[2]", "noise=0"),
+        "sparsevlm_v2": ("--budget", 3, "--pruner_options", "average=False"),
     }.get(name, ("--budget", "33.3%"))
     assert main(command(files, "--prompt", "two?", "--json", "--pruner", name, *options)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["visual_tokens"] == 9 and found["kept"] == (9 if name == "all" else 3)
+    # DART's two pivots of the image are not counted, and six pivots share nothing out of three.
+    kept = {"all": 9, "dart": 2}.get(name, 3)
+    assert found["visual_tokens"] == 9 and found["kept"] == kept
     assert 1 <= len(found["token_ids"]) <= 6
 
 

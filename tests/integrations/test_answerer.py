@@ -10,7 +10,9 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
 from stepprune_jax.evaluation import encode
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import generate, pipeline
+from stepprune_jax.inference.pipeline import Images, Vision
+from stepprune_jax.inference.sets import Answers
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import Wanted, answer_questions, cut_at, load_answerer
 from stepprune_jax.policy import PolicyConfig, init_policy
@@ -77,8 +79,8 @@ def test_heuristics_keep_what_they_are_named_after(folder, monkeypatch):
     asked = [Wanted("?", image, 1) for image in images() if image is not None]
     answers, kept, answer_all = [], {}, module.answer_all
 
-    def watch(model, method, prompts, vision, *arguments):
-        answers.append((vision, prompts, answer_all(model, method, prompts, vision, *arguments)))
+    def watch(model, method, prompts, images, *arguments):
+        answers.append((images, prompts, answer_all(model, method, prompts, images, *arguments)))
         return answers[-1][2]
 
     monkeypatch.setattr(module, "answer_all", watch)
@@ -89,8 +91,12 @@ def test_heuristics_keep_what_they_are_named_after(folder, monkeypatch):
         assert len(answers) == 2  # chunks of two
         kept[method] = [order.tolist() for _, _, part in answers for order in part.order]
         assert [count for _, _, part in answers for count in part.kept] == [3, 3, 3]
+    (tap,) = taps = answerer.method.pruner.taps(answerer.model.config)
     of_image = np.concatenate(
-        [next(iter(vision.taps.values()))[prompts.image_of[:, 0]] for vision, prompts, _ in answers]
+        [
+            pipeline.encode(answerer.model, images, taps).taps[tap][prompts.image_of[:, 0]]
+            for images, prompts, _ in answers
+        ]
     )
     by_attention = np.argsort(-of_image.mean(1)[:, 1:], axis=1, kind="stable")[:, :3]
     assert kept["cls"] == np.sort(by_attention).tolist()
@@ -100,6 +106,22 @@ def test_heuristics_keep_what_they_are_named_after(folder, monkeypatch):
     # A question's draw depends on its number alone, whatever chunk it is in.
     drawn = jax.random.uniform(jax.random.key(5), (3, 9))
     assert kept["random"] == np.sort(np.argsort(drawn)[:, :3]).tolist()
+
+
+def test_an_image_that_two_ask_about_goes_through_the_tower_once(folder, monkeypatch):
+    answerer, seen = load_answerer(folder, dtype="float32"), []
+
+    def note(model, method, prompts, images, *arguments):
+        seen.append(images)
+        count = len(prompts.length)
+        return Answers([""] * count, np.zeros(count, np.int32), [], np.zeros(count))
+
+    monkeypatch.setattr(module, "answer_all", note)
+    first, _, second, _ = images()
+    answer_questions(answerer, [Wanted("?", image, 1) for image in (first, first, first, second)])
+    shared, apart = seen
+    assert isinstance(shared, Vision) and len(shared.sizes) == 1
+    assert isinstance(apart, Images) and len(apart.sizes) == 2
 
 
 def test_answers_end_where_they_are_told_to():

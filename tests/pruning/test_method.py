@@ -4,7 +4,7 @@ import pytest
 from small_world import one_shot, stepprune
 
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import PRUNERS, Budget, FastV, VisionZip, make_method
+from stepprune_jax.pruning import PRUNERS, Budget, FastV, PyramidDrop, VisionZip, make_method
 from stepprune_jax.testing import tiny_hf_config
 
 
@@ -71,6 +71,11 @@ def test_methods_are_made_from_what_a_user_says():
     assert make_method().pruner.name == "all"
     fastv = make_method("fastv", "4", options={"layer": "1", "average": "True"}).pruner
     assert fastv == FastV(budget=Budget("count", 4), layer=1, average=True)
+    pyramid = make_method(
+        "pyramiddrop", options={"layer_list": "[1, 2]", "image_token_ratio_list": (1, 0.5)}
+    ).pruner
+    assert pyramid == PyramidDrop(layer_list=(1, 2), image_token_ratio_list=(1.0, 0.5))
+    assert make_method("sparsevlm", 4, options={"noise": "0"}).pruner.noise == 0
     zipped = make_method("visionzip", 6, options={"contextual": 2}).pruner
     assert zipped == VisionZip(budget=Budget("count", 6), contextual=2)
     learned = make_method(policy=stepprune())
@@ -106,6 +111,14 @@ def test_methods_are_made_from_what_a_user_says():
         (
             {"name": "fastv", "budget": 3, "options": {"layer": "two"}},
             "fastv: option layer is 'two', expected int",
+        ),
+        (
+            {"name": "pyramiddrop", "budget": 3, "options": {"layer_list": "8"}},
+            "pyramiddrop: option layer_list is 8, expected a list of int",
+        ),
+        (
+            {"name": "sparsevlm", "options": {"noise": 0}},
+            r"the pruner 'sparsevlm' needs a budget \(--budget\)",
         ),
         (
             {"name": "fastv", "budget": 3, "options": {"average": 1}},

@@ -147,7 +147,7 @@ def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
     split = VisionZip(contextual=contextual).split(count)
     begun = []
     generate(
-        both.ours, prompts, images, pruner="visionzip", budget=count, positions="compact",
+        both.ours, prompts, images, pruner="visionzip", budget=count, positions="own",
         pruner_options={"contextual": contextual}, max_tokens=1, warm_up=False, trace=begun.append,
     )  # fmt: skip
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):

@@ -111,7 +111,7 @@ def test_with_all_tokens_the_loss_is_that_of_training(validation):
     everything = np.broadcast_to(np.arange(9, dtype=np.int32), (5, 9))
     found = look.losses(Selection(everything, np.full(5, 9, np.int32)))
     split = look._encoded
-    tokens = jnp.asarray(split.vision.features[split.prompts.image_of[:, 0]])
+    tokens = jnp.asarray(split.images.features[split.prompts.image_of[:, 0]])
     targets = jax.tree.map(jnp.asarray, look._targets)
     expected = jax.jit(lambda p, t: lm_loss(p, model.config, ForwardOptions(), t, targets))(
         model.params, tokens
@@ -129,7 +129,7 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
     for row in range(5):
         kept = np.sort(order[row, : count[row]])
         image = split.prompts.image_of[row, 0]
-        tokens = jnp.asarray(split.vision.features[image][kept])[None]
+        tokens = jnp.asarray(split.images.features[image][kept])[None]
         ids = targets.ids[row : row + 1, : targets.length[row]]
         padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
         tokens = vlm.project(model.params, model.config, tokens)[:, None]

@@ -1,0 +1,264 @@
+"""What pruning costs and saves from pixels to the first token: the paper's table of efficiency.
+
+    python -m stepprune_jax.bench.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
+
+Weights, images and prompts are random, on whatever device there is. Rows take turns, so that drift
+of the machine hits all alike; ratios are taken within a turn; compilation is timed apart. What is
+measured begins with pixels in the host's memory and ends when the first token is known.
+`stepprune_jax.bench.efficiency_page` makes a section of the documentation of such results.
+
+Random weights stop anywhere. So that a learned stop keeps the mean that is asked for, the price of
+a token grows steeply with their number, and the bias is calibrated on the images of the batch, as
+it is on validation questions after training. What deciding costs is measured, how much the counts
+of different images differ is not.
+"""
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax.bench import first_token, torch_llama
+from stepprune_jax.bench.first_token import Batch, Bench, Row
+from stepprune_jax.bench.memory import MODELS, model_config
+from stepprune_jax.bench.peaks import device_peak
+from stepprune_jax.bench.timing import environment, free_memory, peak_memory
+from stepprune_jax.bench.weights import random_weights
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.command_line import Parser
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.models import vlm
+from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.pruning import PRUNERS, make_method
+from stepprune_jax.training import selectors
+
+UNPRUNED, REFERENCE = "all", "transformers"
+# Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in so many.
+_ONE_IN = (3, 4.5, 9)
+# Power of the count that the price of a token grows with; see above.
+_PRICE_GROWTH = 30.0
+
+
+def default_rows(num_tokens: int) -> list[str]:
+    """Names all tokens, every pruner at the paper's budgets, and its own stop at these as means."""
+    budgets = [round(num_tokens / share) for share in _ONE_IN]
+    pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
+    rows = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
+    stopping = [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
+    return [UNPRUNED, *rows, *stopping]
+
+
+def read_rows(names: Sequence[str], config: Any, decoder_layers: int, dtype: str) -> list[Row]:
+    """Makes the methods of rows, without what they would have learned.
+
+    Args:
+        names: "all", or a pruner and its budget, such as "cls@64" or "stepprune@mean:64".
+        config: the model's.
+        decoder_layers: of StepPrune's policy.
+        dtype: that policies compute in.
+
+    Returns:
+        A row for each name; the first is that of all tokens.
+
+    Raises:
+        ValueError: an unknown pruner, a budget that it cannot keep, or a row that is given twice.
+    """
+    rows = []
+    for name in dict.fromkeys([UNPRUNED, *names]):
+        pruner, _, budget = name.partition("@")
+        kind = getattr(PRUNERS.get(pruner), "config_type", None)
+        learned = None
+        if kind is not None:
+            fields = {"decoder_layers": decoder_layers, "price_growth": _PRICE_GROWTH}
+            shape = kind(
+                feature_width=config.feature_width,
+                text_width=config.text.hidden_size,
+                dtype=dtype,
+                **(fields if kind is PolicyConfig else {}),
+            )
+            learned = Policy({}, shape)
+        method = make_method(pruner, budget or None, policy=learned)
+        method.pruner.check(config, config.max_image_tokens)
+        rows.append(Row(name, method))
+    return rows
+
+
+def draw_learned(row: Row) -> Row:
+    """Draws what a row's method would have learned."""
+    if not row.method.params:
+        return row
+    pruner = row.method.pruner
+    weights, stats = _drawn(pruner.config)
+    learned = row.method.params._replace(weights=pruner.prepare(weights), stats=stats)
+    return row._replace(method=row.method._replace(params=learned))
+
+
+@functools.cache  # the budgets of a method share one policy
+def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
+    """Random weights of a policy, and statistics that leave features as they are."""
+    weights = jax.jit(selectors.init, static_argnums=1)(jax.random.key(1), shape)
+    return weights, FeatureStats.start(shape.feature_width)
+
+
+def check_memory(flags: argparse.Namespace, config: Any, rows: Sequence[Row]) -> None:
+    """Refuses what does not fit into the memory that is free, before anything is allocated.
+
+    Raises:
+        ValueError: what is needed, at least, what there is, and what to choose instead.
+    """
+    dtype, text = jnp.dtype(flags.dtype), config.text
+    itemsize = dtype.itemsize
+    shapes = {row.method.pruner.config for row in rows if row.method.params}
+    key = jax.random.key(0)
+    policies = [jax.eval_shape(functools.partial(selectors.init, selector=s), key) for s in shapes]
+    leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), policies))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    length = config.max_image_tokens + flags.text + flags.new_tokens
+    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
+    # The residual stream, an MLP's two activations, and one layer's scores in float32.
+    layer = itemsize * (2 * text.hidden_size + 2 * text.intermediate_size)
+    each = length * (cache + layer + 4 * text.num_heads * length)
+    needed = (1 + flags.transformers) * weights + max(flags.batch) * each
+    free, device = free_memory(), jax.devices()[0].device_kind
+    if needed > free:
+        changes = ["--model mid"] if flags.model in MODELS and flags.model != "mid" else []
+        changes += ["--dtype bfloat16"] if flags.dtype != "bfloat16" else []
+        changes += ["a smaller --batch"] if max(flags.batch) > 1 else []
+        changes += ["no --transformers"] if flags.transformers else []
+        if jax.default_backend() == "cpu":
+            changes.append("jax for an accelerator (pip install 'stepprune-jax[cuda]' or '[tpu]')")
+        raise ValueError(
+            f"--model {flags.model} in {flags.dtype} at --batch {max(flags.batch)} needs "
+            f"{needed / 1e9:.1f} GB at least, and {device} has {free / 1e9:.1f} GB free: choose "
+            + " or ".join(changes or ["a smaller --model"])
+        )
+
+
+def torch_device() -> str:
+    """The torch device that is jax's.
+
+    Raises:
+        ValueError: `transformers` cannot run there; the message says what to install.
+    """
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise ValueError(f"--transformers needs {name}: pip install it")
+    device = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
+    if device is None:
+        raise ValueError(f"--transformers runs on a CPU or GPU, jax uses {jax.default_backend()}")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--transformers: torch sees no GPU, install its CUDA build")
+    return device
+
+
+def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
+    """Builds LLaVA of `transformers` with SDPA and our weights.
+
+    Returns:
+        From a batch to a call that brings it to its first tokens, which it returns.
+    """
+    llava = torch_llama.build_llava(model.params, model.config, device)
+
+    def on(batch: Batch) -> Callable[[], Any]:
+        return functools.partial(
+            torch_llama.first_tokens,
+            llava,
+            batch.prompts.ids,
+            np.asarray(batch.images.pixels),
+            model.config,
+        )
+
+    return on
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = Parser(prog="stepprune_jax.bench.efficiency", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="mid", help=f"{', '.join(MODELS)}, or a config.json")
+    parser.add_argument("--json", required=True, help="file for the results")
+    parser.add_argument("--rows", nargs="+", help="as all cls@64 stepprune@mean:64; else all")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--decoder_layers", type=int, default=PolicyConfig().decoder_layers)
+    parser.add_argument("--text", type=int, default=64, help="tokens of a prompt beside its image")
+    parser.add_argument("--new_tokens", type=int, default=16, help="decoded after the first one")
+    parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every row takes")
+    parser.add_argument(
+        "--transformers", action="store_true", help="compare with `transformers` and SDPA as well"
+    )
+    flags = parser.parse_args(arguments)
+    for name in ("text", "new_tokens", "rounds", "decoder_layers"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name} is {getattr(flags, name)}, expected an integer from 1")
+    if min(flags.batch) < 1:
+        parser.error(f"--batch is {min(flags.batch)}, expected integers from 1")
+    flags.parser = parser
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    flags = parse(arguments)
+    try:
+        config = model_config(flags.model)
+        names = flags.rows or default_rows(config.max_image_tokens)
+        execution = Execution(attention=flags.attention)
+        execution.check_backend()
+        rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+        device = torch_device() if flags.transformers else None
+        check_memory(flags, config, rows)
+        out = Path(flags.json)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        flags.parser.error(" ".join(str(error).split()))
+    dtype = jnp.dtype(flags.dtype)
+    # As `load_vlm` lays weights out.
+    model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
+    rows = [draw_learned(row) for row in rows]
+    rows = [row._replace(method=place_method(model, row.method)) for row in rows]
+    theirs = reference(model, device) if device else None
+    peak = device_peak(dtype)
+    options = RunOptions("own", execution, max_tokens=flags.new_tokens + 1)
+    bench = Bench(model, options, peak, flags.rounds)
+    result = {
+        "model": flags.model,
+        "layers": config.text.num_layers,
+        "width": config.text.hidden_size,
+        "tokens": config.max_image_tokens,
+        **{
+            name: getattr(flags, name)
+            for name in ("dtype", "policy_dtype", "decoder_layers", "text", "new_tokens", "rounds")
+        },
+        "execution": str(execution),
+        "environment": environment(),
+        "peak": peak._asdict(),
+        "batches": {},
+    }
+    for size in flags.batch:
+        batch = first_token.draw_batch(config, size, flags.text)
+        references = {REFERENCE: theirs(batch)} if theirs else {}
+        result["batches"][str(size)] = first_token.measure(bench, rows, batch, references)
+        result["peak_bytes"] = peak_memory()
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    # `transformers` shares the card, so that jax may not take it all in advance.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    main()

@@ -1,0 +1,167 @@
+"""Results of `stepprune_jax.bench.efficiency` as a section of the documentation.
+
+    python -m stepprune_jax.bench.efficiency_page docs/efficiency/*.json --page docs/benchmarks.md
+
+Replaces what stands between two marks of the page; without a page it prints the section.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepprune_jax.bench.timing import table
+from stepprune_jax.command_line import Parser
+
+BEGIN, END = "<!-- efficiency: begin -->", "<!-- efficiency: end -->"
+_PAPER = Path(__file__).parents[1] / "assets" / "paper_tables.json"
+
+_HEADER = [
+    "row",
+    "tokens kept",
+    "TFLOPs",
+    "traced",
+    "tower",
+    "encoder",
+    "loop",
+    "us a step",
+    "projector",
+    "prefill",
+    "to the first token, ms",
+    "ms a token",
+    "cache, MB a row",
+    "memory, GB",
+    "times unpruned",
+    "times transformers",
+    "roofline, ms",
+    "share",
+    "compile, s",
+]
+
+_HEAD = """From pixels in host memory to the first token, with random weights, images and prompts
+(`stepprune_jax/bench/efficiency.py`). *tower*, *encoder* (of the selector), *loop* (the rest of
+it; *us a step* divides by the tokens of the longest row), *projector* (with putting tokens in
+their places) and *prefill* are programs by themselves, in ms; *to the first token* is what
+`generate` runs, one program, or two for a learned stop. Brackets hold the least and the most of
+the turns; ratios are medians of those within a turn, above 1 this row is faster. *TFLOPs* is by
+formula with masked pairs, at the tokens that are there; *traced* counts the products of the
+programs, padding included and a loop of unknown length once. *memory* is what the compiler
+plans. *roofline* adds, stage by stage, the longer of operations and weights to read over the
+device's peaks, and *share* is how much of it was reached."""
+
+
+def section(results: Sequence[Mapping[str, Any]]) -> str:
+    """Writes results as Markdown.
+
+    Args:
+        results: objects that `stepprune_jax.bench.efficiency` wrote.
+
+    Returns:
+        The section, the paper's own figures first.
+    """
+    return "\n\n".join([_HEAD, *_paper(), *(part for r in results for part in _device(r))])
+
+
+def _paper() -> Iterator[str]:
+    """What the paper prints, as it prints it."""
+    paper = json.loads(_PAPER.read_text(encoding="utf-8"))
+    rows = [
+        [str(row[name]) for name in ("method", "tokens", "tflops", "latency_ms", "speed_up")]
+        for row in paper["efficiency"]["rows"]
+    ]
+    header = ["the paper's: LLaVA-1.5-7B, RTX A6000", "tokens", "TFLOPs", "prefill, ms", "speed-up"]
+    yield f"The figures of {paper['source']}, none of which was measured here:"
+    yield table(header, rows)
+
+
+def _device(result: Mapping[str, Any]) -> Iterator[str]:
+    """A model on a device: what it was, and a table for each batch."""
+    about, peak, most = result["environment"], result["peak"], result.get("peak_bytes")
+    yield f"### {result['model']}, {result['dtype']}, {about['device']}"
+    yield (
+        f"Commit {about['commit']}; {about['devices']} x {about['device']} ({about['platform']}), "
+        f"driver {about['driver']}, {about['runtime']}; {about['processor']}, {about['cores']} "
+        f"cores; jax {about['jax']}, Python {about['python']}, float32 products "
+        f"{about['matmul_precision']}, flags: {about['flags']}. "
+        f"{result['layers']} layers of width {result['width']}, {result['tokens']} tokens an image "
+        f"and {result['text']} of text, policy of {result['decoder_layers']} decoder layer(s) in "
+        f"{result['policy_dtype']}; {result['execution']}; {result['rounds']} turns. Peaks: "
+        f"{peak['flops'] / 1e12:.3g} TFLOP/s, {peak['bandwidth'] / 1e9:.3g} GB/s "
+        f"({peak['source']})."
+        + (f" At most {most / 1e9:.3g} GB were in use at a time." if most else "")
+    )
+    for batch, rows in result["batches"].items():
+        yield f"Batch {batch}:"
+        yield table(_HEADER, [_row(row) for row in rows])
+
+
+def _row(row: Mapping[str, Any]) -> list[object]:
+    """The cells of a row; a reference has little more than times."""
+    times, ratios = row["ms"], row["speed_up"]
+    stages = {part: f"{spread[0]:.3g}" for part, spread in times.items()}
+    cells = {name: "-" for name in _HEADER} | {
+        "row": row["row"] + (f" (off by {row['difference']:.1g})" if "difference" in row else ""),
+        "tower": stages.get("tower", "-"),
+        "encoder": stages.get("encoder", "-"),
+        "loop": stages.get("loop", stages.get("selector", "-")),
+        "us a step": _step(row),
+        "projector": stages.get("projector", "-"),
+        "prefill": stages.get("prefill", "-"),
+        "to the first token, ms": _spread(times["whole"]),
+        "times unpruned": _spread(ratios["all"]) if "all" in ratios else "1",
+        "times transformers": _spread(ratios["transformers"]) if "transformers" in ratios else "-",
+    }
+    if "kept" in row:
+        mean, least, most = row["kept"]
+        cells |= {
+            "tokens kept": f"{mean:.4g}" + (f" ({least} to {most})" if least < most else ""),
+            "TFLOPs": sum(row["tflops"].values()),
+            "traced": row["traced_tflops"],
+            "ms a token": _spread(times["decode"]),
+            "cache, MB a row": row["cache_bytes"] / 1e6,
+            "memory, GB": row["memory_bytes"] / 1e9,
+            "roofline, ms": sum(row["roofline_ms"].values()),
+            "share": f"{row['share']:.1%}",
+            "compile, s": row["compile_s"],
+        }
+    return list(cells.values())
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    """Microseconds of the loop for each token of the longest row."""
+    if "loop" not in row["ms"]:
+        return "-"
+    return f"{1e3 * row['ms']['loop'][0] / row['kept'][2]:.3g}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """A median with the least and the most."""
+    median, least, most = values
+    return f"{median:.3g} ({least:.3g}, {most:.3g})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    parser = Parser(prog="stepprune_jax.bench.efficiency_page", description=__doc__.split("\n")[0])
+    parser.add_argument("results", nargs="*", help="files that the benchmark wrote")
+    parser.add_argument("--page", help="file whose marked part is replaced")
+    flags = parser.parse_args(arguments)
+    try:
+        results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in flags.results]
+        text = section(results)
+        if flags.page is None:
+            print(text)
+            return
+        page = Path(flags.page)
+        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            parser.error(f"{page} has no marks {BEGIN} and {END}")
+        page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        print(f"wrote {page}")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        parser.error(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What a device can do at best, as the measure of what a program reaches."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+
+# Sides of the square matrices that are multiplied, and bytes that are copied.
+_SIDE, _BYTES = 4096, 1 << 28
+
+
+class Peak(NamedTuple):
+    """The bounds of a roofline.
+
+    Attributes:
+        flops: operations a second.
+        bandwidth: bytes a second to and from the device's memory.
+        source: where they are from.
+    """
+
+    flops: float
+    bandwidth: float
+    source: str
+
+    def seconds(self, flops: float | int, nbytes: int) -> float:
+        """The least time of a program with so many operations that moves so many bytes."""
+        return max(flops / self.flops, nbytes / self.bandwidth)
+
+
+def device_peak(dtype: Any, side: int = _SIDE, nbytes: int = _BYTES) -> Peak:
+    """The peak of the first device that jax sees.
+
+    Args:
+        dtype: of the matrix products.
+        side: of the matrices, where it is measured.
+        nbytes: that are copied, likewise.
+
+    Returns:
+        In bfloat16 that of the vendor, for the devices of `ACCELERATORS`. Otherwise what a large
+        matrix product and a copy reach now.
+    """
+    name = known_as(jax.devices()[0].device_kind)
+    if name and jnp.dtype(dtype) == jnp.bfloat16:
+        device = ACCELERATORS[name]
+        return Peak(device.flops, device.bandwidth, f"data sheet of {name}")
+    square = jnp.ones((side, side), dtype)
+    line = jnp.ones(nbytes // 4, jnp.float32)
+    product = _best(jax.jit(jnp.matmul), square, square)
+    copy = _best(jax.jit(jnp.negative), line)
+    source = f"a product of {side} x {side} and a copy of {nbytes >> 20} MiB in this run"
+    return Peak(2 * side**3 / product, 2 * line.nbytes / copy, source)
+
+
+def _best(call: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
+    """Seconds of the fastest of a few calls, after one that compiles."""
+    jax.block_until_ready(call(*arguments))
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        taken.append(time.perf_counter() - begin)
+    return min(taken)

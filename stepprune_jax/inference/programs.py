@@ -1,0 +1,322 @@
+"""From pixels to the first token, as pure functions and as the few programs that run them.
+
+    encode -> see -> keep -> place -> decoding.start
+
+`choose` is the first three of them, `begin` the others, and `answer` all: a batch whose counts are
+known on the host runs as one program, and one whose pruner stops by itself as two, with its counts
+read back between them. What is shared has a program of its own: the tower once an image (`encode`),
+a ranking once for all budgets (`rank`). Weights are arguments of every program.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.inference import decoding
+from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
+from stepprune_jax.models import vlm
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Execution
+from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.pruning import Kept, Pruner, Ranking, View
+from stepprune_jax.pruning.base import take
+
+
+class Features(NamedTuple):
+    """Images behind the tower.
+
+    Attributes:
+        tokens: [i, n, d] visual tokens; a smaller image's are a prefix of its row.
+        taps: [i, ...] intermediates of the tower, in the order of `Pruner.taps`.
+    """
+
+    tokens: Float[Array, "i n d"]
+    taps: tuple[Array, ...] = ()
+
+
+class Pixels(NamedTuple):
+    """Images before the tower.
+
+    Attributes:
+        values: what the family's preprocessing returned.
+    """
+
+    values: Any
+
+
+class Pairs(NamedTuple):
+    """Every (image, prompt) pair is a row of the pruner.
+
+    Attributes:
+        image: [r] which of the images it is.
+        grid: [r, 2] rows and columns of the image's patches.
+        size: [r] tokens of the image; None where all have n.
+        words: [r, w] ids of the user's words.
+        num_words: [r] of these.
+        number: [r] for draws that depend on nothing else.
+        count: [r] tokens to keep, where that is known; else all.
+    """
+
+    image: Int[Array, "r"]
+    grid: Int[Array, "r 2"]
+    size: Int[Array, "r"] | None
+    words: Int[Array, "r w"]
+    num_words: Int[Array, "r"]
+    number: Int[Array, "r"]
+    count: Int[Array, "r"]
+
+
+class Texts(NamedTuple):
+    """Prompts with the places of their images.
+
+    Attributes:
+        ids: [b, l] with -200 where an image stands, right-padded.
+        length: [b] of these.
+        pair: [b, j] row of the pruner of each image.
+        shown: [b, j] True = image.
+        grid: [b, j, 2] rows and columns of its patches.
+        counts: [b, j] tokens of each image that stay behind each cut.
+    """
+
+    ids: Int[Array, "b l"]
+    length: Int[Array, "b"]
+    pair: Int[Array, "b j"]
+    shown: Bool[Array, "b j"]
+    grid: Int[Array, "b j 2"]
+    counts: tuple[Int[Array, "b j"], ...] = ()
+
+
+class Choice(NamedTuple):
+    """How tokens are kept; static.
+
+    Attributes:
+        pruner: who keeps them, as `Pruner.program` says.
+        capacity: tokens of an image that there is room for.
+        execution: how the tower's blocks are run.
+    """
+
+    pruner: Pruner
+    capacity: int
+    execution: Execution
+
+
+def encode(
+    params: dict[str, Any],
+    config: Any,
+    pixels: Any,
+    *,
+    taps: tuple[Tap, ...],
+    execution: Execution,
+    mesh: Mesh | None,
+) -> Features:
+    """Runs the tower over images."""
+    tokens, tapped = vlm.encode_image(params, config, pixels, taps, execution)
+    chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
+    return constrain_rows(mesh, Features(tokens, chosen))
+
+
+def see(
+    params: dict[str, Any],
+    config: Any,
+    images: Features,
+    pairs: Pairs,
+    *,
+    projected: bool,
+    mesh: Mesh | None,
+) -> View:
+    """Builds what a pruner sees, projected tokens or others: a row for each pair."""
+    n, tokens = images.tokens.shape[1], images.tokens[pairs.image]
+    if projected:
+        tokens = vlm.project(params, config, tokens)
+    return constrain_rows(
+        mesh,
+        View(
+            tokens=tokens,
+            valid=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
+            grid=pairs.grid,
+            text=vlm.embed_text(params, config, pairs.words),
+            text_valid=jnp.arange(pairs.words.shape[1]) < pairs.num_words[:, None],
+            number=pairs.number,
+            count=pairs.count,
+            taps=tuple(tap[pairs.image] for tap in images.taps),
+        ),
+    )
+
+
+def choose(
+    params: dict[str, Any],
+    config: Any,
+    learned: Any,
+    images: Pixels | Features,
+    pairs: Pairs,
+    *,
+    choice: Choice,
+    mesh: Mesh | None,
+) -> Kept:
+    """Keeps tokens of each pair.
+
+    Args:
+        params: the model's weights.
+        config: the model's shape.
+        learned: what the pruner has learned.
+        images: before the tower, or behind it.
+        pairs: what else the pruner sees.
+        choice: how tokens are kept.
+        mesh: of the weights.
+
+    Returns:
+        What is kept.
+    """
+    pruner = choice.pruner
+    if isinstance(images, Pixels):
+        images = encode(
+            params,
+            config,
+            images.values,
+            taps=pruner.taps(config),
+            execution=choice.execution,
+            mesh=mesh,
+        )
+    view = see(params, config, images, pairs, projected=pruner.after_projector, mesh=mesh)
+    return pruner.select(learned, view, choice.capacity)
+
+
+def rank(
+    params: dict[str, Any],
+    config: Any,
+    learned: Any,
+    images: Features,
+    pairs: Pairs,
+    *,
+    pruner: Pruner,
+    steps: int,
+    mesh: Mesh | None,
+) -> Ranking:
+    """Puts the tokens of each pair in an order, `steps` long."""
+    view = see(params, config, images, pairs, projected=pruner.after_projector, mesh=mesh)
+    return pruner.rank(learned, view, steps)
+
+
+def place(
+    params: dict[str, Any],
+    config: Any,
+    kept: Kept,
+    texts: Texts,
+    *,
+    capacity: int,
+    positions: str,
+    projected: bool,
+    mesh: Mesh | None,
+) -> vlm.Sequence:
+    """Projects what was kept and puts it in the places of the images.
+
+    Args:
+        params: the model's weights.
+        config: the model's shape.
+        kept: of each pair.
+        texts: the prompts.
+        capacity: length of the rows.
+        positions: "original" or "compact"; see `vlm.assemble`.
+        projected: whether the tokens are projected already.
+        mesh: of the weights.
+
+    Returns:
+        The rows that enter the language model.
+    """
+    # No image fills more slots than a row has; one more still shows that the row is to be cut.
+    index, at, tokens, valid = (part[:, : capacity + 1] for part in kept[:-1])
+    tokens = tokens if projected else vlm.project(params, config, tokens)
+    index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
+    visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid)
+    sequence = vlm.assemble(params, config, texts.ids, texts.length, visual, positions, capacity)
+    return constrain_rows(mesh, sequence)
+
+
+def begin(
+    params: dict[str, Any],
+    config: Any,
+    learned: Any,
+    kept: Kept,
+    texts: Texts,
+    sampling: Sampling,
+    *,
+    stages: Stages,
+    options: RunOptions,
+    mesh: Mesh | None,
+) -> tuple[Decoding, Trace]:
+    """Runs the language model over prompts with kept tokens, and draws the first tokens.
+
+    Args:
+        params: the model's weights.
+        config: the model's shape.
+        learned: what the pruner has learned.
+        kept: of each pair.
+        texts: the prompts.
+        sampling: how tokens are drawn.
+        stages: static sizes, and cuts between layers.
+        options: how the model is run.
+        mesh: of the weights.
+
+    Returns:
+        The state after the first tokens, and what the prefill did.
+    """
+    sequence = place(
+        params,
+        config,
+        kept,
+        texts,
+        capacity=stages.slots[0],
+        positions=options.positions,
+        projected=stages.projected,
+        mesh=mesh,
+    )
+    return decoding.start(
+        params,
+        config,
+        learned,
+        sequence,
+        texts.counts,
+        sampling,
+        stages=stages,
+        options=options,
+        mesh=mesh,
+    )
+
+
+def answer(
+    params: dict[str, Any],
+    config: Any,
+    learned: Any,
+    images: Pixels | Features,
+    pairs: Pairs,
+    texts: Texts,
+    sampling: Sampling,
+    *,
+    choice: Choice,
+    stages: Stages,
+    options: RunOptions,
+    mesh: Mesh | None,
+) -> tuple[Decoding, Trace]:
+    """`choose` and then `begin`, for counts that are known before; arguments as there."""
+    kept = choose(params, config, learned, images, pairs, choice=choice, mesh=mesh)
+    return begin(
+        params, config, learned, kept, texts, sampling, stages=stages, options=options, mesh=mesh
+    )
+
+
+run_encode = jit_for_weights(encode, ("config", "taps", "execution", "mesh"))
+run_see = jit_for_weights(see, ("config", "projected", "mesh"))
+run_choose = jit_for_weights(choose, ("config", "choice", "mesh"))
+run_rank = jit_for_weights(rank, ("config", "pruner", "steps", "mesh"))
+run_begin = jit_for_weights(begin, ("config", "stages", "options", "mesh"))
+run_answer = jit_for_weights(answer, ("config", "choice", "stages", "options", "mesh"))
+run_take = jax.jit(take, static_argnames="capacity")
+
+
+def num_compiled() -> int:
+    """How many of these programs, and of decoding, have been compiled in this process so far."""
+    programs = (run_encode, run_choose, run_rank, run_begin, run_answer, decoding.run_decode)
+    return run_take._cache_size() + sum(program.num_compiled() for program in programs)

@@ -1,0 +1,172 @@
+"""Whole sets of prompts, batch by batch: ranked once for all budgets, and answered."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.inference import pipeline, programs
+from stepprune_jax.inference.decoding import RunOptions, greedy
+from stepprune_jax.inference.pipeline import Images, Padding, Prompts, Vision
+from stepprune_jax.inference.text import answer_text
+from stepprune_jax.inference.timing import timed
+from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.pruning import Method, Ranking
+
+
+class Batching(NamedTuple):
+    """How a set of prompts is dealt out to batches.
+
+    Attributes:
+        batch_size: prompts at a time.
+        sizes: static sizes that kept tokens are padded to; None for a ladder.
+        widths: sizes that the prompts of a batch are padded to; without any, that of all prompts.
+    """
+
+    batch_size: int
+    sizes: tuple[int, ...] | None = None
+    widths: tuple[int, ...] = ()
+
+
+class Answers(NamedTuple):
+    """What was answered to a set of prompts.
+
+    Attributes:
+        texts: one a prompt.
+        kept: [q] visual tokens that were kept.
+        order: for each prompt the indices of its kept tokens: of a ranker in order of choice, of
+            other methods in raster order, without tokens that were merged or added.
+        seconds: [q] of each prompt: its share of the time of its batch, from features to the last
+            token.
+    """
+
+    texts: list[str]
+    kept: Int[np.ndarray, "q"]
+    order: list[np.ndarray]
+    seconds: Float[np.ndarray, "q"]
+
+
+def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
+    for first in range(0, total, size):
+        rows = np.arange(first, first + size)
+        yield np.minimum(rows, total - 1), min(size, total - first)
+
+
+def rank_all(
+    model: VLM,
+    method: Method,
+    prompts: Prompts,
+    vision: Vision,
+    *,
+    steps: int,
+    batch_size: int,
+    report: Callable[[int], None] = lambda done: None,
+) -> tuple[Ranking, float]:
+    """Ranks the tokens of each prompt's image, for all budgets of a `Ranker` at once.
+
+    Args:
+        model: the model.
+        method: the ranker, from `place_method`.
+        prompts: each with one image.
+        vision: of all images, on the host.
+        steps: length of the order.
+        batch_size: prompts at a time.
+        report: called with the number of prompts done at each batch.
+
+    Returns:
+        The ranking, on the host, and the mean seconds of a prompt.
+    """
+    parts, seconds = [], 0.0
+    for rows, count in batches(len(prompts.length), batch_size):
+
+        def run(rows=rows):
+            return fetch(pipeline.rank(model, method, prompts.take(rows), vision, steps))
+
+        ranking, taken = timed(run, programs.num_compiled)
+        seconds += taken
+        parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
+        report(int(rows[0]) + count)
+    ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    return ranking, seconds / len(prompts.length)
+
+
+def answer_all(
+    model: VLM,
+    method: Method,
+    prompts: Prompts,
+    images: Images | Vision,
+    options: RunOptions,
+    batching: Batching,
+    *,
+    ranking: Ranking | None = None,
+    report: Callable[[int], None] = lambda done: None,
+) -> Answers:
+    """Answers every prompt greedily.
+
+    Prompts are sorted by their widths, if there are several, and their counts, if a ranking tells
+    them, so that a batch is padded to the smallest sizes that hold it. What a prompt is answered
+    does not depend on the others.
+
+    Args:
+        model: the model.
+        method: how to prune, from `place_method`.
+        prompts: each with one image, or none of them with any.
+        images: all of them, on the host: before the tower where no two prompts share one, else
+            behind it.
+        options: how the model is run, and the longest answer.
+        batching: sizes.
+        ranking: from `rank_all`, for these prompts.
+        report: called with the number of prompts done at each batch.
+
+    Returns:
+        The answers, in the order of the prompts.
+    """
+    total, size = len(prompts.length), batching.batch_size
+    widths = batching.widths or (prompts.ids.shape[1],)
+    bucket = np.searchsorted(widths, prompts.length)
+    count, order = np.zeros(total, np.int32), [np.zeros(0, np.int32)] * total
+    if ranking is not None:
+        exact = pipeline.exact_counts(method.pruner, images.sizes[prompts.image_of[:, 0]])
+        count = np.asarray(method.pruner.counts(method.params, ranking, exact), np.int32)
+        order = [picks[:kept] for picks, kept in zip(ranking.order, count, strict=True)]
+    ranked = np.lexsort((-count, -bucket))
+    sampling = greedy(model.config.eos_token_ids)
+    known: dict[tuple[int, ...], str] = {}
+    texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
+    for first in range(0, total, size):
+        rows = ranked[np.minimum(np.arange(first, first + size), total - 1)]
+        real, width = min(size, total - first), int(widths[bucket[rows[0]]])
+
+        def run(rows=rows, width=width):
+            begun = pipeline.begin(
+                model,
+                method,
+                prompts.take(rows).cut(width),
+                images,
+                sampling,
+                options,
+                padding=Padding(batching.sizes, width),
+                ranking=None if ranking is None else jax.tree.map(lambda x: x[rows], ranking),
+            )
+            state = pipeline.finish(
+                model, begun.state, sampling, options.max_tokens, options.execution
+            )
+            tokens, counts = fetch((state.tokens, state.count))
+            ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
+            return ids, begun.kept, begun.trace.stages[-1].index
+
+        (ids, left, index), taken = timed(run, programs.num_compiled)
+        if ranking is None:
+            index = fetch(index)
+        for at, row in enumerate(rows[:real].tolist()):
+            if ids[at] not in known:
+                known[ids[at]] = answer_text(model.tokenizer, ids[at])
+            texts[row], seconds[row], kept[row] = known[ids[at]], taken / real, left[at]
+            if ranking is None:
+                order[row] = index[at][index[at] >= 0]
+        report(first + real)
+    return Answers(texts, kept, order, seconds)

@@ -1,0 +1,61 @@
+"""How many programs, and read-backs, bring pixels to the first token, whatever the pruner."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from generation_reference import ByQuestion, random_image
+from small_world import stepprune
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.inference import greedy, pipeline, read_request
+from stepprune_jax.inference.answer import make_prompts
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import read_images
+from stepprune_jax.pruning import Method, make_method
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+METHODS = {
+    "exact": lambda: make_method("stepprune", 3, policy=stepprune()),
+    "cut": lambda: make_method("fastv", 3, options={"layer": 1}),
+    "own stop": lambda: Method(ByQuestion()),
+}
+
+
+@pytest.fixture
+def compilations():
+    """Names of the programs that are compiled from now on; none has been before."""
+    events = []
+
+    def note(event, duration, **about):
+        if event == COMPILED:
+            events.append(about)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"))
+    return load_vlm(folder, dtype=jnp.float32, progress=False)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_takes_one_program_or_two_and_a_look(name, model, compilations, monkeypatch):
+    images = [[random_image(1)], None, [random_image(2), random_image(3)]]
+    asked = read_request(
+        model.tokenizer, model.image_settings, model.config, ["What is this?", "two", "red"], images
+    )
+    method, sampling = pipeline.place_method(model, METHODS[name]()), greedy([2])
+    looks, fetch = [], pipeline.fetch
+    monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or fetch(tree))
+    batch = make_prompts(asked), read_images(model.config, asked.pixels)
+    before = len(compilations)
+    begun = pipeline.begin(model, method, *batch, sampling, RunOptions(max_tokens=2))
+    jax.block_until_ready(begun)
+    # An operation outside of a program would be one more: nothing has been compiled before.
+    expected = (2, 1) if name == "own stop" else (1, 0)
+    assert (len(compilations) - before, len(looks)) == expected
