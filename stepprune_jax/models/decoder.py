@@ -250,16 +250,20 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
     return cache._replace(key=key, value=value)
 
 
-def _extend(cache: Cache | None, new: Cache, rows: Rows) -> Cache:
+def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b s e"]) -> Cache:
     """Appends what was written to an earlier cache, or makes it one, counting its tokens.
 
-    Each row is written at its own length; what lies beyond the capacity is lost.
+    Each row is written at its own length; what lies beyond the capacity is lost. `hidden` is the
+    result of the last layer.
     """
     count = rows.valid.sum(-1, dtype=jnp.int32)
     following = jnp.where(rows.valid, rows.position + 1, 0).max(-1).astype(jnp.int32)
     if cache is None:
         return Cache(new.key, new.value, count, following)
     slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
+    # Plus 0, unless it is NaN: the compiler cannot know, and so writes the cache after the last
+    # layer has read it. Else XLA on a CPU copies all of it first.
+    slots += hidden[:, :1, 0] != hidden[:, :1, 0]
     return Cache(
         append_slots(cache.key, new.key, slots),
         append_slots(cache.value, new.value, slots),
@@ -384,7 +388,9 @@ def run_layers(
         else:
             cached = cached_at(at)
             tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
-    return Stage(hidden, None if new is None else _extend(cache, new, rows), tapped)
+    if new is not None:
+        new = _extend(cache, new, rows, hidden)
+    return Stage(hidden, new, tapped)
 
 
 def _check_stage(

@@ -20,7 +20,7 @@ ATTENTIONS = ("matmul", "xla", "cudnn")
 LAYOUTS = ("auto", "stacked", "apart")
 
 # Bytes of a layer from which on its copies cost more than a longer compilation is worth.
-_LARGE = 1 << 23
+_LARGE = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
 from stepprune_jax.models.llava.config import LlavaConfig, hf_config
 from stepprune_jax.models.llava.images import preprocess_clip
+from stepprune_jax.models.stack import lay_out
 from stepprune_jax.parallel import sharding
 
 
@@ -43,16 +44,17 @@ def test_saved_folders_give_the_reference_model_equal_logits(tmp_path, layout):
     np.testing.assert_array_equal(_logits(got), _logits(expected))
 
 
-def test_sharded_and_split_bfloat16_weights_survive_a_round_trip(tmp_path):
+@pytest.mark.parametrize("layers", ["stacked", "apart"])
+def test_sharded_and_split_bfloat16_weights_survive_a_round_trip(tmp_path, layers):
     source = testing.tiny_llava(tmp_path / "source", text={"vocab_size": 448})
     mesh = sharding.build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
-    model = load_vlm(source, mesh, progress=False)
+    model = load_vlm(source, mesh, layers=layers, progress=False)
     save_vlm(model, tmp_path / "saved", max_shard_bytes=30_000)
     assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 3
     again = load_vlm(tmp_path / "saved", progress=False)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
-        again.params,
+        lay_out(again.params, layers),
         model.params,
     )
     assert again.config == model.config and again.image_settings == model.image_settings

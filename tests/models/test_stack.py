@@ -62,8 +62,8 @@ def test_large_layers_lie_apart_unless_told_otherwise():
         params = {"a": {"layers": {"kernel": kernel}}, "b": {"layers": {"bias": kernel}}}
         return layout_of(jax.eval_shape(lambda params: lay_out(params, layout), params))
 
-    assert layout(2048) == "apart"  # 8 MiB
-    assert (layout(2047), layout(2048, "stacked")) == ("stacked", "stacked")
+    assert layout(8192) == "apart"  # 32 MiB
+    assert (layout(8191), layout(8192, "stacked")) == ("stacked", "stacked")
     with pytest.raises(ValueError, match="layers is 'loop'; supported: auto, stacked, apart"):
         lay_out({}, "loop")
 
