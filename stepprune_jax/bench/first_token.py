@@ -28,7 +28,7 @@ from stepprune_jax.parallel.placement import fetch, jit_for_weights
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Method, Trained
 
-_place = jit_for_weights(programs.place, ("config", "capacity", "positions", "mesh"))
+_place = jit_for_weights(programs.place, ("config", "capacity", "positions", "projected", "mesh"))
 _start = jit_for_weights(decoding.start, ("config", "stages", "options", "mesh"))
 
 
@@ -248,12 +248,13 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
         *(params, config, kept, texts),
         capacity=stages.slots[0],
         positions=run.keywords["options"].positions,
+        projected=stages.projected,
         mesh=run.keywords["mesh"],
     )
     start = functools.partial(
         _start, *(params, config, learned, place(), texts.counts, sampling), **run.keywords
     )
-    shapes = (kept.index.shape, stages.slots[0])
+    shapes = (kept.index.shape, stages.slots[0], stages.projected)
     parts = {
         "tower": _Stage(
             taps, lambda: pipeline.encode(model, batch.images, taps, options.execution)
@@ -331,6 +332,7 @@ def _work(
     grid = tuple(map(int, batch.images.grid[0]))
     stops = not pruner.budget.is_exact
     visual = pruner.layer_tokens(config, kept if stops else n)
+    projected = n if pruner.after_projector else visual[0]
     vision = vision_flops(config, [grid])
     shape = getattr(pruner, "config", None)
     shape = getattr(shape, "shape", shape)  # the policy's, or that of another one's encoder
@@ -344,7 +346,7 @@ def _work(
     return {
         "tower": (size * vision["tower"], _nbytes(weights["vision"])),
         "selector": (size * selector, _nbytes(used)),
-        "projector": (size * vision["projector"] * visual[0] / n, _nbytes(weights["projector"])),
+        "projector": (size * vision["projector"] * projected / n, _nbytes(weights["projector"])),
         "prefill": (
             size * llm_flops(config.text, [text + count for count in visual]).flops,
             _nbytes({name: part for name, part in language.items() if name != "embed"}),

@@ -70,7 +70,7 @@ class Provenance(NamedTuple):
     def slug(self) -> str:
         """Names the row's files."""
         rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
-        words = " ".join([self.method, *rate]).lower()
+        words = " ".join([self.method, *rate]).lower().replace("+", " plus")
         return re.sub("[^a-z0-9.]+", "-", words).strip("-")
 
 

@@ -87,6 +87,7 @@ class Stages(NamedTuple):
         pruner: who drops there; None without cuts.
         text: text tokens of the longest prompt, padded to a bucket, for cuts that look at all.
         renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
+        projected: whether the tokens that were kept are projected already.
     """
 
     slots: tuple[int, ...]
@@ -94,6 +95,7 @@ class Stages(NamedTuple):
     pruner: Pruner | None = None
     text: int = 0
     renumber: bool = False
+    projected: bool = False
 
 
 class Places(NamedTuple):

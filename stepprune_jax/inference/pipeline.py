@@ -192,7 +192,8 @@ def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Vision) -> View:
         A row for each (image, prompt) pair, as those of `choose`, on the model's devices.
     """
     shown = _shown(model, pruner, prompts, images, _pair_up(prompts.image_of))
-    return programs.run_see(model.params, model.config, *shown, mesh=mesh_of(model.params))
+    projected, mesh = pruner.after_projector, mesh_of(model.params)
+    return programs.run_see(model.params, model.config, *shown, projected=projected, mesh=mesh)
 
 
 def choose(
@@ -320,11 +321,12 @@ def prepare(
         most = [choose_bucket(counts, fitting), *(int(c.max(initial=0)) for c in left[1:])]
         slots = [padding.width + j * count for count in most]
     positions = method.pruner.positions if options.positions == "own" else options.positions
-    stages = Stages(tuple(slots))
+    projected = len(rows.image) > 0 and method.pruner.after_projector
+    stages = Stages(tuple(slots), projected=projected)
     if cuts:
         pruner = method.pruner.program()
         longest = longest if any(cut.rows == "text" for cut in cuts) else 0
-        stages = Stages(tuple(slots), cuts, pruner, longest, positions == "compact")
+        stages = Stages(tuple(slots), cuts, pruner, longest, positions == "compact", projected)
     static = {
         "stages": stages,
         "options": options._replace(positions=positions, context_limit=None),

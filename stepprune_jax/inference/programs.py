@@ -124,14 +124,17 @@ def see(
     images: Features,
     pairs: Pairs,
     *,
+    projected: bool,
     mesh: Mesh | None,
 ) -> View:
-    """Builds what a pruner sees: a row for each pair."""
-    n = images.tokens.shape[1]
+    """Builds what a pruner sees, projected tokens or others: a row for each pair."""
+    n, tokens = images.tokens.shape[1], images.tokens[pairs.image]
+    if projected:
+        tokens = vlm.project(params, config, tokens)
     return constrain_rows(
         mesh,
         View(
-            tokens=images.tokens[pairs.image],
+            tokens=tokens,
             valid=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
             grid=pairs.grid,
             text=vlm.embed_text(params, config, pairs.words),
@@ -177,7 +180,8 @@ def choose(
             execution=choice.execution,
             mesh=mesh,
         )
-    return pruner.select(learned, see(params, config, images, pairs, mesh=mesh), choice.capacity)
+    view = see(params, config, images, pairs, projected=pruner.after_projector, mesh=mesh)
+    return pruner.select(learned, view, choice.capacity)
 
 
 def rank(
@@ -192,7 +196,8 @@ def rank(
     mesh: Mesh | None,
 ) -> Ranking:
     """Puts the tokens of each pair in an order, `steps` long."""
-    return pruner.rank(learned, see(params, config, images, pairs, mesh=mesh), steps)
+    view = see(params, config, images, pairs, projected=pruner.after_projector, mesh=mesh)
+    return pruner.rank(learned, view, steps)
 
 
 def place(
@@ -203,6 +208,7 @@ def place(
     *,
     capacity: int,
     positions: str,
+    projected: bool,
     mesh: Mesh | None,
 ) -> vlm.Sequence:
     """Projects what was kept and puts it in the places of the images.
@@ -214,6 +220,7 @@ def place(
         texts: the prompts.
         capacity: length of the rows.
         positions: "original" or "compact"; see `vlm.assemble`.
+        projected: whether the tokens are projected already.
         mesh: of the weights.
 
     Returns:
@@ -221,7 +228,7 @@ def place(
     """
     # No image fills more slots than a row has; one more still shows that the row is to be cut.
     index, at, tokens, valid = (part[:, : capacity + 1] for part in kept[:-1])
-    tokens = vlm.project(params, config, tokens)
+    tokens = tokens if projected else vlm.project(params, config, tokens)
     index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
     visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid)
     sequence = vlm.assemble(params, config, texts.ids, texts.length, visual, positions, capacity)
@@ -263,6 +270,7 @@ def begin(
         texts,
         capacity=stages.slots[0],
         positions=options.positions,
+        projected=stages.projected,
         mesh=mesh,
     )
     return decoding.start(
@@ -300,7 +308,7 @@ def answer(
 
 
 run_encode = jit_for_weights(encode, ("config", "taps", "execution", "mesh"))
-run_see = jit_for_weights(see, ("config", "mesh"))
+run_see = jit_for_weights(see, ("config", "projected", "mesh"))
 run_choose = jit_for_weights(choose, ("config", "choice", "mesh"))
 run_rank = jit_for_weights(rank, ("config", "pruner", "steps", "mesh"))
 run_begin = jit_for_weights(begin, ("config", "stages", "options", "mesh"))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import (
+    STATES,
     BlockOutput,
     Dense,
     RmsNorm,
@@ -31,7 +32,7 @@ from stepprune_jax.models.layers import (
 from stepprune_jax.models.rotary import rotary, rotate
 from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
-TAP_KINDS = ("hidden", "attention", "keys", "rotary")
+TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
 
 
 class Rows(NamedTuple):
@@ -57,10 +58,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         capacity: slots of a cache to be made, at least s; None makes none.
-        taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "attention":
-            float32 softmax weights of the queries at `query_index`, heads kept, [b, h, q, t], t the
-            cache's slots (if any) and then the s own; without a cache also those that the block
-            behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
+        taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "normed" [b, s, e]
+            the same behind the model's last norm; "mlp_input" [b, s, e] what the block's MLP reads;
+            "attention": float32 softmax weights of the queries at `query_index`, heads kept, [b, h,
+            q, t], t the cache's slots (if any) and then the s own; without a cache also those that
+            the block behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
             positions; "rotary" [2, b, s, c] cosine and sine of the angles, whatever the layer.
         query_index: [b, q] indices into s, for "attention" taps.
     """
@@ -184,8 +186,9 @@ class LlamaBlock(nn.Module):
             RmsNorm(eps, name="norm1")(hidden), context, cached, attention
         )
         hidden = hidden + mixed.hidden
-        hidden = hidden + LlamaMlp(self.config, name="mlp")(RmsNorm(eps, name="norm2")(hidden))
-        return mixed._replace(hidden=hidden)
+        mlp_input = RmsNorm(eps, name="norm2")(hidden)
+        hidden = hidden + LlamaMlp(self.config, name="mlp")(mlp_input)
+        return mixed._replace(hidden=hidden, mlp_input=mlp_input)
 
 
 def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
@@ -356,8 +359,9 @@ def run_layers(
             new = _write_layer(new, index - first, output)
         return (output.hidden, new), output
 
-    cuts = [at for kind, at in named.values() if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind in ("attention", "keys") and at < last]
+    cuts = [at for kind, at in named.values() if kind in STATES]
+    of_block = ("attention", "keys", "mlp_input")
+    watched = [at for kind, at in named.values() if kind in of_block and at < last]
     (hidden, new), outputs, carries = run_stack(
         body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
     )
@@ -366,8 +370,12 @@ def run_layers(
     for name, (kind, at) in named.items():
         if kind == "hidden":
             tapped[name] = carries[at][0]
+        elif kind == "normed":
+            tapped[name] = final_norm(params, config, carries[at][0])
         elif kind == "keys":
             tapped[name] = outputs[at].key
+        elif kind == "mlp_input":
+            tapped[name] = outputs[at].mlp_input
         elif kind == "rotary":
             tapped[name] = jnp.stack([context.cosine, context.sine])
         elif at == last:
@@ -406,7 +414,7 @@ def _check_stage(
         raise ValueError('segments need attention="matmul" and neither cache nor capacity')
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        beyond = kind == "hidden" or (kind == "attention" and cache is None)
+        beyond = kind in STATES or (kind == "attention" and cache is None)
         if not first <= at < last + beyond:
             raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
         if kind == "attention" and wanted.query_index is None:

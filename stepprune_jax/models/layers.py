@@ -14,15 +14,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
+# Kinds of taps that stand between blocks; the others belong to a block.
+STATES = ("hidden", "normed")
+
 
 class Tap(NamedTuple):
     """Names one intermediate that a forward pass shall return besides its result.
 
     Attributes:
-        kind: "hidden", "keys" or "attention".
-        layer: for "hidden" the number of blocks run before it, 0 to L; for the others the block,
-            0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of the last
-            block, -2 that of the one before.
+        kind: "hidden", "keys", "attention", or another that the backbone offers.
+        layer: for "hidden" and "normed" the number of blocks run before it, 0 to L; for the others
+            the block, 0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of
+            the last block, -2 that of the one before.
     """
 
     kind: str
@@ -37,12 +40,15 @@ class BlockOutput(NamedTuple):
         query: [b, h, t, c] queries (after rotary positions where there are such).
         key: [b, h_kv, t, c] keys, likewise.
         value: [b, h_kv, t, c] values.
+        mlp_input: [b, t, width] the residual stream behind the attention, normed; None where the
+            backbone does not offer it.
     """
 
     hidden: Float[Array, "b t width"]
     query: Float[Array, "b h t c"]
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t c"]
+    mlp_input: Float[Array, "b t width"] | None = None
 
 
 class Segment(NamedTuple):
@@ -318,7 +324,7 @@ def resolve_taps(
     for kind, layer in taps:
         if kind not in kinds:
             raise ValueError(f"tap kind {kind!r} is not offered here; supported: {tuple(kinds)}")
-        count = num_layers + (kind == "hidden")
+        count = num_layers + (kind in STATES)
         if not -count <= layer < count:
             raise ValueError(f"tap {kind!r} of layer {layer}: there are {count} of these")
         resolved[f"{kind}.{layer}"] = (kind, layer % count)

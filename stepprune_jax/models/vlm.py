@@ -56,6 +56,7 @@ class Sequence(NamedTuple):
             padding.
         note: [b, s] what was noted of each token at a cut, for the cuts behind it; None for
             nothing.
+        grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
     """
 
     hidden: Float[Array, "b s e"]
@@ -65,6 +66,7 @@ class Sequence(NamedTuple):
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
     note: Array | None = None
+    grid: Int[Array, "b j 2"] | None = None
 
     @property
     def rows(self) -> Rows:
@@ -299,6 +301,7 @@ def assemble(
         next_position=following.astype(jnp.int32),
         image=at_slots(image),
         index=at_slots(visual.index),
+        grid=visual.grid,
     )
 
 
@@ -359,6 +362,7 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         taken(sequence.image, 1, -1),
         taken(sequence.index, 1, -1),
         None if sequence.note is None else taken(sequence.note, 1, 0),
+        sequence.grid,
     )
 
 

@@ -15,13 +15,17 @@ from stepprune_jax.pruning.base import (
     View,
 )
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -32,11 +36,15 @@ __all__ = [
     "AutoSelectConfig",
     "Budget",
     "Cls",
+    "Dart",
     "FastV",
     "Grid",
+    "HoloV",
     "Kept",
     "LayerCut",
     "Method",
+    "PruMerge",
+    "PruMergePlus",
     "Pruner",
     "PyramidDrop",
     "Random",
@@ -46,6 +54,7 @@ __all__ = [
     "SparseVLMv2",
     "StepPrune",
     "Survivors",
+    "TopV",
     "Trained",
     "View",
     "VisionZip",

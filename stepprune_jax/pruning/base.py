@@ -33,7 +33,8 @@ class Budget:
     Attributes:
         kind: "all"; "count", the same number of every image; "rate", a share of each image's
             tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
-            to a mean number; "own", a learned stop as it is.
+            to a mean number; "own", as many as the method decides image by image, such as a learned
+            stop as it is.
         value: the number or the share; None for "all" and "own".
     """
 
@@ -96,7 +97,7 @@ class Budget:
         return self.kind in (*EXACT, "all")
 
     def count(self, num_tokens: int) -> int | None:
-        """Tokens kept of an image of so many; None if a learned stop decides."""
+        """Tokens kept of an image of so many; None if the method decides."""
         if self.kind == "all":
             return num_tokens
         if self.kind == "count":
@@ -121,7 +122,8 @@ class View(NamedTuple):
     """What a pruner sees: one row is one (image, prompt).
 
     Attributes:
-        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid.
+        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid; behind
+            it for pruners that are `after_projector`.
         valid: [r, n] True = token, a prefix of each row; None where all are.
         grid: [r, 2] int32 rows and columns of the image's patches.
         text: [r, l, e] word embeddings of what the user said.
@@ -148,7 +150,7 @@ class Kept(NamedTuple):
         index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
             in the padding.
         place: [r, k] int32 the token of the image whose position ids it has.
-        tokens: [r, k, d] the tokens; zero in the padding.
+        tokens: [r, k, d] the tokens, of the same kind as those of the `View`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
     """
@@ -220,6 +222,8 @@ class Pruner:
     version: ClassVar[int] = 1
     # Whether it looks at what the user said.
     reads_text: ClassVar[bool] = False
+    # Whether it sees and returns projected tokens, in place of those before the projector.
+    after_projector: ClassVar[bool] = False
     # Whether it is the unpruned model at a budget of all tokens.
     exact_when_full: ClassVar[bool] = True
     # Options that say how many tokens are left, so that no budget has to.
@@ -295,7 +299,7 @@ class Pruner:
         return keep_all(view, capacity)
 
     def entering(self, num_tokens: int) -> int | None:
-        """Returns how many tokens of an image enter the language model; None if a stop decides."""
+        """Returns how many tokens of an image enter the language model; None if that depends."""
         count = self.budget.count(num_tokens)
         return None if count is None else min(count, self.most(num_tokens))
 
@@ -523,6 +527,23 @@ def keep_best(
     at = jnp.maximum(image, 0)
     within = rank - jnp.take_along_axis(first, at, axis=1)
     return (image < 0) | (within < jnp.take_along_axis(count, at, axis=1))
+
+
+def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "*r n"]:
+    """Picks tokens that lie evenly among those of a pool.
+
+    Args:
+        pool: [..., n] True = may be picked; m of them.
+        wanted: [...] how many g to pick, at most m.
+
+    Returns:
+        [..., n] True = picked: the i-th is the floor(i m / g)-th of the pool.
+    """
+    number = jnp.cumsum(pool, axis=-1, dtype=jnp.int32)
+    wanted, size = wanted[..., None], jnp.maximum(number[..., -1:], 1)
+    # How many picks lie before the k-th of the pool: the i with floor(i m / g) < k.
+    before, up_to = (-(-k * wanted // size) for k in (number - 1, number))
+    return pool & (up_to > before)
 
 
 def tower_block(config: Any) -> int:

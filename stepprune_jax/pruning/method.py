@@ -13,12 +13,16 @@ from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.pruning.base import Budget, Pruner, Trained, TrainedPolicy
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.holov import HoloV
+from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
 
 # The only list of names: commands, configurations and tables take these.
@@ -33,7 +37,12 @@ PRUNERS: dict[str, type[Pruner]] = {
         SparseVLM,
         SparseVLMv2,
         PyramidDrop,
+        Dart,
+        TopV,
         VisionZip,
+        PruMerge,
+        PruMergePlus,
+        HoloV,
         AutoSelect,
         StepPrune,
     )

@@ -96,12 +96,14 @@ def test_names_tell_rows_apart():
         {"method": "StepPrune, own stop", "budget": None},
         {"mode": "exact"},
         {"method": "[CLS] top-K"},
+        {"method": "PruMerge+"},
     ]
     assert [provenance(**row).slug for row in rows] == [
         "all-tokens",
         "stepprune-own-stop",
         "stepprune-exact-66.7",
         "cls-top-k-adaptive-66.7",
+        "prumerge-plus-adaptive-66.7",
     ]
 
 

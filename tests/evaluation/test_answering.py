@@ -192,9 +192,10 @@ def test_rows_come_in_the_order_of_the_table(model):
     rows = planned(model, policies)
     names = [(row.label, row.mode, row.count(N)) for row in rows]
     assert names[0] == ("all tokens", "exact", 9)
-    untrained = ("random", "grid", "[CLS] top-K", "SparseVLM", "SparseVLM v2", "VisionZip")
-    assert names[1:13] == [(name, "exact", count) for name in untrained for count in (4, 2)]
-    assert names[13:] == [
+    untrained = ("random", "grid", "[CLS] top-K", "SparseVLM", "SparseVLM v2")
+    untrained += ("VisionZip", "PruMerge", "PruMerge+", "HoloV")
+    assert names[1:19] == [(name, "exact", count) for name in untrained for count in (4, 2)]
+    assert names[19:] == [
         ("StepPrune", "exact", 4),
         ("StepPrune", "exact", 2),
         ("StepPrune", "adaptive", 4),
@@ -203,12 +204,12 @@ def test_rows_come_in_the_order_of_the_table(model):
         ("AutoSelect-like", "exact", 4),
         ("AutoSelect-like", "exact", 2),
     ]
-    assert [row.stop_bias for row in rows[13:]] == [None, None, 0.5, 1.0, 0.0, None, None]
-    assert [row.steps(N) for row in rows] == [9] + [4, 2] * 6 + [4, 2, 4, 4, 4, 4, 2]
+    assert [row.stop_bias for row in rows[19:]] == [None, None, 0.5, 1.0, 0.0, None, None]
+    assert [row.steps(N) for row in rows] == [9] + [4, 2] * 9 + [4, 2, 4, 4, 4, 4, 2]
     # Rows share a ranking with those of the same method or policy, and with no other.
     keys = [row.ranking for row in rows]
     assert keys[0] is None and keys[7] is None and len(set(keys) - {None}) == 4
-    assert len({*keys[13:18]}) == len({*keys[1:3]}) == 1
+    assert len({*keys[19:24]}) == len({*keys[1:3]}) == 1
 
 
 def test_other_questions_about_an_image_get_the_same_patches_from_its_attention(model, test_split):

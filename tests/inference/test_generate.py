@@ -447,6 +447,8 @@ def test_every_pruner_answers(model, policy, name):
         "stepprune": {"policy": policy, "budget": "1/3"},
         "autoselect": {"policy": scorer, "budget": "1/3"},
         "fastv": {"budget": "1/3", "pruner_options": {"layer": "1"}},
+        "dart": {"budget": "2/3", "pruner_options": {"layer": 1, "pivot_text_token": 2}},
+        "topv": {"budget": "1/3", "pruner_options": {"layer": 0}},
         "pyramiddrop": {"budget": "1/3", "pruner_options": {"average": False}},
         "sparsevlm": {"pruner_options": {"pruning_loc": [0], "sparse_token_list": [2]}},
         "sparsevlm_v2": {"budget": "1/3", "pruner_options": {"average": "False"}},
@@ -467,7 +469,9 @@ def test_every_pruner_answers(model, policy, name):
     )
     assert [a[:4] for a in streamed] == [a[:4] for a in together]
     assert pieces == [answer.text for answer in together]
-    kept = [9, 0, 18, 9] if name == "all" else [3, 0, 6, 3]
+    # Six pivots of DART take a token each, and the four of the image stay, but there are nine.
+    each = {"all": 9, "dart": 9}.get(name, 3)
+    kept = [each, 0, 2 * each, each]
     assert [answer.kept for answer in together] == kept
     assert [answer.visual_tokens for answer in together] == [9, 0, 18, 9]
     visual = begun[0].trace.stages[-1].image >= 0

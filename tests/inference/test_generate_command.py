@@ -200,13 +200,17 @@ def test_every_pruner_answers_from_the_command_line(files, capsys, name):
         "stepprune": ("--policy", files / "policy", "--budget", "1/3"),
         "autoselect": ("--policy", files / "scorer", "--budget", "1/3"),
         "fastv": ("--budget", 3, "--pruner_options", "layer=1", "average=False"),
+        "dart": ("--budget", 3, "--pruner_options", "layer=1", "pivot_image_token=2"),
+        "topv": ("--budget", 3, "--pruner_options", "layer=0", "sigma=5"),
         "pyramiddrop": ("--pruner_options", "layer_list=[1]", "image_token_ratio_list=[.4]"),
         "sparsevlm": ("--pruner_options", "pruning_loc=[0]", "sparse_token_list=[2]", "noise=0"),
         "sparsevlm_v2": ("--budget", 3, "--pruner_options", "average=False"),
     }.get(name, ("--budget", "33.3%"))
     assert main(command(files, "--prompt", "two?", "--json", "--pruner", name, *options)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["visual_tokens"] == 9 and found["kept"] == (9 if name == "all" else 3)
+    # DART's two pivots of the image are not counted, and six pivots share nothing out of three.
+    kept = {"all": 9, "dart": 2}.get(name, 3)
+    assert found["visual_tokens"] == 9 and found["kept"] == kept
     assert 1 <= len(found["token_ids"]) <= 6
 
 

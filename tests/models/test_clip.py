@@ -33,7 +33,7 @@ def test_every_intermediate_equals_the_reference(activation):
     model, config, params = clip_pair(hidden_act=activation)
     pixels = normal(1, 3, 3, 28, 28)
     taps = [Tap("hidden", layer) for layer in range(5)]
-    taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
+    taps += [Tap(kind, layer) for kind in ("attention", "keys", "query") for layer in range(4)]
     _, ours = encode(params, config, pixels, -1, taps=tuple(taps))
     theirs, keys = reference(model, pixels)
     for layer in range(5):
@@ -42,6 +42,9 @@ def test_every_intermediate_equals_the_reference(activation):
         assert_close(ours[f"attention.{layer}"], theirs.attentions[layer][:, :, 0])
         key = keys[layer].reshape(3, 17, 4, 8).transpose(1, 2)
         assert_close(ours[f"keys.{layer}"], key, what=f"keys {layer}")
+        scores = jnp.einsum("ihc,ihtc->iht", ours[f"query.{layer}"], ours[f"keys.{layer}"])
+        attention = jax.nn.softmax(scores * 8**-0.5, axis=-1)
+        assert_close(attention, theirs.attentions[layer][:, :, 0], what=f"query {layer}")
 
 
 def test_taps_do_not_change_the_result_and_count_from_the_end():

@@ -42,11 +42,15 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
     model, config, params = llama_pair(num_key_value_heads=kv_heads)
     ids, position, valid = inputs()
     taps = [Tap("hidden", layer) for layer in range(5)]
-    taps += [Tap(kind, layer) for kind in ("attention", "keys") for layer in range(4)]
+    taps += [Tap(kind, layer) for kind in ("attention", "keys", "mlp_input") for layer in range(4)]
+    taps += [Tap("normed", layer) for layer in range(5)]
     query_index = jnp.array([[10, 3], [0, 7]])
     ours, stage = run(
         params, config, ids, position, valid, taps=tuple(taps), query_index=query_index
     )
+    read = []
+    for block in model.model.layers:
+        block.mlp.register_forward_hook(lambda _, given, __: read.append(given[0]))
     theirs = model(as_torch(ids), output_hidden_states=True, output_attentions=True, use_cache=True)
     assert_close(ours, theirs.logits, what="logits")
     for layer in range(4):
@@ -55,9 +59,11 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
         rows = torch.stack([full[row][:, query_index[row].tolist()] for row in range(2)])
         assert_close(stage.taps[f"attention.{layer}"], rows, what=f"attention {layer}")
         assert_close(stage.taps[f"keys.{layer}"], theirs.past_key_values.layers[layer].keys)
+        assert_close(stage.taps[f"mlp_input.{layer}"], read[layer], what=f"mlp input {layer}")
+        normed = model.model.norm(theirs.hidden_states[layer])
+        assert_close(stage.taps[f"normed.{layer}"], normed, what=f"normed {layer}")
     # The reference norms its last hidden state.
-    normed = llama.final_norm(params, config, stage.taps["hidden.4"])
-    assert_close(normed, theirs.hidden_states[4])
+    assert_close(stage.taps["normed.4"], theirs.hidden_states[4])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ def test_ties_go_to_the_earlier_patch():
 def params():
     shapes = vlm.abstract_params(LlavaConfig.from_hf(testing.tiny_hf_config()), jnp.float32)
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda x: 0.2 * random.standard_normal(x.shape, np.float32), shapes)
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.2 * random.standard_normal(x.shape, np.float32)), shapes
+    )
 
 
 @pytest.mark.parametrize("layer", [-2, 1, 3])

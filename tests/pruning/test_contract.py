@@ -25,6 +25,12 @@ from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Pruner, Ranker, Vie
 N, K, LAYERS, STEPS = 16, 5, 3, 4
 # Options with which a budget counts what the last layer sees, as it does for all other methods.
 OPTIONS = {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS["topv"] = {"layer": 1}  # it needs a layer behind it
+# Where a budget of so many leaves another number, as the authors count.
+COUNTED = {"dart": {5: 4, 8: 12}}
+# What is kept stands in another order than that of the image, or has more added to it.
+OWN_ORDER = ("holov", "prumerge", "prumerge_plus")
+ADDED_TO = ("prumerge", "prumerge_plus")
 # A small random policy for each kind of trained method.
 POLICIES = {
     PolicyConfig: functools.partial(stepprune, max_steps=N),
@@ -147,18 +153,21 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     """Logits [STEPS, v] after the prompt and each new token, by masking, without a cache.
 
     Nothing is dropped: the tokens that are have their own places and position ids, and are hidden
-    from the layer on at which they were dropped. Merged tokens stand for their image alone; what
-    is merged between layers has no such equivalent.
+    from the layer on at which they were dropped. Merged tokens, and those in an order of their own,
+    stand for their image alone; what is merged between layers has no such equivalent.
     """
     request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
-    merges = (arrays["kept_0"] < 0).any()
+    merges = (arrays["kept_0"] < 0).any() or name in OWN_ORDER
     if merges:
         kept = kept_of(model, method(name), batch)
         before = sum(map(len, batch.images[:row]))
-        project = jax.jit(vlm.project, static_argnums=1)
-        projected = np.asarray(project(model.params, model.config, kept.tokens))
+        projected = kept.tokens
+        if not PRUNERS[name].after_projector:
+            project = jax.jit(vlm.project, static_argnums=1)
+            projected = project(model.params, model.config, projected)
+        projected = np.asarray(projected)
     hidden, position, where, place, shown = [], [], [], 0, 0
     for token in (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1]):
         if token != vlm.IMAGE_TOKEN:
@@ -288,6 +297,7 @@ def test_stages_by_themselves_and_larger_buckets_change_nothing(model, run, name
 @pytest.mark.parametrize(("budget", "count"), [(K, K), ("33.3%", 5), ("15/32", 8)])
 def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, count):
     result = run(name) if budget == K else answer(model, method(name, budget))
+    count = COUNTED.get(name, {}).get(count, count)
     assert [a.kept for a in result.answers] == [count, 2 * count, 0]
     assert [a.visual_tokens for a in result.answers] == [N, 2 * N, 0]
     last = len(result.begun.trace.stages) - 1
@@ -298,7 +308,7 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
 @pytest.mark.parametrize("name", ["random", *CUTTING])
 def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
     whole = run(name).begun
-    limit = int(min(stage.length[0] for stage in whole.trace.stages)) - 17
+    limit = int(run(name).arrays(0)["slot_0"][0]) + 2  # within the first image
     with pytest.warns(UserWarning, match="was cut to its first"):
         begun = answer(model, method(name), context_limit=limit).begun
     assert (begun.kept[:2] > 0).all() and begun.kept[1] < whole.kept[1]
@@ -312,7 +322,7 @@ def select(pruner, params, view, capacity):
     return pruner.select(params, view, capacity)
 
 
-def check(kept, view, count):
+def check(name, kept, view, count):
     """The invariants of `Kept`."""
     index, place, tokens, valid = (np.asarray(x) for x in kept[:4])
     n, sizes = view.tokens.shape[1], _sizes(view)
@@ -325,9 +335,11 @@ def check(kept, view, count):
     assert ((place >= 0) & (place < n)).all()
     for row in range(len(index)):
         own = index[row][index[row] >= 0]
-        assert (np.diff(own) > 0).all() and (own < sizes[row]).all()
+        assert len(np.unique(own)) == len(own) and (own < sizes[row]).all()
+        assert name in OWN_ORDER or (np.diff(own) > 0).all()
         np.testing.assert_array_equal(place[row][index[row] >= 0], own)
-        np.testing.assert_array_equal(tokens[row][index[row] >= 0], view.tokens[row][own])
+        if name not in ADDED_TO:
+            np.testing.assert_array_equal(tokens[row][index[row] >= 0], view.tokens[row][own])
 
 
 def _sizes(view):
@@ -348,6 +360,7 @@ def made_view(pruner, config, grids, seed=0):
     made = {
         "attention": random.random((r, 4, n + 1), np.float32),
         "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
+        "query": random.standard_normal((r, 4, 8), np.float32),
         "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
     }
     taps = [made[tap.kind] for tap in pruner.taps(config)]
@@ -403,7 +416,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
     batch = batch_of(model, pruner, view)
     kept = chosen_of(model, chosen, *batch)
     count = np.array(kept.count) if budget == "own" else np.array(view.count)
-    check(kept, view, count)
+    check(name, kept, view, count)
     most = [pruner.most(int(size)) for size in sizes]
     assert (count <= most).all()
     if budget == "own":  # it stops early, or never but at T_max of each image
@@ -424,7 +437,7 @@ def test_kept_tokens_keep_their_invariants(model, name, budget):
     for capacity in {max(count, N - 1), N}:
         kept = select(chosen.pruner.program(), chosen.params, view, capacity)
         assert kept.index.shape == (3, capacity)
-        check(kept, view, [count] * 3)
+        check(name, kept, view, [count] * 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -463,7 +476,7 @@ def before_cut(cut):
     shapes = {
         "attention": (2, 4, wide, s),
         "keys": (2, 2, s, 12),
-        "hidden": (2, s, 48),
+        **dict.fromkeys(("hidden", "normed", "mlp_input"), (2, s, 48)),
         "rotary": (2, 2, s, 12),
     }
     taps = {
@@ -471,10 +484,9 @@ def before_cut(cut):
         for tap in cut.taps
     }
     full = jnp.full(2, s, jnp.int32)
-    sequence = vlm.Sequence(
-        jnp.asarray(hidden), jnp.asarray(rows, jnp.int32), full, full,
-        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (2, s)) for x in (image, index)),
-    )  # fmt: skip
+    image, index = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (2, s)) for x in (image, index))
+    position, grid = jnp.asarray(rows, jnp.int32), jnp.full((2, 2, 2), 4)
+    sequence = vlm.Sequence(jnp.asarray(hidden), position, full, full, image, index, grid=grid)
     return sequence, taps, jnp.asarray([[3, 0], [N, 5]], jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""VisionZip on the torch model of `transformers`, one prompt at a time."""
+"""Pruning before the language model, on the torch model of `transformers`, prompt by prompt."""
 
 from typing import NamedTuple
 
@@ -17,15 +17,24 @@ class Prompted(NamedTuple):
 
 
 @torch.no_grad()
-def prompted(pair, prompt, images, visual_fn):
-    """Puts `visual_fn(tower, pixels)` [k, d], projected, in the places of the images."""
+def prompted(pair, prompt, images, visual_fn, projected_fn=lambda tokens, tower, pixels: tokens):
+    """Puts visual tokens in the places of the images.
+
+    Args:
+        pair: the models.
+        prompt: a question.
+        images: of the question.
+        visual_fn: from the tower and pixels to tokens [k, d] before the projector.
+        projected_fn: from projected tokens [k, e], the tower and pixels to those to be put there.
+    """
     asked, core = request(pair.ours, prompt, images), pair.theirs.model
     table, parts, spans, length, shown = core.get_input_embeddings(), [], [], 0, 0
     for token in asked.ids[0]:
         if token == IMAGE_TOKEN:
             pixels = torch.tensor(asked.pixels[asked.image_of[0][shown]][None])
             tokens = visual_fn(core.vision_tower, pixels)
-            parts.append(core.multi_modal_projector(tokens[None])[0])
+            projected = core.multi_modal_projector(tokens[None])[0]
+            parts.append(projected_fn(projected, core.vision_tower, pixels))
             spans.append(np.arange(length, length + len(parts[-1])))
             shown += 1
         else:

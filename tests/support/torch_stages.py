@@ -117,15 +117,21 @@ def _run(core, block, hidden, position, cache):
     return block(hidden, past_key_values=cache, position_embeddings=angles)
 
 
-def attention(core, number, row, slots):
-    """Softmax attention [h, q, s] of a layer from some slots of the row that enters it."""
-    own, (_, s, _) = core.layers[number].self_attn, row.hidden.shape
-    normed, slots = core.layers[number].input_layernorm(row.hidden), np.arange(s)[slots]
-    heads = (1, s, -1, own.head_dim)
+def queries_and_keys(core, number, row):
+    """Of a layer for the row that enters it, after rotary positions: [h, s, c], keys repeated."""
+    own, block = core.layers[number].self_attn, core.layers[number]
+    normed, heads = block.input_layernorm(row.hidden), (1, row.hidden.shape[1], -1, own.head_dim)
     query, key = (f(normed).view(heads).transpose(1, 2) for f in (own.q_proj, own.k_proj))
     query, key = apply_rotary_pos_emb(query, key, *core.rotary_emb(row.hidden, row.position))
-    key = repeat_kv(key, own.num_key_value_groups)
-    scores = query[0, :, slots] @ key[0].transpose(1, 2) * own.head_dim**-0.5
+    return query[0], repeat_kv(key, own.num_key_value_groups)[0]
+
+
+def attention(core, number, row, slots):
+    """Softmax attention [h, q, s] of a layer from some slots of the row that enters it."""
+    query, key = queries_and_keys(core, number, row)
+    s = query.shape[1]
+    slots = np.arange(s)[slots]
+    scores = query[:, slots] @ key.transpose(1, 2) * query.shape[2] ** -0.5
     later = torch.arange(s) > torch.tensor(slots)[:, None]
     return scores.masked_fill(later, -torch.inf).softmax(-1).numpy()
 

@@ -30,7 +30,7 @@ from stepprune_jax.models.layers import (
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
 
-TAP_KINDS = ("hidden", "attention", "keys")
+TAP_KINDS = ("hidden", "attention", "keys", "query")
 
 
 class ClipAttention(nn.Module):
@@ -160,7 +160,7 @@ def encode(
         pixels: [i, 3, H, W] normalised images.
         layer: which hidden state to return, 0 to L or negative from the end, without the last norm.
         taps: "hidden" [i, n+1, d]; "attention": the class token's row of softmax weights, heads
-            kept, [i, h, n+1] float32; "keys" [i, h, n+1, c].
+            kept, [i, h, n+1] float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
         execution: how the blocks are run.
 
     Returns:
@@ -192,7 +192,10 @@ def encode(
             found[name] = states[at]
         elif kind == "keys":
             found[name] = outputs[at].key
+        elif kind == "query":
+            found[name] = outputs[at].query[:, :, 0]
         else:
-            _, query, key, value = outputs[at]
-            found[name] = attention_weights(query[:, :, :1], [Segment(key, value, None)])[:, :, 0]
+            output = outputs[at]
+            keys = Segment(output.key, output.value, None)
+            found[name] = attention_weights(output.query[:, :, :1], [keys])[:, :, 0]
     return states[result[1]], found

@@ -1,0 +1,233 @@
+"""DART: visual tokens that repeat what a few pivots say leave the model after a few layers.
+
+Wen and others (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens, and the words
+behind the image, whose keys in layer K - 1 are largest. One pivot after the other takes the visual
+tokens that are least like it, by the cosine between states before layer K, normed as the model's
+last ones are. What was taken stays from layer K on, with the visual pivots, at its position ids.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
+
+ORDERS = ("set", "norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dart(Pruner):
+    """Keeps the visual tokens that are least like a few pivots.
+
+    A budget is what the authors call `max_num_trunction`: with P pivots of both kinds each takes
+    budget // P tokens, and the visual pivots are not counted. So 64 of 576 tokens leave 68.
+
+    Attributes:
+        layer: K, layers that see all tokens; the authors' `pruned_layer`.
+        pivot_image_token: pivots among the tokens of an image.
+        pivot_text_token: pivots among the words behind it.
+        pivot_order: in which order pivots take their tokens. "norm": those of the image, then the
+            words, each the largest key first. "set": that in which CPython iterates over a set of
+            their places in the row, as the authors' program does.
+    """
+
+    layer: int = 2
+    pivot_image_token: int = 4
+    pivot_text_token: int = 4
+    pivot_order: str = "set"
+
+    name = "dart"
+    label = "DART"
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses a layer that does not exist, no pivots, and an unknown order."""
+        super().check(config, num_tokens)
+        depth = config.text.num_layers
+        if not 1 <= self.layer < depth:
+            raise ValueError(f"dart: layer is {self.layer}, expected 1 to {depth - 1}")
+        if min(self.pivot_image_token, self.pivot_text_token) < 0 or not self._pivots:
+            raise ValueError(
+                f"dart: pivot_image_token is {self.pivot_image_token} and pivot_text_token "
+                f"{self.pivot_text_token}, expected numbers from 0, and one pivot at least"
+            )
+        if self.pivot_order not in ORDERS:
+            raise ValueError(
+                f"dart: pivot_order is {self.pivot_order!r}, expected one of {', '.join(ORDERS)}"
+            )
+
+    @property
+    def _pivots(self) -> int:
+        return self.pivot_image_token + self.pivot_text_token
+
+    def program(self) -> Pruner:
+        """Drops the number: `drop` is given the counts."""
+        return dataclasses.replace(self, budget=Budget())
+
+    def entering(self, num_tokens: int) -> int:
+        """Returns n: all tokens enter."""
+        return num_tokens
+
+    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+        """Returns the cut before layer K."""
+        del config, num_tokens
+        return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
+
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns what the pivots take, and those of the image."""
+        del config
+        budget = self.budget.count(num_tokens)
+        if budget >= num_tokens:
+            return (Survivors(num_tokens),)
+        taken = budget // self._pivots * self._pivots
+        return (Survivors(max(1, min(num_tokens, taken + self.pivot_image_token))),)
+
+    def drop(
+        self,
+        params: Any,
+        cut: LayerCut,
+        sequence: Sequence,
+        taps: dict[str, Array],
+        count: Int[Array, "b j"],
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
+        """Keeps the visual pivots and what pivots take; if these are too few, the first others."""
+        del params
+        keys, features = (taps[f"{tap.kind}.{tap.layer}"] for tap in cut.taps)
+        size = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
+        slots = jnp.arange(size.shape[2])
+        of_image = sequence.image[:, None] == jnp.arange(count.shape[1])[:, None]
+        end = jnp.max(jnp.where(of_image, slots, -1), axis=2, keepdims=True)
+        text = (sequence.image < 0) & (slots < sequence.length[:, None])
+        visual, has_visual = _largest(size, of_image, self.pivot_image_token)
+        words, has_words = _largest(size, text[:, None] & (slots > end), self.pivot_text_token)
+        pivots = jnp.concatenate([visual, words], axis=2)
+        present = jnp.concatenate([has_visual, has_words], axis=2)
+        if self.pivot_order == "set":
+            order = jax.vmap(jax.vmap(set_order))(pivots)
+            pivots, present = (jnp.take_along_axis(x, order, 2) for x in (pivots, present))
+        is_pivot = of_image & jnp.any(slots[:, None] == visual[:, :, None], axis=3)
+        share = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
+        turn = take_in_turn(_cosines(features, pivots), present, of_image & ~is_pivot, share)
+        # The pivots of the image first, then by turns; what nobody took has the last turn.
+        score = -jnp.where(is_pivot, -1, turn).astype(jnp.float32)
+        score = jnp.sum(jnp.where(of_image, score, 0), axis=1)
+        return sequence, keep_best(score, sequence.image, count)
+
+
+def _largest(
+    size: Float[Array, "b 1 s"], mask: Bool[Array, "b j s"], number: int
+) -> tuple[Int[Array, "b j p"], Bool[Array, "b j p"]]:
+    """Slots of the largest under a mask, largest first, and which of them there are."""
+    best, slots = jax.lax.top_k(jnp.where(mask, size, -1), min(number, mask.shape[2]))
+    return slots, best >= 0
+
+
+def _cosines(
+    features: Float[Array, "b s e"], pivots: Int[Array, "b j p"]
+) -> Float[Array, "b j p s"]:
+    """Cosines of all features with those of the pivots."""
+    features = features.astype(jnp.float32)
+    norm = jnp.linalg.norm(features, axis=2, keepdims=True)
+    unit = features / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    at = jax.vmap(jnp.take, in_axes=(0, 0, None))(unit, pivots, 0)
+    return jnp.einsum("bjpe,bse->bjps", at, unit, precision=jax.lax.Precision.HIGHEST)
+
+
+def take_in_turn(
+    likeness: Float[Array, "b j p s"],
+    present: Bool[Array, "b j p"],
+    pool: Bool[Array, "b j s"],
+    share: Int[Array, "b j"],
+) -> Int[Array, "b j s"]:
+    """Lets one pivot after the other take the tokens that are least like it.
+
+    Args:
+        likeness: [b, j, p, s] of tokens to each pivot, in the order of their turns.
+        present: [b, j, p] True = there is such a pivot; others take nothing.
+        pool: [b, j, s] tokens that may be taken.
+        share: [b, j] how many each pivot takes. Ties go to the earlier token.
+
+    Returns:
+        [b, j, s] int32 in whose turn a token was taken; p if in none.
+    """
+    p = likeness.shape[2]
+
+    def one_turn(carry, pivot):
+        pool, turn = carry
+        number, likeness, present = pivot
+        order = jnp.argsort(jnp.where(pool, likeness, 2), axis=2, stable=True)
+        rank = jnp.argsort(order, axis=2)
+        taken = pool & present[..., None] & (rank < share[..., None])
+        return (pool & ~taken, jnp.where(taken, number, turn)), None
+
+    turns = (jnp.arange(p, dtype=jnp.int32), *(jnp.moveaxis(x, 2, 0) for x in (likeness, present)))
+    start = (pool, jnp.full(pool.shape, p, jnp.int32))
+    return jax.lax.scan(one_turn, start, turns)[0][1]
+
+
+def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
+    """Returns the order in which CPython iterates over a copy of a set of numbers.
+
+    A set is an open hash table of a power of two slots. An integer's hash is the integer; where its
+    slot is taken, the next nine are tried if they do not reach beyond the end, then a slot that the
+    higher bits of the hash decide. When three fifths are filled, all move to a table with more than
+    four times as many slots as there are numbers; a copy has more than twice as many.
+
+    Args:
+        numbers: [p] distinct and not negative, in the order in which they were added.
+
+    Returns:
+        [p] int32 positions in `numbers`, in the order of iteration.
+    """
+    p, size, added = numbers.shape[0], _LEAST, 0
+    entries = jnp.zeros(0, jnp.int32)
+    while True:
+        full = -(-3 * (size - 1) // 5)
+        more = jnp.arange(added, min(p, full), dtype=jnp.int32)
+        table = _hashed(jnp.concatenate([entries, more]), numbers, size)
+        if p < full:
+            break
+        entries, added, size = table, full, _grown(4 * full)
+    copy = _LEAST if 5 * p < 3 * (_LEAST - 1) else _grown(2 * p)
+    if copy != size:
+        table = _hashed(table, numbers, copy)
+    filled = jnp.argsort(table < 0, stable=True)[:p]
+    return table[filled]
+
+
+_LEAST, _NEXT, _SHIFT = 8, 9, 5
+
+
+def _grown(least: int) -> int:
+    """The smallest table with more than so many slots."""
+    return max(_LEAST, 1 << least.bit_length())
+
+
+def _hashed(entries: Int[Array, "m"], numbers: Int[Array, "p"], size: int) -> Int[Array, "size"]:
+    """A table with entries added one after the other; -1 is no entry and an empty slot."""
+    slots, hashes = jnp.arange(size), numbers.astype(jnp.uint32)
+
+    def window(table, slot):
+        reach = jnp.where(slot + _NEXT < size, _NEXT, 0)
+        return (table < 0) & (slots >= slot) & (slots <= slot + reach)
+
+    def add(table, entry):
+        hashed = hashes[entry]
+
+        def is_taken(state):
+            return ~jnp.any(window(table, state[0]))
+
+        def look_elsewhere(state):
+            slot, perturb = state
+            perturb >>= _SHIFT
+            return (slot * 5 + 1 + perturb) % size, perturb
+
+        slot, _ = jax.lax.while_loop(is_taken, look_elsewhere, (hashed % size, hashed))
+        free = jnp.argmax(window(table, slot))
+        return table.at[jnp.where(entry < 0, size, free)].set(entry, mode="drop"), None
+
+    return jax.lax.scan(add, jnp.full(size, -1, jnp.int32), entries)[0]

@@ -1,0 +1,204 @@
+"""PruMerge and PruMerge+: outliers of the class token's attention, with their like merged in.
+
+Shang and others (https://arxiv.org/abs/2403.15388). In the tower's last block the class token's
+query meets all keys, heads side by side. Patches whose attention is an outlier by the quartiles are
+kept, the most attended first; PruMerge+ also keeps a grid of patches, the finer the more outliers
+there are. To each the patches with the most similar keys are added, weighted by attention, and one
+more token is the weighted sum of all that were not kept.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.pruning.base import (
+    EXACT,
+    Budget,
+    Kept,
+    Pruner,
+    View,
+    by_score,
+    evenly,
+    tower_block,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PruMerge(Pruner):
+    """Keeps the patches that the class token attends to most, and merges the others.
+
+    Without a budget an image keeps as many as are outliers. It is not the unpruned model at any
+    budget: the last token is always the sum of the others.
+
+    Attributes:
+        neighbours: patches added to each that is kept.
+    """
+
+    neighbours: int = 32
+
+    name = "prumerge"
+    label = "PruMerge"
+    budgets: ClassVar[tuple[str, ...]] = ("own", *EXACT)
+    exact_when_full: ClassVar[bool] = False
+    positions: ClassVar[str] = "compact"
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses models without a class token, and a negative number of neighbours."""
+        super().check(config, num_tokens)
+        tower_block(config)
+        if self.neighbours < 0:
+            raise ValueError(
+                f"{self.name}: neighbours is {self.neighbours}, expected an integer from 0"
+            )
+
+    def taps(self, config: Any) -> tuple[Tap, ...]:
+        """Returns the class token's query and all keys of the tower's last block."""
+        del config
+        return Tap("query", -1), Tap("keys", -1)
+
+    def program(self) -> Pruner:
+        """Drops the number: `select` reads it from the view."""
+        return self if self.budget.kind == "own" else dataclasses.replace(self, budget=Budget())
+
+    def select(self, params: Any, view: View, capacity: int) -> Kept:
+        """Returns what is kept, most attended first, and the sum of what is not."""
+        del params
+        query, keys = (tap.astype(jnp.float32) for tap in view.taps)
+        attention = class_attention(query, keys)[:, 1:]
+        r, n = attention.shape
+        first = view.tokens.shape[1] - n  # a class token among the features is never kept
+        rank = jnp.argsort(by_score(attention, None), axis=1)
+        top = rank < self._most_attended(attention, view.count)[:, None]
+        grid = self._grid(top, view.count) & ~top
+        # The most attended first, then those of the grid, then the others.
+        patch = jnp.arange(n)
+        order = jnp.argsort(jnp.where(top, rank, patch + jnp.where(grid, n, 2 * n)), axis=1)
+        count = (top | grid).sum(1, dtype=jnp.int32)
+
+        def in_order(x: Array) -> Array:
+            return jnp.take_along_axis(x, order.reshape(r, n, *[1] * (x.ndim - 2)), axis=1)
+
+        tokens = merge(
+            in_order(view.tokens[:, first:].astype(jnp.float32)),
+            in_order(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
+            in_order(attention),
+            count,
+            self.neighbours,
+            capacity,
+        )
+        slots = jnp.arange(capacity)
+        is_kept, valid = slots < count[:, None], slots <= count[:, None]
+        index = jnp.pad(order.astype(jnp.int32) + first, ((0, 0), (0, max(0, capacity - n))))
+        index = index[:, :capacity]
+        return Kept(
+            index=jnp.where(is_kept, index, -1),
+            place=jnp.where(is_kept, index, jnp.where(valid, first + n - 1, 0)),
+            tokens=tokens.astype(view.tokens.dtype),
+            valid=valid,
+            count=count + 1,
+        )
+
+    @property
+    def _is_adaptive(self) -> bool:
+        return self.budget.kind == "own"
+
+    def _most_attended(
+        self, attention: Float[Array, "r n"], count: Int[Array, "r"]
+    ) -> Int[Array, "r"]:
+        """How many patches are kept for their attention."""
+        return count_outliers(attention) if self._is_adaptive else count - 1
+
+    def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
+        """Patches that are kept for where they lie."""
+        del count
+        return jnp.zeros_like(top)
+
+
+@dataclasses.dataclass(frozen=True)
+class PruMergePlus(PruMerge):
+    """Keeps a grid of patches as well, three for each of the most attended ones.
+
+    Without a budget the outliers are the most attended ones, as in the authors' program. With one
+    they are a quarter of it, and the others lie evenly among the patches that are left; it is ours,
+    as theirs can keep one number only. It is not the unpruned model at any budget.
+    """
+
+    name = "prumerge_plus"
+    label = "PruMerge+"
+
+    def most(self, num_tokens: int) -> int:
+        """Returns one more than there are for an image that decides itself: a grid of all."""
+        return num_tokens + self._is_adaptive
+
+    def _most_attended(
+        self, attention: Float[Array, "r n"], count: Int[Array, "r"]
+    ) -> Int[Array, "r"]:
+        """Outliers, or a quarter of what is kept."""
+        return count_outliers(attention) if self._is_adaptive else (count - 1) // 4
+
+    def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
+        """Every so many patches, or so many of those that are left."""
+        n, number = top.shape[1], top.sum(1, keepdims=True)
+        if self._is_adaptive:
+            stride = jnp.maximum(n // jnp.maximum(number, 1) // 3, 1)
+            patch = jnp.arange(n)
+            return (patch % stride == 0) & (patch < n - 1)
+        return evenly(~top, count - 1 - number[:, 0])
+
+
+def class_attention(
+    query: Float[Array, "r h c"], keys: Float[Array, "r h m c"]
+) -> Float[Array, "r m"]:
+    """Attention of the class token with all heads side by side, as one."""
+    _, h, _, c = keys.shape
+    scores = jnp.einsum("rhc,rhmc->rm", query, keys, precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.softmax(scores * (h * c) ** -0.5, axis=1)
+
+
+def count_outliers(attention: Float[Array, "r n"]) -> Int[Array, "r"]:
+    """Counts what lies above the upper quartile by more than 1.5 times the quartiles' distance."""
+    lower, upper = jnp.percentile(attention, jnp.array([25, 75]), axis=1)
+    bound = upper + 1.5 * (upper - lower)
+    return jnp.sum(attention > bound[:, None], axis=1, dtype=jnp.int32)
+
+
+def merge(
+    tokens: Float[Array, "r n d"],
+    keys: Float[Array, "r n c"],
+    attention: Float[Array, "r n"],
+    count: Int[Array, "r"],
+    neighbours: int,
+    capacity: int,
+) -> Float[Array, "r k d"]:
+    """Adds to each kept patch those most like it, and sums up those that are not kept.
+
+    Args:
+        tokens: [r, n, d] patches, those that are kept first.
+        keys: [r, n, c] by whose cosine patches are alike.
+        attention: [r, n] weight of each when it is added to another.
+        count: [r] how many are kept.
+        neighbours: patches added to each that is kept, kept ones among them. Ties go to the first.
+        capacity: static size k of the result.
+
+    Returns:
+        [r, capacity, d] the kept patches, the weighted sum of the others, then zeros.
+    """
+    n = tokens.shape[1]
+    most, exact = min(capacity, n), jax.lax.Precision.HIGHEST
+    norm = jnp.linalg.norm(keys, axis=2, keepdims=True)
+    unit = keys / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    likeness = jnp.einsum("rkc,rnc->rkn", unit[:, :most], unit, precision=exact)
+    likeness = jnp.where(jnp.eye(most, n, dtype=bool), -2, likeness)
+    _, nearest = jax.lax.top_k(likeness, min(neighbours, n - 1))
+    rows, slots = jnp.arange(len(tokens))[:, None, None], jnp.arange(most)[:, None]
+    added = jnp.zeros(likeness.shape, bool).at[rows, slots, nearest].set(True)
+    weights = jnp.where(added, attention[:, None], 0) + jnp.eye(most, n)
+    weights = jnp.pad(weights, ((0, 0), (0, capacity - most), (0, 0)))
+    slots, patches, number = jnp.arange(capacity)[:, None], jnp.arange(n), count[:, None, None]
+    others = jnp.where(patches >= number, attention[:, None], 0)
+    weights = jnp.where(slots < number, weights, jnp.where(slots == number, others, 0))
+    return jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=exact)

@@ -1,0 +1,213 @@
+"""TopV: visual tokens that contribute little to a layer's result leave the model behind it.
+
+Yang and others (https://arxiv.org/abs/2503.18278), who published no program. What enters a layer is
+transported to what its MLP reads, at a cost of feature distance, distance on the grid and distance
+from the middle of the image. A token's importance is the mass that Sinkhorn's algorithm lets it
+give; the most important stay, and some of the others, evenly, so that no part of the image is lost.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.pruning.base import (
+    Budget,
+    LayerCut,
+    Pruner,
+    Survivors,
+    evenly,
+    keep_best,
+)
+
+_LOWEST = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class TopV(Pruner):
+    """Keeps the visual tokens that give most in an optimal transport through a layer.
+
+    Attributes:
+        layer: the layer; all that come after it see only what is left.
+        alpha: weight of the Euclidean distance of features.
+        beta: weight of 1 - exp(-d^2 / (2 sigma^2)), d the distance on the grid.
+        gamma: weight of the source's distance from the middle of the grid.
+        sigma: how far apart patches are neighbours.
+        epsilon: weight of the entropy.
+        iterations: of Sinkhorn's algorithm.
+        recover_every: one of so many kept tokens is none of the most important, but taken evenly
+            from the others; 0 for none.
+    """
+
+    layer: int = 2
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 0.01
+    sigma: float = 10.0
+    epsilon: float = 0.1
+    iterations: int = 3
+    recover_every: int = 4
+
+    name = "topv"
+    label = "TopV"
+
+    def check(self, config: Any, num_tokens: int) -> None:
+        """Refuses a layer that has none behind it, and numbers out of range."""
+        super().check(config, num_tokens)
+        last = config.text.num_layers - 2
+        if not 0 <= self.layer <= last:
+            raise ValueError(f"topv: layer is {self.layer}, expected 0 to {last}")
+        for field in ("sigma", "epsilon", "iterations"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"topv: {field} is {getattr(self, field)}, expected more than 0")
+        for field in ("alpha", "beta", "gamma", "recover_every"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"topv: {field} is {getattr(self, field)}, expected 0 or more")
+
+    def program(self) -> Pruner:
+        """Drops the number: `drop` is given the counts."""
+        return dataclasses.replace(self, budget=Budget())
+
+    def entering(self, num_tokens: int) -> int:
+        """Returns n: all tokens enter."""
+        return num_tokens
+
+    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+        """Returns the cut behind the layer."""
+        del config, num_tokens
+        taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))
+        return (LayerCut(self.layer + 1, taps),)
+
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns what stays behind the layer."""
+        del config
+        return (Survivors(self.budget.count(num_tokens)),)
+
+    def drop(
+        self,
+        params: Any,
+        cut: LayerCut,
+        sequence: Sequence,
+        taps: dict[str, Array],
+        count: Int[Array, "b j"],
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
+        """Keeps the most important tokens and some of the others."""
+        del params
+        source, target = (taps[f"{tap.kind}.{tap.layer}"].astype(jnp.float32) for tap in cut.taps)
+        image = sequence.image
+        same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
+        cost = self.cost(source, target, sequence, same)
+        mass = [_shares(jnp.linalg.norm(x, axis=2), same) for x in (source, target)]
+        importance = contributions(cost, *mass, same, self.epsilon, self.iterations)
+        recovered = count // self.recover_every if self.recover_every else jnp.zeros_like(count)
+        keep = keep_best(importance, image, count - recovered)
+        of_image = image[:, None] == jnp.arange(count.shape[1])[:, None]
+        return sequence, keep | jnp.any(evenly(of_image & ~keep[:, None], recovered), axis=1)
+
+    def cost(
+        self,
+        source: Float[Array, "b s e"],
+        target: Float[Array, "b s e"],
+        sequence: Sequence,
+        same: Bool[Array, "b s s"],
+    ) -> Float[Array, "b s s"]:
+        """Returns what it costs to move each source to each target of its image.
+
+        Args:
+            source: [b, s, e] float32 what enters the layer.
+            target: [b, s, e] float32 what its MLP reads.
+            sequence: the rows.
+            same: [b, s, s] True = two visual tokens of one image.
+
+        Returns:
+            [b, s, s] the sum of three terms, each of which runs from 0 to 1 over an image. What
+            stands where `same` is False does not matter.
+        """
+        exact = jax.lax.Precision.HIGHEST
+        squares = [jnp.square(x).sum(2) for x in (source, target)]
+        product = jnp.einsum("bse,bte->bst", source, target, precision=exact)
+        feature = squares[0][..., None] + squares[1][:, None] - 2 * product
+        feature = jnp.sqrt(jnp.maximum(feature, 0))
+        place, middle = _on_grid(sequence)
+        apart = jnp.square(place[:, :, None] - place[:, None]).sum(3)
+        spatial = 1 - jnp.exp(-apart / (2 * self.sigma**2))
+        central = jnp.sqrt(jnp.square(place - middle).sum(2))
+        central = jnp.broadcast_to(central[..., None], same.shape)
+        terms = ((self.alpha, feature), (self.beta, spatial), (self.gamma, central))
+        return sum(weight * _from_0_to_1(term, same) for weight, term in terms)
+
+
+def _on_grid(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
+    """Row and column of each visual token, and those of the middle of its image."""
+    at = jnp.maximum(sequence.image, 0)
+    grid = jnp.take_along_axis(sequence.grid, at[..., None], axis=1)
+    total = jnp.sum(sequence.image[:, None] == sequence.image[..., None], axis=2)
+    # A class token among the tokens stands before the patches, and lies where the first one does.
+    patch = jnp.maximum(sequence.index - jnp.maximum(total - grid.prod(2), 0), 0)
+    place = jnp.stack([patch // grid[..., 1], patch % grid[..., 1]], axis=2)
+    return place.astype(jnp.float32), (grid - 1) / 2
+
+
+def _from_0_to_1(x: Float[Array, "b s s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s s"]:
+    """Scales values to [0, 1] over the pairs of each image."""
+    low, high = (
+        sign * _largest(jnp.max(jnp.where(same, sign * x, _LOWEST), axis=2), same)[..., None]
+        for sign in (-1, 1)
+    )
+    return (x - low) / jnp.where(high > low, high - low, 1)
+
+
+def _largest(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
+    """The largest value over each token's image."""
+    return jnp.max(jnp.where(same, x[:, None], _LOWEST), axis=2)
+
+
+def _shares(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
+    """Each token's share of the sum over its image."""
+    tiny = jnp.finfo(jnp.float32).tiny
+    return (x + tiny) / (jnp.sum(jnp.where(same, x[:, None] + tiny, 0), axis=2) + tiny)
+
+
+def contributions(
+    cost: Float[Array, "b s s"],
+    source: Float[Array, "b s"],
+    target: Float[Array, "b s"],
+    same: Bool[Array, "b s s"],
+    epsilon: float,
+    iterations: int,
+) -> Float[Array, "b s"]:
+    """Transports masses with Sinkhorn's algorithm, and returns what each source gives.
+
+    Every iteration scales the rows of exp(-cost / epsilon) to the sources' masses and then its
+    columns to the targets'. The columns come last: if the rows did, every source would give just
+    the mass that it has, whatever the cost.
+
+    Args:
+        cost: [b, s, s] from sources to targets.
+        source: [b, s] masses, which sum up to 1 over each image.
+        target: [b, s] masses, likewise.
+        same: [b, s, s] True = there may be transport.
+        epsilon: weight of the entropy.
+        iterations: of the algorithm.
+
+    Returns:
+        [b, s] sums of the rows of the transport.
+    """
+    kernel = jnp.where(same, -cost / epsilon, _LOWEST)
+    present = jnp.any(same, axis=2)
+    source, target = (jnp.log(jnp.where(present, x, 1)) for x in (source, target))
+
+    def iteration(scales, _):
+        _, columns = scales
+        given = jax.nn.logsumexp(kernel + columns[:, None], axis=2)
+        rows = jnp.where(present, source - given, 0)
+        taken = jax.nn.logsumexp(kernel + rows[..., None], axis=1)
+        return (rows, jnp.where(present, target - taken, 0)), None
+
+    start = (jnp.zeros_like(source), jnp.zeros_like(target))
+    rows, columns = jax.lax.scan(iteration, start, length=iterations)[0]
+    return jnp.exp(rows + jax.nn.logsumexp(kernel + columns[:, None], axis=2))

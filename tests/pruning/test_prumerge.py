@@ -1,0 +1,214 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_pruning
+import torch_stages
+from generation_reference import ask, pair
+
+from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.pruning import Budget, PruMerge, PruMergePlus, View, make_method
+from stepprune_jax.pruning.prumerge import count_outliers, merge
+from stepprune_jax.testing import tiny_hf_config
+
+run_select = jax.jit(
+    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
+)
+run_merge = jax.jit(merge, static_argnums=(4, 5))
+
+
+def plain(attention, keys, tokens, name, count=None, neighbours=32):
+    """One image in float64 loops: kept patches and tokens; a count of None is adaptive."""
+    n = len(tokens)
+    if count is None:
+        lower, upper = np.percentile(attention, [25, 75])
+        number = int((attention > upper + 1.5 * (upper - lower)).sum())
+    else:
+        number = count - 1 if name == "prumerge" else (count - 1) // 4
+    kept = torch_stages.best(attention, number).tolist()
+    if name == "prumerge_plus" and count is None:
+        grid = range(0, n - 1, max(1, int(int(n / max(number, 1)) / 3)))
+        kept += [i for i in grid if i not in kept]
+    elif name == "prumerge_plus":
+        left = [i for i in range(n) if i not in kept]
+        wanted = count - 1 - number
+        kept += [left[i * len(left) // wanted] for i in range(wanted)]
+    rest = [i for i in range(n) if i not in kept]
+    unit = [key / np.sqrt((key**2).sum()) for key in keys]
+    result = []
+    for at, i in enumerate(kept):
+        others = kept[:at] + kept[at + 1 :] + rest
+        likeness = np.array([unit[i] @ unit[j] for j in others])
+        nearest = [others[j] for j in torch_stages.best(likeness, neighbours)]
+        result.append(tokens[i] + sum(attention[j] * tokens[j] for j in nearest))
+    result.append(sum((attention[i] * tokens[i] for i in rest), np.zeros(tokens.shape[1])))
+    return kept, np.array(result)
+
+
+def test_outliers_worked_by_hand():
+    # The quartiles are .02 and .04, so what is above .07 is an outlier.
+    attention = jnp.array([[0.02, 0.03, 0.3, 0.02, 0.04, 0.03, 0.2, 0.02, 0.03, 0.02, 0.04, 0.03]])
+    assert count_outliers(attention).tolist() == [2]
+    assert count_outliers(jnp.full((1, 9), 0.1)).tolist() == [0]
+
+
+ATTENTION = np.array([0.05, 0.3, 0.1, 0.25, 0.08, 0.02])
+KEYS = np.array([[1, 0], [1, 1], [0, 1], [2, 1], [0, 2], [-1, 0.0]])
+TOKENS = np.array([[1, 0], [0, 1], [2, 0], [0, 2], [1, 1], [3, 3.0]])
+
+
+def test_a_merge_worked_by_hand():
+    # Tokens 1 and 3 are kept. Nearest to 1 are 3 and 0, so it is [0, 1] + .25 [0, 2] + .05 [1, 0];
+    # nearest to 3 are 1 and 0. The sum is .05 [1, 0] + .1 [2, 0] + .08 [1, 1] + .02 [3, 3].
+    order = [1, 3, 0, 2, 4, 5]
+    arrays = (jnp.asarray(x[order], jnp.float32)[None] for x in (TOKENS, KEYS, ATTENTION))
+    tokens = run_merge(*arrays, jnp.array([2]), 2, 4)
+    expected = [[0.05, 1.5], [0.05, 2.3], [0.39, 0.14], [0, 0]]
+    np.testing.assert_allclose(tokens[0], expected, rtol=1e-6)
+
+
+def seen(random, r, n, count, width=5):
+    """A view of random images, and what `plain` wants of each of them."""
+    keys = random.standard_normal((r, 2, n + 1, 3)).astype(np.float32)
+    query = (2 * random.standard_normal((r, 2, 3))).astype(np.float32)
+    tokens = random.standard_normal((r, n, width)).astype(np.float32)
+    scores = np.einsum("rhc,rhmc->rm", query, keys) / np.sqrt(6)
+    attention = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    rows = (attention[:, 1:], keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, 6), tokens)
+    view = View(
+        jnp.asarray(tokens),
+        None,
+        jnp.full((r, 2), 1),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32),
+        jnp.full(r, count, jnp.int32),
+        (jnp.asarray(query), jnp.asarray(keys)),
+    )
+    return view, zip(*rows, strict=True)
+
+
+@pytest.mark.parametrize("name", ["prumerge", "prumerge_plus"])
+@pytest.mark.parametrize(
+    ("count", "neighbours"), [(None, 32), (None, 3), (9, 3), (1, 32), (40, 32)]
+)
+def test_many_images_equal_a_plain_loop(name, count, neighbours):
+    n = 40
+    view, rows = seen(np.random.default_rng(0), 20, n, count or n)
+    budget = "own" if count is None else count
+    pruner = make_method(name, budget, options={"neighbours": neighbours}).pruner
+    kept = run_select(pruner.program(), view, n + 1)
+    found = set()
+    for row, (attention, keys, tokens) in enumerate(rows):
+        index, expected = plain(attention, keys, tokens, name, count, neighbours)
+        length = len(index) + 1
+        assert kept.count[row] == length and kept.valid[row].tolist() == [
+            slot < length for slot in range(n + 1)
+        ]
+        assert kept.index[row].tolist() == index + [-1] * (n + 1 - len(index))
+        assert kept.place[row].tolist() == [*index, n - 1] + [0] * (n + 1 - length)
+        np.testing.assert_allclose(kept.tokens[row, :length], expected, atol=1e-5)
+        assert not np.asarray(kept.tokens)[row, length:].any()
+        found.add(length)
+    assert found == {count} if count else len(found) > 3
+
+
+def test_without_outliers_the_sum_is_left_and_a_grid_of_a_third():
+    view, _ = seen(np.random.default_rng(0), 1, 12, 12)
+    flat = view._replace(taps=(jnp.zeros_like(view.taps[0]), view.taps[1]))
+    kept = run_select(PruMerge(Budget("own")), flat, 12)
+    assert kept.count.tolist() == [1] and kept.index[0, 0] == -1
+    np.testing.assert_allclose(kept.tokens[0, 0], np.sum(view.tokens[0], 0) / 13, atol=1e-6)
+    # As for one outlier.
+    kept = run_select(PruMergePlus(Budget("own")), flat, 13)
+    assert kept.index[0, : int(kept.count[0])].tolist() == [0, 4, 8, -1]
+
+
+@pytest.mark.parametrize(("outliers", "grid"), [(32, 96), (40, 144), (20, 64), (200, 575)])
+def test_the_grid_is_finer_where_there_are_more_outliers(outliers, grid):
+    top = jnp.arange(576)[None] < outliers
+    mask = PruMergePlus(Budget("own"))._grid(top, jnp.array([576]))
+    assert mask.sum() == grid
+
+
+def config(layer=-2):
+    return LlavaConfig.from_hf(tiny_hf_config() | {"vision_feature_layer": layer})
+
+
+@pytest.mark.parametrize(
+    ("layer", "fields", "message"),
+    [
+        (-2, {"neighbours": -1}, "prumerge: neighbours is -1, expected an integer from 0"),
+        (0, {}, r"the model's tower has no \[CLS\] attention to rank patches by"),
+        (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
+        (-2, {"budget": Budget("mean", 3)}, "prumerge cannot keep a budget of kind 'mean'; .*"),
+    ],
+)
+def test_what_cannot_be_is_refused(layer, fields, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PruMerge(**{"budget": Budget("count", 4)} | fields).check(config(layer), 9)
+
+
+def test_without_a_budget_the_image_decides():
+    assert make_method("prumerge").pruner == PruMerge(Budget("own"))
+    assert make_method("prumerge_plus", "1/3").pruner.budget == Budget.parse("1/3")
+
+
+@torch.no_grad()
+def last_block(tower, pixels):
+    """Attention from the class token [n] with heads side by side, and keys [n, d]."""
+    layers = (
+        tower.vision_model.encoder.layers
+        if hasattr(tower, "vision_model")
+        else (tower.encoder.layers)
+    )
+    own = layers[-1].self_attn
+    normed = layers[-1].layer_norm1(tower(pixels, output_hidden_states=True).hidden_states[-2])[0]
+    query, key = own.q_proj(normed), own.k_proj(normed)
+    attention = (query[0] @ key.T / query.shape[1] ** 0.5).softmax(-1)
+    return attention[1:].numpy(), key[1:].numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("prumerge", None), ("prumerge_plus", None), ("prumerge", 6), ("prumerge_plus", 10)],
+)
+def test_generation_equals_the_torch_reference(both, name, budget):
+    prompts, images = ask(3, seed=budget or 0)  # with two images, none and one
+    begun = []
+    answers = generate(
+        both.ours,
+        prompts,
+        images,
+        pruner=name,
+        budget=budget,
+        positions="compact",
+        max_tokens=1,
+        pruner_options={"neighbours": 4},
+        warm_up=False,
+        trace=begun.append,
+    )
+    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
+        indices = []
+
+        def merged(tower, pixels, indices=indices):
+            attention, keys = last_block(tower, pixels)
+            tokens = torch_pruning.all_patches(tower, pixels).numpy()
+            index, tokens = plain(attention, keys, tokens, name, budget, 4)
+            indices += [*index, -1]
+            return torch.tensor(tokens, dtype=torch.float32)
+
+        embeddings, _ = torch_pruning.prompted(both, prompt, shown, merged)
+        arrays = trace_arrays(begun[0], row)
+        np.testing.assert_array_equal(arrays["kept_0"], indices)
+        np.testing.assert_array_equal(arrays["position_0"], np.arange(embeddings.shape[1]))
+        expected = torch_pruning.next_logits(both, embeddings)
+        np.testing.assert_allclose(arrays["logits"], expected, atol=1e-4)
+        assert answers[row].kept == len(indices)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    return pair(tmp_path_factory.mktemp("model"), vision={"image_size": 40})

@@ -1,0 +1,190 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch_stages
+from generation_reference import ask, pair
+
+from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.pruning import Budget, LayerCut, Survivors, TopV
+from stepprune_jax.pruning.base import evenly
+from stepprune_jax.pruning.topv import contributions
+from stepprune_jax.testing import tiny_hf_config
+
+
+def config(layers=32):
+    return LlavaConfig.from_hf(tiny_hf_config(text={"num_hidden_layers": layers}))
+
+
+def transported(cost, source, target, epsilon, iterations):
+    """Sums of the rows of a transport whose columns were scaled last, in float64."""
+    kernel = np.exp(-np.asarray(cost) / epsilon)
+    columns = np.ones(len(target))
+    for _ in range(iterations):
+        rows = source / (kernel @ columns)
+        columns = target / (kernel.T @ rows)
+    plan = rows[:, None] * kernel * columns
+    np.testing.assert_allclose(plan.sum(0), target)
+    return plan.sum(1)
+
+
+COST = [[0, 1, 0.5], [1, 0, 0.2], [0.5, 0.2, 0]]
+
+
+def test_a_transport_worked_by_hand():
+    masses = np.full(3, 1 / 3), np.array([0.2, 0.3, 0.5])
+    arrays = (jnp.asarray(x, jnp.float32)[None] for x in (COST, *masses))
+    given = contributions(*arrays, jnp.ones((1, 3, 3), bool), 0.5, 3)[0]
+    np.testing.assert_allclose(given, [0.32996, 0.335671, 0.33437], atol=1e-6)
+    np.testing.assert_allclose(given, transported(COST, *masses, 0.5, 3), atol=1e-6)
+    # With the rows scaled last it would say nothing: each would be a third.
+    assert np.ptp(given) > 0.005
+
+
+def test_evenly_among_those_that_may_be_picked():
+    pool = jnp.array([[1, 0, 1, 1, 1, 0, 1, 1], [0, 0, 1, 0, 0, 0, 0, 1]], bool)
+    picked = evenly(pool, jnp.array([4, 2]))
+    # Of six, those at 0, 1, 3 and 4.
+    np.testing.assert_array_equal(picked[0], [1, 0, 1, 0, 1, 0, 1, 0])
+    np.testing.assert_array_equal(picked[1], pool[1])
+    for m in range(1, 9):
+        for g, row in enumerate(evenly(jnp.ones((m + 1, m), bool), jnp.arange(m + 1))):
+            assert np.flatnonzero(row).tolist() == [i * m // g for i in range(g)]
+
+
+def plain(source, target, grid, count, topv):
+    """Indices of one image's tokens that stay, in float64 loops."""
+    n, (height, width) = len(source), grid
+    place = np.array([divmod(i, width) for i in range(n)], float)
+    middle = np.array([(height - 1) / 2, (width - 1) / 2])
+    feature, spatial, central = np.zeros((3, n, n))
+    for i in range(n):
+        for j in range(n):
+            feature[i, j] = np.sqrt(((source[i] - target[j]) ** 2).sum())
+            spatial[i, j] = 1 - np.exp(-((place[i] - place[j]) ** 2).sum() / (2 * topv.sigma**2))
+            central[i, j] = np.sqrt(((place[i] - middle) ** 2).sum())
+    terms = [(x - x.min()) / (x.max() - x.min() or 1) for x in (feature, spatial, central)]
+    cost = topv.alpha * terms[0] + topv.beta * terms[1] + topv.gamma * terms[2]
+    masses = [np.linalg.norm(x, axis=1) for x in (source, target)]
+    masses = [mass / mass.sum() for mass in masses]
+    importance = transported(cost, *masses, topv.epsilon, topv.iterations)
+    recovered = count // topv.recover_every if topv.recover_every else 0
+    kept = set(torch_stages.best(importance, count - recovered).tolist())
+    left = [i for i in range(n) if i not in kept]
+    kept |= {left[i * len(left) // recovered] for i in range(recovered)}
+    return sorted(kept)
+
+
+@pytest.mark.parametrize(
+    "topv", [TopV(), TopV(beta=0.0, gamma=0.5, recover_every=0), TopV(sigma=1.0, iterations=1)]
+)
+def test_many_rows_equal_a_plain_loop(topv):
+    random, grids = np.random.default_rng(0), [(3, 4), (2, 5)]
+    image = np.array([-1, -1, *[0] * 12, -1, *[1] * 10, -1, -1, -1])
+    index = np.array([-1, -1, *range(12), -1, *range(10), -1, -1, -1])
+    b, s = 4, len(image)
+    hidden = [random.standard_normal((b, s, 6)).astype(np.float32) for _ in range(2)]
+    rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b, s)) for x in (image, index)]
+    full, position = jnp.full(b, s), jnp.zeros((b, 1, s), jnp.int32)
+    shapes = jnp.broadcast_to(jnp.array(grids), (b, 2, 2))
+    sequence = Sequence(jnp.zeros((b, s, 6)), position, full, full, *rows, grid=shapes)
+    (cut,) = topv.cuts(config(), 12)
+    taps = {"hidden.2": jnp.asarray(hidden[0]), "mlp_input.2": jnp.asarray(hidden[1])}
+    drop = jax.jit(lambda taps, count: topv.drop((), cut, sequence, taps, count)[1])
+    for counts in ((5, 4), (12, 0), (8, 10)):
+        keep = drop(taps, jnp.broadcast_to(jnp.array(counts), (b, 2)))
+        for row in range(b):
+            assert keep[row][image < 0].all()
+            for at, count in enumerate(counts):
+                own = image == at
+                expected = plain(*(x[row][own] for x in hidden), grids[at], count, topv)
+                assert np.flatnonzero(keep[row][own]).tolist() == expected
+
+
+def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
+    image = jnp.array([[-1, *[0] * 4, -1, 1]], jnp.int32)
+    index = jnp.array([[-1, 0, 1, 2, 3, -1, 0]], jnp.int32)
+    sequence = Sequence(
+        jnp.zeros((1, 7, 2)),
+        jnp.zeros((1, 1, 7), jnp.int32),
+        jnp.array([7]),
+        jnp.array([7]),
+        image,
+        index,
+        grid=jnp.array([[[2, 2], [1, 1]]]),
+    )
+    same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
+    random = np.random.default_rng(0)
+    for features in (random.standard_normal((2, 1, 7, 2)), np.zeros((2, 1, 7, 2))):
+        source, target = jnp.asarray(features, jnp.float32)
+        for weights in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
+            cost = TopV(Budget(), 2, *weights).cost(source, target, sequence, same)
+            assert np.isfinite(cost).all()
+            own = np.asarray(cost)[0, 1:5, 1:5]
+            assert own.min() == 0 and own.max() in (0, 1)
+        taps = {"hidden.2": source, "mlp_input.2": target}
+        (cut,) = TopV().cuts(config(), 4)
+        _, keep = TopV().drop((), cut, sequence, taps, jnp.array([[2, 1]]))
+        assert keep[0, 1:5].sum() == 2 and keep[0, 6]
+
+
+def test_the_cut_is_behind_the_layer():
+    (cut,) = TopV(Budget("count", 3)).cuts(config(), 9)
+    assert cut == LayerCut(3, (Tap("hidden", 2), Tap("mlp_input", 2)))
+    assert TopV(Budget("count", 3)).entering(9) == 9
+    assert TopV(Budget("count", 3)).survivors(config(), 9) == (Survivors(3),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer": -1}, "topv: layer is -1, expected 0 to 30"),
+        ({"layer": 31}, "topv: layer is 31, expected 0 to 30"),
+        ({"sigma": 0.0}, "topv: sigma is 0.0, expected more than 0"),
+        ({"epsilon": -1.0}, "topv: epsilon is -1.0, expected more than 0"),
+        ({"iterations": 0}, "topv: iterations is 0, expected more than 0"),
+        ({"alpha": -1.0}, "topv: alpha is -1.0, expected 0 or more"),
+        ({"recover_every": -1}, "topv: recover_every is -1, expected 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TopV(Budget("count", 4), **fields).check(config(), 9)
+
+
+def test_generation_equals_the_torch_reference(tmp_path):
+    both = pair(tmp_path, text={"num_hidden_layers": 4}, vision={"image_size": 40})
+    prompts, images = ask(3, seed=5)  # with two images, none and one
+    begun, count, topv = [], 9, TopV(layer=1, beta=0.3)
+    answers = generate(
+        both.ours,
+        prompts,
+        images,
+        pruner="topv",
+        budget=count,
+        max_tokens=4,
+        stop_ids=(),
+        pruner_options={"layer": 1, "beta": 0.3},
+        warm_up=False,
+        trace=begun.append,
+    )
+
+    def drop(core, entered):
+        row, block = entered[1], core.layers[1]
+        angles = core.rotary_emb(row.hidden, row.position)
+        attended, _ = block.self_attn(block.input_layernorm(row.hidden), angles, None)
+        target = block.post_attention_layernorm(row.hidden + attended)
+        states = [x[0].double().numpy() for x in (row.hidden, target)]
+        spans = [row.span(image) for image in range(row.image.max() + 1)]
+        return entered[-1].dropping(
+            [span[plain(*(x[span] for x in states), (5, 5), count, topv)] for span in spans]
+        )
+
+    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
+        expected = torch_stages.staged(both, prompt, shown, {2: drop}, 4)
+        expected.check(trace_arrays(begun[0], row), answers[row])
