@@ -17,6 +17,7 @@ from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
 from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
+from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
