@@ -107,7 +107,7 @@ def test_no_sharded_dimension_is_indivisible(name, preset):
     )
     # All but the small replicated weights are divided by the weight axes.
     parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    assert held <= total / parts * 1.002
+    assert held <= total / parts * 1.01
 
 
 def test_a_dimension_that_cannot_be_divided_is_named():
