@@ -117,6 +117,8 @@ class Settings:
     """
 
     _path: ClassVar[str] = "config"
+    # Fields by dotted name that were added later, with what runs begun before them had.
+    _added: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, group: str = "", **options: Any):
         super().__init_subclass__(**options)
@@ -150,6 +152,7 @@ class Settings:
             The fields that differ, without those that no result depends on.
         """
         new, free = self.flat(), self.free_fields()
+        old = {**{name: value for name, value in self._added.items() if name in new}, **old}
         return [
             f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
             for name in sorted({*old, *new})

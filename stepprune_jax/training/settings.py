@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Mesh
@@ -99,6 +99,8 @@ class Run(Settings):
         validation: questions that are asked meanwhile.
         eval: settings of `eval.py`, which reads them.
     """
+
+    _added: ClassVar[Mapping[str, Any]] = {"policy.group": 1}
 
     method: str = choice(tuple(selectors.METHODS))
     seed: int = count(0)

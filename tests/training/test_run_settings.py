@@ -148,6 +148,15 @@ def test_only_fields_that_change_what_is_learned_count():
     ]
 
 
+def test_a_run_begun_before_a_field_existed_had_what_it_stands_for():
+    old = read_run(load_config("shapes")).flat()
+    del old["policy.group"]
+    config = load_config("shapes")
+    assert read_run(config).changes(old) == []
+    config.policy.group = 2
+    assert read_run(config).changes(old) == ["config.policy.group: 1 -> 2"]
+
+
 def test_shipped_configurations_build_what_they_say(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     default = build(load_config("shapes"))
