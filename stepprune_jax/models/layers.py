@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 # Kinds of taps that stand between blocks; the others belong to a block.
@@ -88,7 +89,7 @@ def wide_product(
     return result if rows is x else result[:1].reshape(*lead, -1)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _narrow_product(x, kernel):
     """`x @ kernel`, summed in float32 and rounded to the dtype of x."""
 
@@ -99,15 +100,19 @@ def _narrow_product(x, kernel):
     return jax.lax.platform_dependent(x, kernel, cpu=rounded, default=jnp.matmul)
 
 
-def _narrow_product_fwd(x, kernel):
-    return _narrow_product(x, kernel), (x, kernel)
+def _narrow_product_jvp(primals, tangents):
+    (x, kernel), (along_x, along_kernel) = primals, tangents
+    result = _narrow_product(x, kernel)
+    slope = jnp.zeros_like(result)
+    # A frozen matrix has no tangent, and must get no gradient: it would be a product as dear.
+    if not isinstance(along_x, SymbolicZero):
+        slope = slope + along_x @ kernel
+    if not isinstance(along_kernel, SymbolicZero):
+        slope = slope + x @ along_kernel
+    return result, slope
 
 
-def _narrow_product_bwd(saved, slope):
-    return jax.vjp(jnp.matmul, *saved)[1](slope)
-
-
-_narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd)
+_narrow_product.defjvp(_narrow_product_jvp, symbolic_zeros=True)
 
 
 def product(x: Float[Array, "*b k"], kernel: Float[Array, "k n"]) -> Float[Array, "*b n"]:
