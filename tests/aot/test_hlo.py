@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stepprune_jax.aot.hlo import Loop, loops
+from stepprune_jax.aot.hlo import Loop, copied_weights, loops
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
@@ -104,6 +104,35 @@ def test_a_program_of_xla_is_read():
     (loop,) = loops(text)
     assert loop.name == "jit(f)/while" and loop.kernels >= 2  # a sort and a product
     assert loops(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == ()
+
+
+COPIES = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[4]{0}}
+
+%inside (p: bf16[2,6,10]) -> bf16[6,10] {
+  %p = bf16[2,6,10]{2,1,0} parameter(0)
+  %slice = bf16[1,6,10]{2,1,0} slice(%p), slice={[1:2], [0:6], [0:10]}
+  ROOT %bitcast = bf16[6,10]{1,0} bitcast(%slice)
+}
+
+ENTRY %main (w: bf16[2,6,10], x: bf16[4,6]) -> f32[4,10] {
+  %w = bf16[2,6,10]{2,1,0} parameter(0)
+  %x = bf16[4,6]{1,0} parameter(1)
+  %sliced = bf16[6,10]{1,0} fusion(%w), kind=kLoop, calls=%inside
+  %wide = f32[10,6]{0,1} convert(%sliced)
+  %joined = bf16[6,30]{1,0} concatenate(%sliced, %sliced, %sliced), dimensions={1}
+  %near = bf16[6,10]{1,0:T(8,128)S(1)} copy(%sliced)
+  %start = (bf16[6,10]{1,0}, bf16[6,10]{1,0}, u32[]) copy-start(%sliced)
+  %view = bf16[6,10]{1,0} bitcast(%sliced)
+  ROOT %product = (f32[4,10]{1,0}, s8[64]{0}) custom-call(%x, %joined), custom_call_target="dot"
+}
+"""
+
+
+def test_copied_weights_by_hand():
+    """A slice, a conversion and a joined one; not views, fetches, activations, or what is fused."""
+    assert copied_weights(COPIES, [(6, 10)]) == ("bf16[6,10]", "f32[10,6]", "bf16[6,30]")
+    assert copied_weights(COPIES, [(10, 6)]) == copied_weights(COPIES, [(6, 10)])
+    assert copied_weights(COPIES, [(6, 11)]) == ()
 
 
 def test_a_program_that_is_not_scheduled_is_refused():
