@@ -195,9 +195,17 @@ def step_probabilities(config, logits, stop_logit, step, least, most):
 
 
 def select_row(
-    weights, config, memory, image_mask, *, steps, min_tokens, max_tokens, stop_bias,
+    weights,
+    config,
+    memory,
+    image_mask,
+    *,
+    steps,
+    min_tokens,
+    max_tokens,
+    stop_bias,
     logits_fn=pointer_logits,
-):  # fmt: skip
+):
     """The selection loop of one row."""
     n = len(memory) - 1
     left = [i for i in range(n) if image_mask[i]]
@@ -206,10 +214,18 @@ def select_row(
     slots = [memory[i] for i in left] + [memory[n]]
     slot_of = {i: position for position, i in enumerate(left)}
     row = Row(
-        np.full(steps, n), np.zeros(steps, int), np.full((steps, n), IMPOSSIBLE),
-        np.zeros((steps, n)), np.ones(steps), np.full(steps, IMPOSSIBLE), np.zeros(steps),
-        np.zeros(steps, bool), 0, np.zeros(n, bool), np.zeros(steps, bool),
-    )  # fmt: skip
+        np.full(steps, n),
+        np.zeros(steps, int),
+        np.full((steps, n), IMPOSSIBLE),
+        np.zeros((steps, n)),
+        np.ones(steps),
+        np.full(steps, IMPOSSIBLE),
+        np.zeros(steps),
+        np.zeros(steps, bool),
+        0,
+        np.zeros(n, bool),
+        np.zeros(steps, bool),
+    )
     queries, alive, count = [weights["decoder"]["start"]], True, 0
     for t in range(steps):
         row.alive[t] = alive

@@ -109,15 +109,22 @@ def run_package(config, steps, exact, case):
     """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
     params, image_mask = case["params"], case["image_mask"]
     encoded = encode(
-        params, config, case["image"], case["text"], image_mask=image_mask,
-        text_mask=case["text_mask"], text_gate=case["gate"],
-    )[:, case["twins"]]  # fmt: skip
+        params,
+        config,
+        case["image"],
+        case["text"],
+        image_mask=image_mask,
+        text_mask=case["text_mask"],
+        text_gate=case["gate"],
+    )[:, case["twins"]]
     slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
     bounds = dict(min_tokens=case["least"], max_tokens=case["most"])
     arguments = dict(
-        image_mask=image_mask, max_steps=steps, stop_bias=case["stop_bias"],
+        image_mask=image_mask,
+        max_steps=steps,
+        stop_bias=case["stop_bias"],
         **(dict(budget=case["least"]) if exact else bounds),
-    )  # fmt: skip
+    )
     trajectory = select(params, config, slots, **arguments)
     parallel = select_parallel(params, config, slots, **arguments)
     picks = pick(params, config, slots, **arguments)
@@ -128,14 +135,24 @@ def run_oracle(config, steps, case, row):
     """(H, Row) of one row of a case."""
     text, text_mask = (None if case[k] is None else case[k][row] for k in ("text", "text_mask"))
     encoded = oracle.encode_row(
-        case["params"], config, case["image"][row], text, case["image_mask"][row], text_mask,
+        case["params"],
+        config,
+        case["image"][row],
+        text,
+        case["image_mask"][row],
+        text_mask,
         case["gate"],
-    )[case["twins"]]  # fmt: skip
+    )[case["twins"]]
     trajectory = oracle.select_row(
-        case["params"], config, oracle.memory_row(case["params"], encoded),
-        case["image_mask"][row], steps=steps, min_tokens=case["least"][row],
-        max_tokens=case["most"][row], stop_bias=case["stop_bias"][row],
-    )  # fmt: skip
+        case["params"],
+        config,
+        oracle.memory_row(case["params"], encoded),
+        case["image_mask"][row],
+        steps=steps,
+        min_tokens=case["least"][row],
+        max_tokens=case["most"][row],
+        stop_bias=case["stop_bias"][row],
+    )
     return encoded, trajectory
 
 

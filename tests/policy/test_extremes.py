@@ -53,9 +53,16 @@ def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, 
     def run(params, image, image_mask, stop_bias, text_gate):
         def loss(params, stop_bias):
             return train_loss(
-                params, config, jax.random.key(0), image, text, lambda x: weigh(jnp.tanh(x)),
-                image_mask=image_mask, stop_bias=stop_bias, text_gate=text_gate,
-            )  # fmt: skip
+                params,
+                config,
+                jax.random.key(0),
+                image,
+                text,
+                lambda x: weigh(jnp.tanh(x)),
+                image_mask=image_mask,
+                stop_bias=stop_bias,
+                text_gate=text_gate,
+            )
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, stop_bias)
 

@@ -46,11 +46,11 @@ def trajectory(name):
 
 
 def loss_curve(name):
-    config = PolicyConfig(
-        feature_width=32, text_width=32, num_heads=4, decoder_layers=1
-    ) if name == "default" else PolicyConfig.literal(
-        feature_width=32, text_width=32, num_heads=4, decoder_layers=1
-    )  # fmt: skip
+    config = (
+        PolicyConfig(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
+        if name == "default"
+        else PolicyConfig.literal(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
+    )
     world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
     everything = jnp.ones((16, 24), bool)
 
@@ -61,10 +61,14 @@ def loss_curve(name):
 
         def loss(params):
             return policy.train_loss(
-                params, config, gate_key, batch.image, batch.text,
+                params,
+                config,
+                gate_key,
+                batch.image,
+                batch.text,
                 lambda tokens: marker_world.reader_loss(world, tokens, everything, batch),
                 running_count=8.0,
-            )[0]  # fmt: skip
+            )[0]
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 3e-3 * g, params, grads), value

@@ -99,16 +99,19 @@ def test_expected_count_and_length_penalty_gradients(rng):
     # The value is hard: (2/4 + 3/6) / 2 = 1/2. Its gradient is that of the expected count.
     np.testing.assert_allclose(penalty(x), 0.5)
     cases.assert_finite_differences(
-        lambda p: (expected_count(p)[0] / 4 + expected_count(p)[2] / 6) / 2, x, rng,
+        lambda p: (expected_count(p)[0] / 4 + expected_count(p)[2] / 6) / 2,
+        x,
+        rng,
         gradient_of=penalty,
-    )  # fmt: skip
+    )
 
 
 def test_noise_gate_gradient(rng):
     x = dict(
-        x=rng.normal(size=(2, 3, 4)), alpha=rng.uniform(0.1, 0.9, (2, 3)),
+        x=rng.normal(size=(2, 3, 4)),
+        alpha=rng.uniform(0.1, 0.9, (2, 3)),
         noise=rng.normal(size=(2, 3, 4)),
-    )  # fmt: skip
+    )
     weigh = cases.weighted_sum(rng, x["x"])
     cases.assert_finite_differences(lambda x: weigh(noise_gate(None, **x)), x, rng)
 
@@ -128,9 +131,11 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     )
     masks = dict(image_mask=np.array([[True, True, False]]), text_mask=np.array([[False, True]]))
     x = dict(
-        params=cases.random_weights(rng, config), image=rng.normal(size=(1, 3, 6)),
-        text=rng.normal(size=(1, 2, 5)), gate=np.float64(0.6),
-    )  # fmt: skip
+        params=cases.random_weights(rng, config),
+        image=rng.normal(size=(1, 3, 6)),
+        text=rng.normal(size=(1, 2, 5)),
+        gate=np.float64(0.6),
+    )
     weigh = cases.weighted_sum(rng, np.zeros((1, 3, 4)))
 
     def function(x):
@@ -160,15 +165,23 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
     config = cases.small_config(width=4, stop=stop, temperature=0.7)
     masks = np.array([[True] * 5, [True, False, True, True, False]])
     x = dict(
-        params=cases.random_weights(rng, config), memory=rng.normal(size=(2, 6, 4)),
+        params=cases.random_weights(rng, config),
+        memory=rng.normal(size=(2, 6, 4)),
         stop_bias=np.array([0.3, -0.2]),
-    )  # fmt: skip
+    )
 
     def run(x):
         return select(
-            x["params"], config, x["memory"], image_mask=masks, max_steps=4, min_tokens=1,
-            max_tokens=np.array([4, 2]), stop_bias=x["stop_bias"], feedback_fn=hard_feedback,
-        )  # fmt: skip
+            x["params"],
+            config,
+            x["memory"],
+            image_mask=masks,
+            max_steps=4,
+            min_tokens=1,
+            max_tokens=np.array([4, 2]),
+            stop_bias=x["stop_bias"],
+            feedback_fn=hard_feedback,
+        )
 
     found = jax.jit(run)(x)
     weigh = cases.weighted_sum(rng, open_trajectory(found))
@@ -182,9 +195,12 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
 def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
     config = cases.small_config(
-        decoder_layers=1, encoder_layers=1, soft_budget="per_sample", score_space=score_space,
+        decoder_layers=1,
+        encoder_layers=1,
+        soft_budget="per_sample",
+        score_space=score_space,
         polarisation="sigmoid",
-    )  # fmt: skip
+    )
     image, text = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5))
     weigh, key = cases.weighted_sum(rng, image), jax.random.key(1)
     arguments = dict(max_steps=3, text_gate=0.5)
@@ -227,9 +243,15 @@ def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fiel
 
     def loss(params):
         return train_loss(
-            params, config, jax.random.key(2), image, text, lambda x: weigh(jnp.tanh(x)),
-            max_steps=5, text_gate=0.7,
-        )[0]  # fmt: skip
+            params,
+            config,
+            jax.random.key(2),
+            image,
+            text,
+            lambda x: weigh(jnp.tanh(x)),
+            max_steps=5,
+            text_gate=0.7,
+        )[0]
 
     gradient = jax.jit(jax.grad(loss))(params)
     sizes = [np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)]

@@ -38,7 +38,7 @@ def slots(params):
         (IMAGE, TEXT, {"image_mask": jnp.ones((2, 4), bool)}, r"image_mask has .* \(2, 4\).*n=5"),
         (IMAGE, TEXT, {"text_mask": jnp.ones((2, 3))}, "text_mask has .* expected Bool"),
     ],
-)  # fmt: skip
+)
 def test_encode_refuses(params, image, text, options, message):
     with pytest.raises(ValueError, match=message):
         policy.encode(params, CONFIG, image, text, **options)

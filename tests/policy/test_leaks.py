@@ -83,9 +83,14 @@ def flow_between_steps(rng, what, feedback_fn):
 
     def probabilities(nudge):
         return select(
-            dict(policy=params, nudge=nudge), config, slots, max_steps=4,
-            init_fn=init_fn, step_fn=step_fn, feedback_fn=feedback_fn,
-        ).prob[0]  # fmt: skip
+            dict(policy=params, nudge=nudge),
+            config,
+            slots,
+            max_steps=4,
+            init_fn=init_fn,
+            step_fn=step_fn,
+            feedback_fn=feedback_fn,
+        ).prob[0]
 
     return np.abs(jacobian(probabilities, np.zeros((4, 6)))).max(axis=(1, 3))
 

@@ -13,9 +13,13 @@ from stepprune_jax import policy
 from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
 
 CONFIG = PolicyConfig(
-    feature_width=32, text_width=32, num_heads=4, decoder_layers=1, batch_budget="own",
+    feature_width=32,
+    text_width=32,
+    num_heads=4,
+    decoder_layers=1,
+    batch_budget="own",
     stop="aligned",
-)  # fmt: skip
+)
 
 
 def loss_slope_at_the_stop(config, rows=64):
@@ -53,9 +57,15 @@ def test_length_penalty_pushes_the_count_down():
     @jax.grad
     def slope(bias, params, batch):  # as arguments, which XLA does not compute with beforehand
         return policy.train_loss(
-            params, CONFIG, jax.random.key(2), batch.image, batch.text,
-            lambda tokens: jnp.zeros(()), length_weight=1.0, stop_bias=bias,
-        )[0]  # fmt: skip
+            params,
+            CONFIG,
+            jax.random.key(2),
+            batch.image,
+            batch.text,
+            lambda tokens: jnp.zeros(()),
+            length_weight=1.0,
+            stop_bias=bias,
+        )[0]
 
     assert slope(0.0, params, batch) < 0
 
@@ -68,17 +78,27 @@ def test_metrics_by_hand():
     trajectory = Trajectory(
         action=jnp.array([[0, 1, 4], [2, 1, 0]], jnp.int32),
         choice=jnp.array([[0, 1, 2], [2, 1, 0]], jnp.int32),
-        log_prob=log_prob, prob=prob, stop_prob=stop_prob, log_continue=jnp.log(1 - stop_prob),
-        margin=jnp.zeros((2, 3)), alive=jnp.ones((2, 3), bool),
+        log_prob=log_prob,
+        prob=prob,
+        stop_prob=stop_prob,
+        log_continue=jnp.log(1 - stop_prob),
+        margin=jnp.zeros((2, 3)),
+        alive=jnp.ones((2, 3), bool),
         count=jnp.array([2, 3], jnp.int32),
         selected=jnp.array([[True, True, False, False], [True, True, True, False]]),
-    )  # fmt: skip
+    )
     alpha = jnp.array([[0.9, 0.4, 0.6, 0.1], [1.0, 1.0, 1.0, 0.0]])
     own = jnp.array([True, False])
     gated = Gated(
-        jnp.zeros((2, 4, 1)), alpha, jnp.array([2.0, 3.0]), trajectory, own, jnp.ones(2),
-        trajectory.count, jnp.array(2.0),
-    )  # fmt: skip
+        jnp.zeros((2, 4, 1)),
+        alpha,
+        jnp.array([2.0, 3.0]),
+        trajectory,
+        own,
+        jnp.ones(2),
+        trajectory.count,
+        jnp.array(2.0),
+    )
     found = jax.jit(policy.policy_metrics)(gated)
     np.testing.assert_allclose(found["k_mean"], 2.0)
     np.testing.assert_allclose(found["k_std"], 0.0)
@@ -104,9 +124,10 @@ def test_every_row_pays_its_own_price():
 
     loss, gated = run(params, image)
     np.testing.assert_allclose(
-        loss, 0.4 * np.mean(np.asarray(gated.price) * np.asarray(gated.trajectory.count)) / 12,
+        loss,
+        0.4 * np.mean(np.asarray(gated.price) * np.asarray(gated.trajectory.count)) / 12,
         rtol=1e-5,
-    )  # fmt: skip
+    )
     assert np.ptp(np.log(gated.price)) > 0.5 and np.abs(np.log(gated.price)).max() <= 1.5
 
     @jax.jit
@@ -138,9 +159,11 @@ def test_a_token_costs_more_the_more_are_kept():
     more = gated.trajectory.margin - run(free, params, image)[1].trajectory.margin
     np.testing.assert_allclose(more, np.tile(growth, (6, 1)), atol=1e-4)
     padded, mask = jnp.pad(image, ((0, 0), (0, 8), (0, 0))), jnp.arange(20)[None] < 12
-    gate = jax.jit(lambda params, image, mask: policy.gate(
-        params, dear, key, image, None, image_mask=jnp.tile(mask, (6, 1)), max_steps=6
-    ))  # fmt: skip
+    gate = jax.jit(
+        lambda params, image, mask: policy.gate(
+            params, dear, key, image, None, image_mask=jnp.tile(mask, (6, 1)), max_steps=6
+        )
+    )
     other = gate(params, padded, mask)
     np.testing.assert_allclose(other.trajectory.margin, gated.trajectory.margin, atol=1e-4)
     np.testing.assert_allclose(other.price, gated.price, rtol=1e-5)
@@ -173,9 +196,13 @@ def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
 
     def loss(params, batch):
         return policy.train_loss(
-            params, config, jax.random.key(2), batch.image, batch.text,
+            params,
+            config,
+            jax.random.key(2),
+            batch.image,
+            batch.text,
             lambda tokens: marker_world.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
-        )[0]  # fmt: skip
+        )[0]
 
     grads = jax.jit(jax.grad(loss))(params, batch)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))

@@ -176,9 +176,15 @@ def test_lower_precision_makes_the_choices_of_float64_on_separated_scores(
             params, config, np.asarray(image[0], np.float64), None, [True] * 7, None, 1.0
         )
         expected = oracle.select_row(
-            params, config, oracle.memory_row(params, exact), [True] * 7, steps=4, min_tokens=0,
-            max_tokens=4, stop_bias=stop_bias,
-        )  # fmt: skip
+            params,
+            config,
+            oracle.memory_row(params, exact),
+            [True] * 7,
+            steps=4,
+            min_tokens=0,
+            max_tokens=4,
+            stop_bias=stop_bias,
+        )
         if _gap(expected, config) < separation:
             continue
         checked += 1

@@ -51,9 +51,15 @@ def make_loss(rng, config, chooser, **arguments):
 
     def loss(x):
         run = chooser(
-            x["params"], config, x["memory"], image_mask=MASK, max_steps=5,
-            stop_bias=x["stop_bias"], **LIMITS, **arguments,
-        )  # fmt: skip
+            x["params"],
+            config,
+            x["memory"],
+            image_mask=MASK,
+            max_steps=5,
+            stop_bias=x["stop_bias"],
+            **LIMITS,
+            **arguments,
+        )
         return weigh([run.prob, run.stop_prob, jnp.where(run.prob > 0, run.log_prob, 0)])
 
     return loss
@@ -80,9 +86,15 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
 
     def by_package(x):
         run = select(
-            x["params"], config, x["memory"], max_steps=3, stop_bias=x["stop_bias"],
-            feedback_fn=feedback_fn, min_tokens=least, max_tokens=most,
-        )  # fmt: skip
+            x["params"],
+            config,
+            x["memory"],
+            max_steps=3,
+            stop_bias=x["stop_bias"],
+            feedback_fn=feedback_fn,
+            min_tokens=least,
+            max_tokens=most,
+        )
         value = jnp.sum(weights[0] * run.prob) + jnp.sum(weights[1] * run.stop_prob)
         return value, run.choice
 
@@ -91,9 +103,13 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
     def by_hand(x):
         def row(memory, stop_bias, *given):
             return surrogate.episode(
-                x["params"], config, memory, stop_bias, *given,
+                x["params"],
+                config,
+                memory,
+                stop_bias,
+                *given,
                 straight_through=feedback_fn is straight_through,
-            )  # fmt: skip
+            )
 
         prob, stop_prob = jax.vmap(row)(x["memory"], x["stop_bias"], choice, least, most)
         return jnp.sum(weights[0] * prob) + jnp.sum(weights[1] * stop_prob)
@@ -116,10 +132,15 @@ def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, f
     with jax.enable_x64(dtype == "float64"):
         x = make_inputs(rng, config, np.dtype(dtype).type)
         saved, plain = (
-            make_loss(np.random.default_rng(0), config, select, feedback_fn=feedback_fn,
-                      rollout_fn=rollout_fn)
+            make_loss(
+                np.random.default_rng(0),
+                config,
+                select,
+                feedback_fn=feedback_fn,
+                rollout_fn=rollout_fn,
+            )
             for rollout_fn in (saved_rollout, plain_rollout)
-        )  # fmt: skip
+        )
         value, found = value_and_gradient(saved, x)
         expected_value, expected = value_and_gradient(plain, x)
         np.testing.assert_allclose(value, expected_value, rtol=relative)
@@ -167,9 +188,15 @@ def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, es
 
     def loss(x):
         return train_loss(
-            x["params"], config, jax.random.key(0), image, text, lambda y: weigh(jnp.tanh(y)),
-            stop_bias=x["stop_bias"], max_steps=4,
-        )[0]  # fmt: skip
+            x["params"],
+            config,
+            jax.random.key(0),
+            image,
+            text,
+            lambda y: weigh(jnp.tanh(y)),
+            stop_bias=x["stop_bias"],
+            max_steps=4,
+        )[0]
 
     _, found = value_and_gradient(loss, x)
     feedback_fn = straight_through if estimator == "straight_through" else hard_feedback

@@ -75,9 +75,10 @@ def test_pick_equals_select_for_every_batch_mix(params, slots):
     ]
     for least, most, bias in mixes:
         option = {
-            "min_tokens": np.array(least), "max_tokens": np.array(most),
+            "min_tokens": np.array(least),
+            "max_tokens": np.array(most),
             "stop_bias": np.array(bias, np.float32),
-        }  # fmt: skip
+        }
         full = select(params, CONFIG, slots, **option)
         early = pick(params, CONFIG, slots, **option)
         np.testing.assert_array_equal(early.action, full.action)
@@ -170,9 +171,16 @@ def test_training_step_traces_once_over_steps_and_budgets(params, image, text):
     def step(params, key, text_gate, length_weight, running):
         def loss(params):
             return policy.train_loss(
-                params, CONFIG, key, image, text, lambda x: jnp.mean(x**2),
-                length_weight=length_weight, text_gate=text_gate, running_count=running,
-            )  # fmt: skip
+                params,
+                CONFIG,
+                key,
+                image,
+                text,
+                lambda x: jnp.mean(x**2),
+                length_weight=length_weight,
+                text_gate=text_gate,
+                running_count=running,
+            )
 
         grads, gated = jax.grad(loss, has_aux=True)(params)
         new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
@@ -213,8 +221,14 @@ def test_soft_budget_reading(params, slots, mode):
 
     @jax.jit
     def budget(bias, params, slots):
-        t = policy.select(params, CONFIG, slots, stop_bias=bias, max_tokens=jnp.array([9, 9, 9, 4]),
-                          min_tokens=jnp.array([1, 1, 1, 4]))  # fmt: skip
+        t = policy.select(
+            params,
+            CONFIG,
+            slots,
+            stop_bias=bias,
+            max_tokens=jnp.array([9, 9, 9, 4]),
+            min_tokens=jnp.array([1, 1, 1, 4]),
+        )
         config = dataclasses.replace(CONFIG, soft_budget=mode)
         return policy.soft_budget(config, t, own, jnp.array(6.5), jnp.full(B, 12)), t
 
@@ -295,9 +309,13 @@ def test_probes_all_have_budgets_and_all_pay():
 
 def test_the_polarisation_anneals_by_a_cosine():
     config = PolicyConfig(
-        feature_width=16, text_width=0, num_heads=4, polarisation_temperature=0.2,
-        polarisation_start=2.2, polarisation_share=0.5,
-    )  # fmt: skip
+        feature_width=16,
+        text_width=0,
+        num_heads=4,
+        polarisation_temperature=0.2,
+        polarisation_start=2.2,
+        polarisation_share=0.5,
+    )
     for progress, tau in ((0.0, 2.2), (0.25, 1.2), (0.5, 0.2), (0.9, 0.2)):
         found = policy.polarisation_temperature(config, progress)
         np.testing.assert_allclose(found, tau, rtol=1e-6)

@@ -17,10 +17,18 @@ B, N, L = 3, 10, 4
 STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
 _loss = jax.jit(
     lambda params, key, image, text, mask, gate, progress: autoselect.train_loss(
-        params, CONFIG, key, image, text, lambda tokens: jnp.mean(tokens**2), progress=progress,
-        image_mask=mask, text_gate=gate, stats=STATS,
+        params,
+        CONFIG,
+        key,
+        image,
+        text,
+        lambda tokens: jnp.mean(tokens**2),
+        progress=progress,
+        image_mask=mask,
+        text_gate=gate,
+        stats=STATS,
     )
-)  # fmt: skip
+)
 
 scores = jax.jit(autoselect.scores, static_argnames="config")
 
@@ -96,9 +104,13 @@ def test_every_weight_learns_from_the_loss(params, inputs):
     def loss(params):
         weights = jax.random.normal(jax.random.key(9), (B, N, 8))
         return autoselect.train_loss(
-            params, CONFIG, jax.random.key(3), *inputs, lambda x: jnp.sum(jnp.sin(x) * weights),
+            params,
+            CONFIG,
+            jax.random.key(3),
+            *inputs,
+            lambda x: jnp.sum(jnp.sin(x) * weights),
             progress=0.5,
-        )[0]  # fmt: skip
+        )[0]
 
     grads = jax.jit(jax.grad(loss))(moved)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
@@ -131,9 +143,7 @@ def test_the_pruner_keeps_what_is_scored_best(params, inputs):
     )
     pruner = AutoSelect(Budget("count", 5), CONFIG)
     kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
-    scored = scores(
-        params, CONFIG, image, text, image_mask=valid, text_mask=words, stats=STATS
-    )  # fmt: skip
+    scored = scores(params, CONFIG, image, text, image_mask=valid, text_mask=words, stats=STATS)
     for row, count in enumerate([3, 1, 5]):
         best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])
         np.testing.assert_array_equal(kept.index[row], [*best, *[-1] * (6 - count)])

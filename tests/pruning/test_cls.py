@@ -12,9 +12,15 @@ from stepprune_jax.pruning import Budget, Cls, View
 def view(tokens, attention):
     r = len(tokens)
     return View(
-        tokens, None, jnp.full((r, 2), 1), jnp.zeros((r, 1, 2)), jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32), jnp.full(r, 2), (attention,),
-    )  # fmt: skip
+        tokens,
+        None,
+        jnp.full((r, 2), 1),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32),
+        jnp.full(r, 2),
+        (attention,),
+    )
 
 
 def test_an_order_worked_by_hand():

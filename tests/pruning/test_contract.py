@@ -137,8 +137,9 @@ def tokens_of(model):
         model.tokenizer, model.image_settings, model.config, ["dog"] * 4, [[x] for x in IMAGES]
     )
     features = pipeline.encode(model, read_images(model.config, asked.pixels)).features
-    projected = np.asarray(jax.jit(vlm.project, static_argnums=1)(model.params, model.config,
-                                                                  features))  # fmt: skip
+    projected = np.asarray(
+        jax.jit(vlm.project, static_argnums=1)(model.params, model.config, features)
+    )
     return {id(x): tokens for x, tokens in zip(IMAGES, projected, strict=True)}
 
 
@@ -192,8 +193,9 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
         pytest.skip("it merges between layers; its own test has a reference")
     visible = []
     for stage in range(len(cuts) + 1):
-        kept = set(zip(arrays[f"image_{stage}"].tolist(), arrays[f"kept_{stage}"].tolist(),
-                       strict=True))  # fmt: skip
+        kept = set(
+            zip(arrays[f"image_{stage}"].tolist(), arrays[f"kept_{stage}"].tolist(), strict=True)
+        )
         visible.append(np.array([at is None or at in kept for at in where]))
         # The rows hold the kept tokens in their order, at the position ids they had.
         np.testing.assert_array_equal(
@@ -201,9 +203,12 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
         )
     stage_of = [sum(cut.layer <= layer for cut in cuts) for layer in range(LAYERS)]
     logits = plain_logits(
-        model.params["language"], model.config.text, hidden, position,
+        model.params["language"],
+        model.config.text,
+        hidden,
+        position,
         [visible[stage] for stage in stage_of],
-    )  # fmt: skip
+    )
     return logits[-STEPS:]
 
 
@@ -448,8 +453,9 @@ def test_compiled_equals_plain_calls(model, name):
     compiled = select(pruner.program(), params, view, N)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=1e-5),
-        compiled, pruner.select(params, view, N),
-    )  # fmt: skip
+        compiled,
+        pruner.select(params, view, N),
+    )
     for cut in pruner.cuts(model.config, N):
         sequence, taps, count = before_cut(cut)
         drop = functools.partial(pruner.drop, params, cut)

@@ -117,9 +117,17 @@ def test_generation_equals_the_torch_reference(both, layer, count):
     assert [len(row) for row in images] == [2, 0, 1]
     begun = []
     answers = generate(
-        both.ours, prompts, images, pruner="fastv", budget=count, max_tokens=5, stop_ids=(),
-        pruner_options={"layer": layer}, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner="fastv",
+        budget=count,
+        max_tokens=5,
+        stop_ids=(),
+        pruner_options={"layer": layer},
+        warm_up=False,
+        trace=begun.append,
+    )
 
     def drop(core, entered):
         last = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])

@@ -57,9 +57,14 @@ def test_every_budget_equals_the_plain_formula(grid):
 def test_a_class_token_stands_in_front_and_is_kept_last():
     tokens = jnp.arange(10.0)[None, :, None]
     view = View(
-        tokens, None, jnp.array([[3, 3]]), jnp.zeros((1, 1, 2)), jnp.zeros((1, 1), bool),
-        jnp.zeros(1, jnp.int32), jnp.array([4]),
-    )  # fmt: skip
+        tokens,
+        None,
+        jnp.array([[3, 3]]),
+        jnp.zeros((1, 1, 2)),
+        jnp.zeros((1, 1), bool),
+        jnp.zeros(1, jnp.int32),
+        jnp.array([4]),
+    )
     select = jax.jit(lambda view: Grid(Budget("count", 4)).program().select((), view, 10))
     kept = select(view)
     assert kept.index[0, :4].tolist() == [1 + i for i in plain_grid(3, 3, 4)]

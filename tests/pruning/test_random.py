@@ -13,9 +13,14 @@ def view(number, sizes=None):
     r = len(number)
     valid = None if sizes is None else jnp.arange(N) < jnp.asarray(sizes)[:, None]
     return View(
-        jnp.zeros((r, N, 4)), valid, jnp.full((r, 2), 3), jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool), jnp.asarray(number, jnp.int32), jnp.full(r, 3),
-    )  # fmt: skip
+        jnp.zeros((r, N, 4)),
+        valid,
+        jnp.full((r, 2), 3),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.asarray(number, jnp.int32),
+        jnp.full(r, 3),
+    )
 
 
 def order(seed, number, sizes=None):

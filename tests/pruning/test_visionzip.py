@@ -29,8 +29,11 @@ def plain(attention, keys, hidden, dominant, contextual):
             continue
         best, likeness = None, -np.inf
         for target in targets:
-            cosine = sum(keys[i] / np.sqrt(sum(keys[i] ** 2)) * (
-                keys[target] / np.sqrt(sum(keys[target] ** 2))))  # fmt: skip
+            cosine = sum(
+                keys[i]
+                / np.sqrt(sum(keys[i] ** 2))
+                * (keys[target] / np.sqrt(sum(keys[target] ** 2)))
+            )
             if cosine > likeness:
                 best, likeness = target, cosine
         given[best].append(i)
@@ -147,9 +150,17 @@ def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
     split = VisionZip(contextual=contextual).split(count)
     begun = []
     generate(
-        both.ours, prompts, images, pruner="visionzip", budget=count, positions="own",
-        pruner_options={"contextual": contextual}, max_tokens=1, warm_up=False, trace=begun.append,
-    )  # fmt: skip
+        both.ours,
+        prompts,
+        images,
+        pruner="visionzip",
+        budget=count,
+        positions="own",
+        pruner_options={"contextual": contextual},
+        max_tokens=1,
+        warm_up=False,
+        trace=begun.append,
+    )
     for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
         sources = []
 
