@@ -266,7 +266,7 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
     shape = getattr(method.pruner, "config", None)
     if isinstance(shape, PolicyConfig):
         words = jnp.asarray(batch.prompts.words)
-        arguments = (params, config, learned, vision.features, words)
+        arguments = (params, config, method.params, vision.features, words)
         parts["encoder"] = _Stage(shape, functools.partial(_encode, *arguments, shape=shape))
     return parts
 
