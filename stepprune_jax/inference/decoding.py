@@ -18,7 +18,7 @@ from stepprune_jax.inference.sampling import sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.pruning import LayerCut, Pruner
+from stepprune_jax.pruning import LayerCut, LayerPruner
 
 
 class Sampling(NamedTuple):
@@ -92,7 +92,7 @@ class Stages(NamedTuple):
 
     slots: tuple[int, ...]
     cuts: tuple[LayerCut, ...] = ()
-    pruner: Pruner | None = None
+    pruner: LayerPruner | None = None
     text: int = 0
     renumber: bool = False
     projected: bool = False

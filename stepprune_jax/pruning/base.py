@@ -6,6 +6,7 @@ whose prefixes are its choices, so that one pass serves every budget. What a tra
 learned comes as an argument. Nothing outside this package asks which method it runs.
 """
 
+import abc
 import dataclasses
 import math
 from fractions import Fraction
@@ -269,12 +270,12 @@ class Pruner:
         return ()
 
     def program(self) -> "Pruner":
-        """Returns what its compiled program depends on.
+        """Returns what its compiled program depends on: all but a number that it is given.
 
-        Methods that read the count from the view drop the number from their budget here, so that
-        all counts share programs.
+        `select` finds exact counts in the view, and `drop` has them as an argument, so that all
+        counts share programs. A method whose shapes follow from the number returns itself.
         """
-        return self
+        return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
     def prepare(self, weights: Any) -> Any:
         """Returns the weights of a policy as its programs read them; runs once, when it is loaded.
@@ -346,29 +347,6 @@ class Pruner:
             counts[cut.layer :] = [sum(left)] * (len(counts) - cut.layer)
         return counts
 
-    def drop(
-        self,
-        params: Any,
-        cut: "LayerCut",
-        sequence: Sequence,
-        taps: dict[str, Array],
-        count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Chooses what stays behind a cut.
-
-        Args:
-            params: what it has learned.
-            cut: which one.
-            sequence: the rows before it.
-            taps: the cut's intermediates by name.
-            count: [b, j] tokens of each image that stay, those that others are merged into not
-                counted: `Survivors.kept`.
-
-        Returns:
-            The rows, whose visual tokens may have been merged, and which slots stay. Text stays.
-        """
-        raise NotImplementedError(f"{self.name} has no cuts")
-
 
 class LayerCut(NamedTuple):
     """A place between layers where a pruner drops tokens.
@@ -398,15 +376,50 @@ class Survivors(NamedTuple):
     merged: int = 0
 
 
-class Ranker(Pruner):
+class LayerPruner(Pruner, abc.ABC):
+    """A pruner that lets all tokens into the language model, and drops some between its layers."""
+
+    def entering(self, num_tokens: int) -> int:
+        """Returns n: all tokens enter."""
+        return num_tokens
+
+    @abc.abstractmethod
+    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+        """Names the places; as in `Pruner`, but there is one at least."""
+
+    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+        """Returns the budget, behind a single cut."""
+        del config
+        return (Survivors(self.budget.count(num_tokens)),)
+
+    @abc.abstractmethod
+    def drop(
+        self,
+        params: Any,
+        cut: LayerCut,
+        sequence: Sequence,
+        taps: dict[str, Array],
+        count: Int[Array, "b j"],
+    ) -> tuple[Sequence, Bool[Array, "b s"]]:
+        """Chooses what stays behind a cut.
+
+        Args:
+            params: what it has learned.
+            cut: which one.
+            sequence: the rows before it.
+            taps: the cut's intermediates by name.
+            count: [b, j] tokens of each image that stay, those that others are merged into not
+                counted: `Survivors.kept`.
+
+        Returns:
+            The rows, whose visual tokens may have been merged, and which slots stay. Text stays.
+        """
+
+
+class Ranker(Pruner, abc.ABC):
     """A pruner that puts tokens in an order and keeps a prefix of it."""
 
-    def program(self) -> Pruner:
-        """Drops the number: `select` reads it from the view."""
-        if self.budget.kind not in EXACT:
-            return self
-        return dataclasses.replace(self, budget=Budget())
-
+    @abc.abstractmethod
     def rank(self, params: Any, view: View, steps: int) -> Ranking:
         """Puts the tokens of each row in an order.
 
@@ -418,7 +431,6 @@ class Ranker(Pruner):
         Returns:
             The order, and stop margins if it has learned to stop.
         """
-        raise NotImplementedError
 
     def counts(
         self, params: Any, ranking: Ranking, exact: Int[ArrayLike, "r"]

@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
 
 ORDERS = ("set", "norm")
 
 
 @dataclasses.dataclass(frozen=True)
-class Dart(Pruner):
+class Dart(LayerPruner):
     """Keeps the visual tokens that are least like a few pivots.
 
     A budget is what the authors call `max_num_trunction`: with P pivots of both kinds each takes
@@ -63,14 +63,6 @@ class Dart(Pruner):
     @property
     def _pivots(self) -> int:
         return self.pivot_image_token + self.pivot_text_token
-
-    def program(self) -> Pruner:
-        """Drops the number: `drop` is given the counts."""
-        return dataclasses.replace(self, budget=Budget())
-
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
 
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""

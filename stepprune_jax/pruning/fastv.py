@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
+from stepprune_jax.pruning.base import Budget, LayerCut, LayerPruner, Survivors, keep_best
 
 
 @dataclasses.dataclass(frozen=True)
-class FastV(Pruner):
+class FastV(LayerPruner):
     """Drops visual tokens before a layer of the language model.
 
     Attributes:
@@ -45,13 +45,9 @@ class FastV(Pruner):
                 f"first {self.layer} see all {num_tokens} tokens"
             )
 
-    def program(self) -> Pruner:
-        """Drops the number: `drop` is given the counts."""
+    def program(self) -> "FastV":
+        """Drops how the number is counted as well."""
         return dataclasses.replace(self, budget=Budget(), average=False)
-
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
 
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from stepprune_jax.pruning.base import EXACT, Budget, Kept, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, View, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +15,6 @@ class Grid(Pruner):
 
     name = "grid"
     label = "grid"
-
-    def program(self) -> Pruner:
-        """Drops the number: `select` reads it from the view."""
-        if self.budget.kind not in EXACT:
-            return self
-        return dataclasses.replace(self, budget=Budget())
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""

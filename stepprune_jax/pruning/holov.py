@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Budget, Kept, Pruner, View, tower_block
+from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, tower_block
 
 # Keeps divisions finite, as in the authors' program.
 _SMALL = 1e-6
@@ -54,10 +54,6 @@ class HoloV(Pruner):
     def taps(self, config: Any) -> tuple[Tap, ...]:
         """Returns the class token's row of attention."""
         return (Tap("attention", tower_block(config)),)
-
-    def program(self) -> Pruner:
-        """Drops the number: `select` reads it from the view."""
-        return dataclasses.replace(self, budget=Budget())
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Returns the tokens crop by crop, in each by attention; then zero vectors."""

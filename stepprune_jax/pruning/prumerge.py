@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.pruning.base import (
     EXACT,
-    Budget,
     Kept,
     Pruner,
     View,
@@ -59,10 +58,6 @@ class PruMerge(Pruner):
         """Returns the class token's query and all keys of the tower's last block."""
         del config
         return Tap("query", -1), Tap("keys", -1)
-
-    def program(self) -> Pruner:
-        """Drops the number: `select` reads it from the view."""
-        return self if self.budget.kind == "own" else dataclasses.replace(self, budget=Budget())
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Returns what is kept, most attended first, and the sum of what is not."""

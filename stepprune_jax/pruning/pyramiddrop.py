@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, Pruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
 from stepprune_jax.pruning.schedule import (
     check_layers,
     choose_layers,
@@ -27,7 +27,7 @@ EARLY_LAYERS = (2, 10, 20)
 
 
 @dataclasses.dataclass(frozen=True)
-class PyramidDrop(Pruner):
+class PyramidDrop(LayerPruner):
     """Drops visual tokens before several layers of the language model.
 
     Attributes:
@@ -70,20 +70,14 @@ class PyramidDrop(Pruner):
                 f"{len(layers)} shares in (0, 1], none larger than the one before"
             )
 
-    def program(self) -> Pruner:
+    def program(self) -> "PyramidDrop":
         """Drops the schedule: `drop` is given the counts."""
         return PyramidDrop()
-
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
 
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut before each layer of the list."""
         del num_tokens
-        return tuple(
-            LayerCut(layer, (Tap("attention", layer),), "last") for layer in self._layers(config)
-        )
+        return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
     def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what is left from each layer of the list on, at least one token."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.vlm import Sequence, last_slots
-from stepprune_jax.pruning.base import Budget, LayerCut, Pruner, Survivors, keep_best
+from stepprune_jax.pruning.base import Budget, LayerCut, LayerPruner, Survivors, keep_best
 from stepprune_jax.pruning.schedule import (
     check_layers,
     choose_layers,
@@ -33,7 +33,7 @@ _FAR = jnp.finfo(jnp.float32).max
 
 
 @dataclasses.dataclass(frozen=True)
-class TextRated(Pruner):
+class TextRated(LayerPruner):
     """What the versions have in common: raters, and lists of how many tokens to keep.
 
     Attributes:
@@ -79,15 +79,11 @@ class TextRated(Pruner):
                 f"tokens is out of reach behind layers {', '.join(map(str, layers))} of {depth}"
             )
 
-    def program(self) -> Pruner:
+    def program(self) -> "TextRated":
         """Drops the schedule: `drop` is given the counts."""
         return dataclasses.replace(
             self, budget=Budget(), pruning_loc=None, sparse_token_list=None, average=True
         )
-
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
 
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut behind each layer of the list; the first one looks at embeddings too."""

@@ -15,20 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import (
-    Budget,
-    LayerCut,
-    Pruner,
-    Survivors,
-    evenly,
-    keep_best,
-)
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, evenly, keep_best
 
 _LOWEST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class TopV(Pruner):
+class TopV(LayerPruner):
     """Keeps the visual tokens that give most in an optimal transport through a layer.
 
     Attributes:
@@ -68,24 +61,11 @@ class TopV(Pruner):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"topv: {field} is {getattr(self, field)}, expected 0 or more")
 
-    def program(self) -> Pruner:
-        """Drops the number: `drop` is given the counts."""
-        return dataclasses.replace(self, budget=Budget())
-
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
-
     def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut behind the layer."""
         del config, num_tokens
         taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))
         return (LayerCut(self.layer + 1, taps),)
-
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns what stays behind the layer."""
-        del config
-        return (Survivors(self.budget.count(num_tokens)),)
 
     def drop(
         self,

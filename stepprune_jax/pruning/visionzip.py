@@ -55,6 +55,10 @@ class VisionZip(Pruner):
             contextual = max(1, round(5 * count / 32))
         return count - contextual, contextual
 
+    def program(self) -> Pruner:
+        """Keeps the number, which decides on the shapes of both kinds."""
+        return self
+
     def taps(self, config: Any) -> tuple[Tap, ...]:
         """Returns the class token's attention, the keys, and the output of the same block."""
         block = tower_block(config)

@@ -24,7 +24,7 @@ from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import count_at_bias
-from stepprune_jax.pruning import Budget, Method, Ranker, make_method
+from stepprune_jax.pruning import Budget, Method, Pruner, make_method
 from stepprune_jax.pruning.base import take
 from stepprune_jax.pruning.method import NO_PRUNING
 
@@ -141,16 +141,12 @@ OWN = Budget("own")
 
 
 @dataclasses.dataclass(frozen=True)
-class AnyOrder(Ranker):
+class AnyOrder(Pruner):
     """Keeps what its parameters say: an order and a count for each question by its number."""
 
     name: ClassVar[str] = "any"
     budgets: ClassVar[tuple[str, ...]] = ("own",)
     budget: Budget = OWN
-
-    def counts(self, params, ranking, exact):
-        del exact
-        return params[1][: len(ranking.order)]
 
     def select(self, params, view, capacity):
         order, count = params

@@ -20,7 +20,14 @@ from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import Padding, Prompts, Vision, read_images
 from stepprune_jax.inference.programs import num_compiled, run_choose
 from stepprune_jax.models import vlm
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Pruner, Ranker, View, make_method
+from stepprune_jax.pruning import (
+    PRUNERS,
+    AutoSelectConfig,
+    LayerPruner,
+    Ranker,
+    View,
+    make_method,
+)
 
 N, K, LAYERS, STEPS = 16, 5, 3, 4
 # Options with which a budget counts what the last layer sees, as it does for all other methods.
@@ -38,7 +45,7 @@ POLICIES = {
 }
 NAMES = tuple(PRUNERS)
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
-CUTTING = tuple(name for name in NAMES if PRUNERS[name].cuts is not Pruner.cuts)
+CUTTING = tuple(name for name in NAMES if issubclass(PRUNERS[name], LayerPruner))
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
 
