@@ -25,7 +25,7 @@ class Variant(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-# By their names on the command line; the last five are the files of configs/ablations.
+# By their names on the command line.
 VARIANTS = {
     "default": Variant(DEFAULT),
     "literal": Variant("StepPrune literal", ":literal"),
@@ -35,6 +35,10 @@ VARIANTS = {
     "last": Variant("last step's score", changes=("policy.aggregation=last",)),
     "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
     "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
+    "two_layers": Variant("two decoder layers", changes=("policy.decoder_layers=2",)),
+    "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
+    "group4": Variant("4 tokens a step", changes=("policy.group=4",)),
+    "group8": Variant("8 tokens a step", changes=("policy.group=8",)),
 }
 
 
