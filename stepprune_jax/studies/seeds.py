@@ -7,6 +7,7 @@ Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was i
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -46,6 +47,7 @@ from stepprune_jax.studies.spread import differences, summarise
 from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
 from stepprune_jax.training import read_run, train
 from stepprune_jax.workdir.checkpoints import claim
+from stepprune_jax.workdir.lock import locked
 
 RESULTS = "results.json"
 
@@ -140,17 +142,19 @@ def run_seeds(
     base = load_config(config, changes)
     evaluation = read_evaluation(base)
     planned = variant_configs(config, rows, changes)
-    places = split_folders(evaluation, workdir)
-    runs = plan(planned, workdir, seeds, places["validation"])
-    if processes > 1 and not train_only:
-        shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
-        shared += ["--set", *changes] if changes else []
-        todo = [run for run in runs if not run.policy_file.is_file()]
-        run_jobs([_job(run, shared) for run in todo], processes)
-    else:
-        for run in runs:
-            _train(run)
-    return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
+    # Processes that this one starts only write to the folders of their own runs.
+    with contextlib.nullcontext() if train_only else locked(workdir):
+        places = split_folders(evaluation, workdir)
+        runs = plan(planned, workdir, seeds, places["validation"])
+        if processes > 1 and not train_only:
+            shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
+            shared += ["--set", *changes] if changes else []
+            todo = [run for run in runs if not run.policy_file.is_file()]
+            run_jobs([_job(run, shared) for run in todo], processes)
+        else:
+            for run in runs:
+                _train(run)
+        return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
 
 
 def plan(

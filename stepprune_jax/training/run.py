@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
@@ -25,6 +25,7 @@ from stepprune_jax.training.settings import Run, make_mesh, make_setup
 from stepprune_jax.training.validation import Validation, read_questions
 from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.checkpoints import POLICY_FILE, Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import check_boards
 
 
@@ -71,8 +72,9 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
     Raises:
         FileNotFoundError: model, data or an image is missing.
-        ValueError: a bad configuration, bad data, or the folder of another run; too little memory;
-            or too many updates in a row without a finite loss and gradient.
+        ValueError: a bad configuration, bad data, the folder of another run, or one that another
+            process writes to; too little memory; or too many updates in a row without a finite loss
+            and gradient.
     """
     workdir = Path(workdir).expanduser().resolve()
     with user_input():
@@ -80,6 +82,15 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         check_boards(run.tensorboard, run.wandb)
         source = inspect_folder(*model_folders(run))
         setup = make_setup(run, source.config, mesh)
+    with locked(workdir):
+        _train(run, workdir, window, source, setup)
+
+
+def _train(
+    run: Run, workdir: Path, window: tuple[int, int] | None, source: Source, setup: step.Setup
+) -> None:
+    """Trains in a folder that no other process writes to."""
+    with user_input():
         data = distributed.main_first(lambda: training_source(run, workdir))
         questions = read_questions(run, setup, workdir)
         identities = model_identity(source), file_identity(data.file)
@@ -92,7 +103,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
-                rows = local_rows(mesh, run.batch_size)
+                rows = local_rows(setup.forward.mesh, run.batch_size)
                 batches = open_batches(run, data, identities[1], source, rows, distributed.say)
                 distributed.require_same(batches.identity, "the samples that can be trained on")
             if _stopped(interrupt):
