@@ -6,7 +6,6 @@ are copied along.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -77,14 +76,7 @@ def _pickles(source: Path) -> list[Path]:
     """The pickled weight files of a folder: those its index names, else those with known names."""
     index = source / "pytorch_model.bin.index.json"
     if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is not a shard index with a weight_map") from error
-        missing = [file for file in files if not (source / file).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are absent: {', '.join(missing)}")
-        return [source / file for file in files]
+        return [source / file for file in sorted(set(safetensors.read_weight_map(index).values()))]
     for pattern in _PATTERNS:
         files = sorted(source.glob(pattern))
         if files:

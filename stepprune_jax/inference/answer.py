@@ -305,7 +305,8 @@ def _answer_at_once(
     begin = time.perf_counter()
     state, limit = begun.batch.state, options.max_tokens
     end = pipeline.finish(model, state, begun.sampling, limit, options.execution)
-    tokens, count, step = jax.device_get((end.tokens, end.count, end.step))
+    tokens, count, step, finite = jax.device_get((end.tokens, end.count, end.step, end.finite))
+    decoding.check_finite(finite, np.arange(len(finite)))
     rate = _rate(int(step) - 1, time.perf_counter() - begin)
     return _answers(
         model, begun, [row[:n].tolist() for row, n in zip(tokens, count, strict=True)], rate
@@ -319,10 +320,12 @@ def _answer_by_token(
     begun = _begin(model, prompts, images, options)
     rows: list[list[int]] = [[] for _ in prompts]
     texts = [TextStream(model.tokenizer) for _ in prompts]
-    seconds, step = 0.0, 1
+    seconds, step, begin = 0.0, 1, time.perf_counter()
     before, state = np.zeros(len(rows), bool), begun.batch.state
-    token, finished = jax.device_get((state.token, state.finished))
     while True:
+        token, finished, finite = jax.device_get((state.token, state.finished, state.finite))
+        decoding.check_finite(finite, np.arange(len(rows)))
+        seconds += time.perf_counter() - begin
         last = step == options.max_tokens
         for row in np.flatnonzero(~before).tolist():
             rows[row].append(int(token[row]))
@@ -332,10 +335,8 @@ def _answer_by_token(
             yield _Event(row, int(token[row]), piece)
         if last or finished.all():
             return _answers(model, begun, rows, _rate(step - 1, seconds))
-        begin, before = time.perf_counter(), finished
-        state = pipeline.finish(model, state, begun.sampling, step + 1, options.execution)
-        token, finished = jax.device_get((state.token, state.finished))
-        seconds, step = seconds + time.perf_counter() - begin, step + 1
+        begin, before, step = time.perf_counter(), finished, step + 1
+        state = pipeline.finish(model, state, begun.sampling, step, options.execution)
 
 
 def _pieces(

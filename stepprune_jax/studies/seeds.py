@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import Policy, load_policy
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
@@ -303,7 +302,7 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     """A saved table, if it is about the same questions, settings and policy."""
     if not path.is_file():
         return None
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = read_json_object(path)
     return saved["table"] if saved["mark"] == mark else None
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.parallel import distributed
 from stepprune_jax.settings import Settings
 from stepprune_jax.user_input import user_input
@@ -119,10 +120,10 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
                 "are of: give another --workdir, or remove the folder"
             )
         workdir.mkdir(parents=True, exist_ok=True)
-        _write(path, run)
+        write_json(path, run)
         return run
     try:
-        old = json.loads(path.read_text())
+        old = read_json_object(path)
         changes = config.changes(old["config"])
         changes += ["the frozen model"] if old["model"] != model else []
         changes += ["the training file"] if old["data"] != data else []
@@ -134,12 +135,6 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
             "it began with. These differ:\n  " + "\n  ".join(changes)
         )
     return run
-
-
-def _write(path: Path, value: dict[str, Any]):
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(partial, path)
 
 
 class Checkpoints:
@@ -274,7 +269,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _damage(folder: Path) -> str:
     """What is wrong with the files of a checkpoint; empty if nothing is."""
     try:
-        hashes = json.loads((folder / "beside" / _HASHES).read_text())
+        hashes = read_json_object(folder / "beside" / _HASHES)
         for name, expected in hashes.items():
             if file_identity(folder / name) != expected:
                 return f"{name} is not what was written"

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from stepprune_jax.data.json_files import parse_json
+
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
 
@@ -133,8 +135,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         # A run that was killed may have cut its last line short.
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
+        with contextlib.suppress(ValueError):
+            row = parse_json(line, str(path))
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows

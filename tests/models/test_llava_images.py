@@ -1,4 +1,5 @@
 import json
+import math
 import warnings
 
 import numpy as np
@@ -179,7 +180,7 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     settings = images.image_settings(tmp_path)
     assert settings.resize_to == 40 and settings.crop_to == (30, 30) and settings.std == (1, 1, 1)
     plain.write_text("[")
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json, column 2: not JSON"):
         images.image_settings(tmp_path)
 
 
@@ -188,8 +189,22 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     [
         ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor 'Qwen2VL"),
         ({"image_processor_type": "LlavaNextImageProcessor"}, "unsupported image processor"),
-        ({"size": {"longest_edge": 5}}, "size must be"),
-        ({"crop_size": "big"}, "crop_size='big'"),
+        (
+            {"size": {"longest_edge": 5}},
+            "size is {'longest_edge': 5}, expected a number, {shortest",
+        ),
+        ({"crop_size": "big"}, "crop_size is 'big', expected a number or {height, width}, of 1 to"),
+        ({"crop_size": 1_000_000}, "crop_size is 1000000, expected"),
+        ({"crop_size": {"height": 336}}, "crop_size is {'height': 336}, expected"),
+        ({"size": {"shortest_edge": 0.5}}, "size is {'shortest_edge': 0.5}, expected a number, "),
+        ({"image_std": [1, 0, 1]}, r"image_std is \[1, 0, 1\], expected three finite"),
+        ({"image_std": [1, math.nan, 1]}, "image_std is .*, expected three finite"),
+        ({"image_mean": [1, 1]}, "image_mean is .*, expected three finite"),
+        ({"image_mean": "x"}, "image_mean is 'x', expected three finite"),
+        ({"rescale_factor": "x"}, "rescale_factor is 'x', expected a finite number above 0"),
+        ({"rescale_factor": math.inf}, "rescale_factor is inf"),
+        ({"resample": 9}, "resample is 9; supported: 0, 1"),
+        ({"do_resize": "no"}, "do_resize is 'no'; supported: True, False"),
     ],
 )
 def test_other_processors_are_refused(config, message):
