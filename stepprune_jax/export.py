@@ -8,7 +8,6 @@ and release/README.md, which says what it was trained on. The run may be unfinis
 
 import json
 import string
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from stepprune_jax.checkpoints.policy import Policy, read_config, save_policy
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.workdir.checkpoints import POLICY_FILE, read_latest
 from stepprune_jax.workdir.metrics import read_rows
@@ -140,4 +139,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.export", main)

@@ -51,7 +51,11 @@ def setting(
 
 def count(least: int = 1, **options: Any) -> Any:
     """A field that holds an integer from `least` on; options are those of `setting`."""
-    return setting(f"an integer from {least}", lambda value: is_count(value, least), **options)
+
+    def holds(value: Any) -> bool:
+        return is_count(value, least) and value < 1 << 31  # programs count in int32
+
+    return setting(f"an integer from {least}, below 2**31", holds, **options)
 
 
 def integer(**options: Any) -> Any:

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.data.json_files import parse_json, read_json_object, replace_file, write_json
+from stepprune_jax.data.json_files import (
+    file_named,
+    parse_json,
+    read_json_object,
+    replace_file,
+    write_json,
+)
 
 ANSWERS = "answers"
 
@@ -295,7 +301,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Appends lines to a file and flushes them to disk."""
-    with path.open("ab") as out:
+    with file_named(path), path.open("ab") as out:
         for line in lines:
             out.write(_bytes(line))
         out.flush()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.command_line import exit_with
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".md")
 _PATTERNS = ("pytorch_model*.bin", "consolidated*.pth", "model*.pt", "model*.bin")
@@ -192,4 +193,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.checkpoints.convert", main)

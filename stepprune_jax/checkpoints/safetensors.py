@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stepprune_jax.data.json_files import as_object, parse_json, read_json_object
+from stepprune_jax.data.json_files import as_object, file_named, parse_json, read_json_object
 from stepprune_jax.settings import is_count
 
 DTYPES = {
@@ -364,7 +364,7 @@ def write_file(
     raw += b" " * (-len(raw) % 8)  # aligned data lets other readers map it without a copy
     partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with file_named(partial), open(partial, "wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
             for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
                 if tensor.dtype != dtype or tensor.shape != shape:

@@ -1,7 +1,9 @@
 """JSON files: read strictly, with the place of every mistake named; written whole."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +189,17 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
     return words(value, field, where)
 
 
+@contextlib.contextmanager
+def file_named(path: Path) -> Iterator[None]:
+    """Names a file in an error that does not: that of a write to a full disk has no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Writes a file beside its place and moves it there: a reader never sees half of it.
 
@@ -195,8 +208,9 @@ def replace_file(path: Path, data: bytes) -> None:
         data: the content.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    with file_named(partial):
+        partial.write_bytes(data)
+        os.replace(partial, path)
 
 
 def write_json(path: Path, value: Any) -> None:

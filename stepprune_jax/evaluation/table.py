@@ -8,14 +8,13 @@ the row of all tokens is the runs' own.
 
 import csv
 import io
-import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.scores import read_scores
@@ -288,4 +287,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.evaluation.table", main)

@@ -22,6 +22,7 @@ from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
+from stepprune_jax.settings import is_count
 
 
 class Answer(NamedTuple):
@@ -222,10 +223,16 @@ def check_options(config: Any, options: Options) -> Method:
     if options.positions not in POSITIONS:
         raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
-    if options.max_tokens < 1:
-        raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
-    if options.context_limit is not None and options.context_limit < 1:
-        raise ValueError(f"context_limit is {options.context_limit}, expected at least 1")
+    longest = config.text.max_positions
+    if not is_count(options.max_tokens) or options.max_tokens > longest:
+        raise ValueError(
+            f"max_tokens is {options.max_tokens!r}, expected an integer from 1 to {longest}, the "
+            "positions that the model was trained with"
+        )
+    if options.context_limit is not None and not is_count(options.context_limit):
+        raise ValueError(f"context_limit is {options.context_limit!r}, expected an integer from 1")
+    if isinstance(options.seed, int) and not (is_count(options.seed, 0) and options.seed < 1 << 32):
+        raise ValueError(f"seed is {options.seed}, expected an integer from 0, below 2**32")
     return method_of(config, options)
 
 

@@ -24,6 +24,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import Policy, load_policy
+from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import report as report_folder
@@ -96,7 +97,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+    # Orbax reports every file it touches, and failures with a traceback before it raises them.
+    logging.set_verbosity(logging.FATAL)
     try:
         run_seeds(**vars(options))
     except (ValueError, OSError) as error:
@@ -312,4 +314,4 @@ def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.studies.seeds", main)

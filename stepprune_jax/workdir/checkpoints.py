@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ POLICY_FILE = "policy.safetensors"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
+# How TensorStore's messages call a full disk and missing permissions.
+_REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
 # Hashes of a checkpoint's files, stored among them.
 _HASHES = "files.json"
 
@@ -169,16 +172,33 @@ class Checkpoints:
             step: updates done.
             saved: arrays; they may be donated as soon as this returns.
             about: what else belongs to the state, as JSON has it.
+
+        Raises:
+            OSError: this state or the one before cannot be written, as on a full disk.
         """
         if step == self.latest:
             return
-        self._manager.wait_until_finished()
-        self._writing = step
         beside = {"about": about or {}, "shapes": _shapes(saved)}
         parts = ocp.args.Composite(
             arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(beside)
         )
-        self._manager.save(step, args=parts)
+        with self._written():
+            self._manager.wait_until_finished()
+            self._writing = step
+            self._manager.save(step, args=parts)
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Reports what the disk refuses, now or in the background, in one line."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the latter from TensorStore
+            if not isinstance(error, OSError) and not any(code in str(error) for code in _REFUSED):
+                raise
+            reason = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
+            what = f"checkpoint {self._writing} cannot be written to {self._folder}"
+            with user_input():
+                raise OSError(f"{what}; those before it stay: {reason}") from error
 
     def _seal(self):
         """Notes the hashes of all files, when they are written and before they get their name."""
@@ -250,8 +270,13 @@ class Checkpoints:
         distributed.main_first(self._manager.reload)
 
     def close(self):
-        """Waits for what is being written."""
-        self._manager.close()
+        """Waits for what is being written.
+
+        Raises:
+            OSError: as `save`.
+        """
+        with self._written():
+            self._manager.close()
 
 
 @jax.jit
