@@ -118,7 +118,6 @@ def test_every_row_answers_every_question_in_order(run, root):
         ("all-tokens", {}),
         ("stepprune-exact-77.8", {"policy": stepprune(), "budget": 2}),
         ("stepprune-own-stop", {"policy": stepprune(), "stop_bias": 0.0}),
-        ("autoselect-like-exact-55.6", {"policy": one_shot(), "budget": 4}),
     ],
 )
 def test_answers_are_those_of_generate(run, root, model, method, options):
@@ -183,7 +182,8 @@ def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
 
 # Stopped within the shapes world, and within a public benchmark.
 @pytest.mark.parametrize(
-    ("batch_size", "appends", "names"), [(1, 20, ("shapes", "textvqa")), (4, 37, NAMES)]
+    ("batch_size", "appends", "names"),
+    [(1, 20, ("shapes", "textvqa")), pytest.param(4, 37, NAMES, marks=pytest.mark.slow)],
 )
 def test_interrupted_runs_resume_with_what_is_missing(
     run, config, tmp_path, batch_size, appends, names, monkeypatch

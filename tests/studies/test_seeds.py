@@ -44,6 +44,7 @@ def changes(world):
         f"data.folder={world / 'data'}",
         "eval.budgets=[4, 2]",
         "eval.batch_size=4",
+        "eval.methods=all,random",
         "steps=100",
     ]
 
