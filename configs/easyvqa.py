@@ -147,6 +147,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
     c.eval.methods = ""  # rows, as "all,grid,stepprune"; all without any
+    c.eval.options = ""  # of pruners, as "fastv layer=3 average=False; holov crops=8"
+    c.eval.positions = "original"  # or "compact", or "own": of each method's authors
     c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
     c.eval.budgets = (48, 32, 16)
     c.eval.batch_size = 32
