@@ -86,11 +86,11 @@ def plan_rows(
         have are left out.
     """
     budgets = [Budget("count", count) for count in settings.budgets]
-    rows, n = [], config.max_image_tokens
+    rows, n, given = [], config.max_image_tokens, settings.pruner_options
     for name, kind in PRUNERS.items() if untrained else ():
         if kind.config_type is not None:
             continue
-        options = {"seed": seed} if name == "random" else {}
+        options = ({"seed": seed} if name == "random" else {}) | given.get(name, {})
         for budget in [Budget()] if kind.budgets == ("all",) else budgets:
             row = TableRow(kind.label, budget, make_method(name, budget, options=options))
             try:

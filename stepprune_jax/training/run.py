@@ -1,6 +1,7 @@
 """The training loop, from the settings of a run to a trained selector's file."""
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,14 @@ from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
+from stepprune_jax.checkpoints.policy import (
+    Policy,
+    config_metadata,
+    load_policy,
+    save_policy,
+)
 from stepprune_jax.data.source import training_source
+from stepprune_jax.export import latest_policy
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
@@ -99,7 +106,7 @@ def _train(
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            if checkpoints.latest == run.steps and (workdir / POLICY_FILE).is_file():
+            if checkpoints.latest == run.steps and _policy_is_there(workdir, run.steps):
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
@@ -120,6 +127,35 @@ def _train(
                 _loop(_Loop(*parts), about, window)
         finally:
             checkpoints.close()
+
+
+def _policy_is_there(workdir: Path, steps: int) -> bool:
+    """Whether the file of a finished run is there; one that is not what was learned is replaced."""
+    path = workdir / POLICY_FILE
+    if not path.is_file():
+        return False
+    try:
+        found, problem = load_policy(path), "it holds another policy"
+    except (OSError, ValueError) as error:
+        found, problem = None, str(error)
+    if jax.process_count() > 1:  # a checkpoint is read by all processes or by none
+        return not distributed.any_process(found is None)
+    with user_input():
+        step, policy, _ = latest_policy(workdir)
+    if step == steps and not _same(found, policy):
+        print(f"warning: {path} is written again: {problem}", file=sys.stderr, flush=True)
+        save_policy(policy, path)
+    return step == steps
+
+
+def _same(one: Policy | None, other: Policy) -> bool:
+    """Whether two policies are equal to the bit."""
+    if one is None or (one.config, one.stop_bias) != (other.config, other.stop_bias):
+        return False
+    leaves = map(jax.tree.leaves, (one, other))
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        np.array_equal(*pair) for pair in zip(*leaves, strict=True)
+    )
 
 
 def _stopped(interrupt: Interrupt) -> bool:

@@ -146,6 +146,19 @@ def test_a_program_that_configurations_share_is_compiled_once(cpu_target, capsys
     assert lines[3].endswith("| ok |")  # the stop of the literal reading is another
 
 
+def test_results_are_kept_for_the_next_run(cpu_target, capsys, monkeypatch, tmp_path):
+    flags = ["--target", "h200", "--program", "take", "--results", str(tmp_path / "results.jsonl")]
+    assert command.main(flags) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(cpu_target, "compile", None)  # there is nothing left to compile
+    assert command.main(flags) == 0
+    assert capsys.readouterr().out == first
+    (tmp_path / "results.jsonl").write_text("[]\n")
+    with pytest.raises(SystemExit), command.one_line_errors(command.NAME):
+        command.main(flags)
+    assert "results.jsonl, line 1: expected a result" in capsys.readouterr().err
+
+
 def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch):
     def fail(self, lowered):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape | shapes\nmust be the same")

@@ -26,6 +26,7 @@ def test_each_way_through_the_loop_is_timed_once(capsys):
     assert float(rows(output, "10^9 operations")["tables"][0]) > 0
 
 
+@pytest.mark.slow
 def test_a_run_agrees_with_itself(tmp_path, capsys):
     write_split(tmp_path / "data", "test", 2, 0)
     save_policy(stepprune(), tmp_path / "policy.safetensors")
