@@ -6,6 +6,8 @@ AOT_VENV ?= .venv-aot
 AOT_FLAGS ?=
 RUN ?= runs/shapes
 DEMO_FLAGS ?=
+# For example "-k images"; SEED=N repeats a run.
+FUZZ_FLAGS ?=
 # The rows of the README's table; without it eval.py answers with every pruner there is.
 DEMO_ROWS ?= all,random,grid,cls,fastv,visionzip,autoselect,stepprune,StepPrune literal
 PY = $(VENV)/bin/python
@@ -37,6 +39,11 @@ test: env
 # What takes minutes: kills, several processes, full shapes, benchmarks.
 test-slow: env
 	$(PYTEST) -m slow
+
+# Hostile files and configurations, a hundred times as many as in the suite; the seed is printed.
+fuzz: env
+	seed=$${SEED:-$$(date +%s)}; echo "SEED=$$seed"; \
+	$(PY) -m pytest tests/fuzz --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(FUZZ_FLAGS)
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -29,6 +29,9 @@ gc.set_threshold(50_000, 20, 50)
 hypothesis.settings.register_profile(
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
+hypothesis.settings.register_profile(
+    "fuzz", hypothesis.settings.get_profile("suite"), max_examples=10_000, print_blob=True
+)
 hypothesis.settings.load_profile("suite")
 
 

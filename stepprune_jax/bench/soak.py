@@ -54,12 +54,15 @@ class Look(NamedTuple):
         generations: so far.
         programs: compiled.
         megabytes: resident memory, in MiB.
+        maps: mapped regions of memory, of which Linux allows a process 65,530 by default; a
+            program on a CPU takes some for each of its kernels.
         seconds: since the start.
     """
 
     generations: int
     programs: int
     megabytes: float
+    maps: int
     seconds: float
 
 
@@ -95,10 +98,12 @@ def _image(random: np.random.Generator) -> Image.Image:
     return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
 
 
-def resident_megabytes() -> float:
-    """Resident memory of this process in MiB."""
+def _look(generations: int, begin: float) -> Look:
+    """What this process holds now, `begin` seconds on the clock being its start."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Look(generations, num_compiled(), megabytes, maps, time.perf_counter() - begin)
 
 
 def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
@@ -117,13 +122,12 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
     words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
     most = policy.config.steps(model.config.max_image_tokens)
     begin = time.perf_counter()
-    yield Look(0, num_compiled(), resident_megabytes(), 0.0)
+    yield _look(0, begin)
     asked = itertools.islice(requests(seed, words, policy, most), generations)
     for number, (prompts, images, options) in enumerate(asked, start=1):
         generate(model, prompts, images, warm_up=False, **options)
         if number * looks // generations > (number - 1) * looks // generations:
-            seconds = time.perf_counter() - begin
-            yield Look(number, num_compiled(), resident_megabytes(), seconds)
+            yield _look(number, begin)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -135,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.generations < 1 or arguments.seed < 0:
         parser.error("--generations is from 1 on, --seed from 0")
     print(f"{machine()}, seed {arguments.seed}\n", flush=True)
-    print(
-        "| generations | programs | resident MiB | s |\n| ---: | ---: | ---: | ---: |", flush=True
-    )
+    header = "| generations | programs | resident MiB | maps | s |"
+    print(f"{header}\n{'| ---: ' * 5}|", flush=True)
     for look in soak(arguments.generations, arguments.seed):
-        done, programs, megabytes, seconds = look
-        print(f"| {done:,} | {programs} | {megabytes:,.0f} | {seconds:.0f} |", flush=True)
+        done, programs, megabytes, maps, seconds = look
+        cells = f"{done:,} | {programs} | {megabytes:,.0f} | {maps:,} | {seconds:.0f}"
+        print(f"| {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Configurations of models, image processors, policies and runs: taken, or refused by field."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,6 @@ import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import make_config
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
@@ -19,8 +20,9 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings, hf_processor, settings_from_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning import Budget
+from stepprune_jax.settings import read
 from stepprune_jax.testing import tiny_hf_config
-from stepprune_jax.training import read_run
+from stepprune_jax.training.settings import Run
 
 MODEL = tiny_hf_config()
 
@@ -91,21 +93,20 @@ def test_policies(policy, data):
         assert math.isfinite(found.stop_bias)
 
 
-FIELDS = sorted(make_config("m", "d").to_dict())
+def shapes_run():
+    """The fields of configs/shapes.py."""
+    path = pathlib.Path(__file__).parents[2] / "configs" / "shapes.py"
+    spec = importlib.util.spec_from_file_location("a_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config().to_dict()
 
 
 @cases(60)
-@given(raw=changed({name: value for name, value in make_config("m", "d").to_dict().items()}))
+@given(raw=changed(shapes_run()))
 def test_runs(raw):
-    config = make_config("m", "d")
-    config.unlock()
-    for name in FIELDS:
-        if name not in raw:
-            del config[name]
-        elif config[name] != raw[name]:
-            config.update({name: raw[name]}) if not isinstance(raw[name], dict) else None
     with one_line("config"):
-        read_run(config)
+        read(Run, raw)
 
 
 @cases(150)

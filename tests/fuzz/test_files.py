@@ -20,7 +20,6 @@ from stepprune_jax.data.images import LONGEST_SIDE, open_image
 from stepprune_jax.data.json_files import read_json_lines, read_json_list, read_json_object
 from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
 from stepprune_jax.evaluation.scores import read_scores
-from stepprune_jax.workdir.checkpoints import read_json_object as read_run_file
 from stepprune_jax.workdir.metrics import read_rows
 
 
@@ -47,7 +46,7 @@ JSON_BYTES = st.one_of(
 def test_json(folder, data):
     path = folder / "x.json"
     path.write_bytes(data)
-    for read in (read_json_object, read_json_list, read_json_lines, read_run_file):
+    for read in (read_json_object, read_json_list, read_json_lines):
         with one_line(path):
             read(path)
     assert all(isinstance(row["step"], int) for row in read_rows(path))
