@@ -55,6 +55,7 @@ def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
         assert not learned or "float32" in dtypes, name
 
 
+@pytest.mark.slow
 def test_programs_of_a_tiny_model_compile_here(tmp_path):
     """On the CPU: what the table lists are programs, not only traces."""
     mesh = build_mesh("data", jax.devices()[:2])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from plain_decoder import plain_logits
+from quick import quick_or_slow
 from small_world import one_shot, stepprune
 
 from stepprune_jax import PolicyConfig, testing
@@ -396,9 +397,7 @@ def alone(view, row):
     return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
 
 
-@pytest.mark.parametrize(
-    ("budget", "bias"), [(7, None), ("1/3", None), ("own", 2.0), ("own", -1000.0)]
-)
+@pytest.mark.parametrize(("budget", "bias"), [("1/3", None), ("own", 2.0), ("own", -1000.0)])
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_different_size_share_a_batch(model, name, budget, bias):
     kind = PRUNERS[name]
@@ -428,7 +427,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
 
 
-@pytest.mark.parametrize("budget", [2, K, "2/3"])
+@pytest.mark.parametrize("budget", [2, "2/3"])
 @pytest.mark.parametrize("name", COUNTING)
 def test_kept_tokens_keep_their_invariants(model, name, budget):
     chosen = method(name, budget)
@@ -440,7 +439,11 @@ def test_kept_tokens_keep_their_invariants(model, name, budget):
         check(name, kept, view, [count] * 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Operation by operation these take seconds each.
+LOOPS = ("autoselect", "dart", "pyramiddrop", "sparsevlm", "sparsevlm_v2", "stepprune", "topv")
+
+
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, {*NAMES} - {*LOOPS}))
 def test_compiled_equals_plain_calls(model, name):
     chosen = method(name)
     pruner, params = chosen

@@ -165,7 +165,7 @@ def test_a_selector_may_be_blind_to_the_question():
     config.autoselect.text = True
     assert build(config) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
     assert blind.text_width == 0
-    with pytest.raises(ValueError, match="config.autoselect.text is 1, expected True or False"):
+    with pytest.raises(ValueError, match=r"config.autoselect.text is 1, expected True or False"):
         selectors.build("autoselect", {"text": 1}, MODEL)
 
 
