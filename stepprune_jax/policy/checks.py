@@ -55,7 +55,7 @@ def require_finite_tree(name: str, tree: Any):
     if not leaves or not all(is_static(leaf) for _, leaf in leaves):
         return
     # One look at the device, however many leaves there are.
-    counts = np.asarray(_nonfinite([leaf for _, leaf in leaves]))
+    counts = np.asarray(_nonfinite([leaf for _, leaf in leaves])).tolist()
     for (path, leaf), count in zip(leaves, counts, strict=True):
         require(
             count == 0,
