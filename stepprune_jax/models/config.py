@@ -66,8 +66,12 @@ class RopeScaling:
     original_max_positions: int = 8192
 
 
-def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from either generation of field names."""
+def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Reads base and scaling of the rotary embedding, from either generation of field names.
+
+    Raises:
+        ValueError: an unsupported kind of scaling, or one that lacks a field.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta", config.get("rope_theta") or 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
@@ -98,7 +102,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama language model.
+    """Shape of a language model of Llama's kind.
 
     Attributes:
         vocab_size: number v of token embeddings.
@@ -113,6 +117,9 @@ class LlamaConfig:
         max_positions: pretrained length in tokens.
         tie_embeddings: the output head is the transposed embedding.
         rope_scaling: None or a supported stretching.
+        rope_sections: for tokens with several position ids, how many pairs of channels each of them
+            turns; empty for one id.
+        qkv_bias: whether the projections to queries, keys and values have biases.
     """
 
     vocab_size: int
@@ -127,6 +134,8 @@ class LlamaConfig:
     max_positions: int = 2048
     tie_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    rope_sections: tuple[int, ...] = ()
+    qkv_bias: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -136,6 +145,11 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"text: head_dim {self.head_dim} must be even for rotary positions")
+        if self.rope_sections and 2 * sum(self.rope_sections) != self.head_dim:
+            raise ValueError(
+                f"text: mrope_section {list(self.rope_sections)} does not add up to half of "
+                f"head_dim {self.head_dim}"
+            )
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
@@ -159,7 +173,7 @@ class LlamaConfig:
         checked(config, "mlp_bias", False, (False,), where)
         hidden_size = positive(config, "hidden_size", 4096, where)
         num_heads = positive(config, "num_attention_heads", 32, where)
-        theta, scaling = _rope(config, where)
+        theta, scaling = read_rope(config, where)
         return cls(
             vocab_size=positive(config, "vocab_size", 32000, where),
             hidden_size=hidden_size,
