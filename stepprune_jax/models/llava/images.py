@@ -4,7 +4,6 @@ Every number equals that of the Pillow image processor of ``transformers``, bit 
 Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,8 @@ from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, read_processor
 from stepprune_jax.models.llava.config import LlavaConfig
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
 RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
@@ -69,30 +66,7 @@ def image_settings(folder: str | Path) -> ImageSettings:
         FileNotFoundError: neither file is there.
         ValueError: a file is not JSON or describes another kind of processor.
     """
-    folder = Path(folder)
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
-        return settings_from_hf(_read_json(path), str(path))
-    path = folder / "processor_config.json"
-    if path.is_file():
-        processor = _read_json(path).get("image_processor")
-        if isinstance(processor, dict):
-            return settings_from_hf(processor, str(path))
-    raise FileNotFoundError(
-        f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
-        "image_processor entry), which says how images are resized and normalised"
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON object, naming the file when it is none."""
-    try:
-        value = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+    return settings_from_hf(*read_processor(folder))
 
 
 def settings_from_hf(
