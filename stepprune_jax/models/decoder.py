@@ -139,9 +139,10 @@ class LlamaAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        query = split_heads(Dense(heads * c, use_bias=config.qkv_bias, name="query")(x), heads)
-        key = split_heads(Dense(kv_heads * c, use_bias=config.qkv_bias, name="key")(x), kv_heads)
-        value = split_heads(Dense(kv_heads * c, use_bias=config.qkv_bias, name="value")(x), kv_heads)
+        bias = config.qkv_bias
+        query = split_heads(Dense(heads * c, use_bias=bias, name="query")(x), heads)
+        key = split_heads(Dense(kv_heads * c, use_bias=bias, name="key")(x), kv_heads)
+        value = split_heads(Dense(kv_heads * c, use_bias=bias, name="value")(x), kv_heads)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:

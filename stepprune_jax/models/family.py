@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.models import llava
+from stepprune_jax.models import llava, qwen2_5_vl
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
@@ -144,6 +144,29 @@ class Family(Protocol):
             ValueError: it describes another kind of processor.
         """
 
+    def bound_images(
+        self,
+        config: ModelConfig,
+        folder: str | Path,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> ModelConfig:
+        """Bounds the area of resized images as the folder's processor does, or the user.
+
+        Args:
+            config: the model's.
+            folder: that says how images are processed.
+            min_pixels: least area, in place of the folder's.
+            max_pixels: largest area, in place of the folder's.
+
+        Returns:
+            The configuration, whose `max_image_tokens` follows.
+
+        Raises:
+            FileNotFoundError: the folder does not say.
+            ValueError: bounds that no image meets, or bounds of images that all have one size.
+        """
+
     def preprocess(self, config: ModelConfig, settings: Any, images: Sequence[Image.Image]) -> Any:
         """Turns RGB images, whose sizes may differ, into pixels.
 
@@ -269,7 +292,7 @@ class Family(Protocol):
         """Counts the operations of the `tower` and the `projector` for an image of this grid."""
 
 
-FAMILIES: dict[str, Any] = {"llava": llava}
+FAMILIES: dict[str, Any] = {"llava": llava, "qwen2_5_vl": qwen2_5_vl}
 
 
 def find_family(raw: dict[str, Any]) -> Any:

@@ -69,6 +69,27 @@ def image_settings(folder: str | Path) -> ImageSettings:
     return settings_from_hf(*read_processor(folder))
 
 
+def bound_images(
+    config: LlavaConfig,
+    folder: str | Path,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> LlavaConfig:
+    """Returns the configuration: all images have the tower's size.
+
+    Raises:
+        ValueError: bounds are given.
+    """
+    del folder
+    for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
+        if value is not None:
+            side = config.vision.image_size
+            raise ValueError(
+                f"{name} is {value}, but this model takes images of one size, {side} x {side}"
+            )
+    return config
+
+
 def settings_from_hf(
     config: dict[str, Any], source: str = "image processor config"
 ) -> ImageSettings:
