@@ -99,9 +99,7 @@ def inspect_folder(
     configured, bounds = family.vision_folder(raw), (min_pixels, max_pixels)
     if configured is not None:
         vision, origin = _vision_folder(folder, configured, vision_folder)
-        config = family.bound_images(
-            family.read_config(raw, _read_config(vision)), vision, *bounds
-        )
+        config = family.bound_images(family.read_config(raw, _read_config(vision)), vision, *bounds)
         return Source(folder, config, vision, (str(folder_or_hub_id), origin))
     if vision_folder is not None:
         raise ValueError(
