@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from stepprune_jax import policy
 from stepprune_jax.bench.memory import MODELS
-from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
 from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
@@ -68,7 +67,7 @@ def model_of(run: Run) -> ModelConfig:
     name = name.replace("llava-1.5", "llava")
     if name in MODELS:
         return LlavaConfig.from_hf(MODELS[name])
-    return inspect_folder(*model_folders(run)).config
+    return model_source(run).config
 
 
 class Programs:
@@ -214,9 +213,9 @@ class Programs:
         return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
 
     def _statistics(self) -> Any:
-        real = self._by_rows(_shape((self._rows,), bool))
+        tokens = self._by_rows(_shape((self._rows,)))
         return step.gather_stats.trace(
-            self._trained_through, self._stats, self._pixels(self._rows), real, setup=self._setup
+            self._trained_through, self._stats, self._pixels(self._rows), tokens, setup=self._setup
         )
 
     def _validation(self) -> Any:

@@ -90,8 +90,8 @@ def load_vlm(
 
     LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
     CLIP folder), Qwen2.5-VL with the names of its published files and with those of newer
-    `transformers`; all from safetensors files. Configuration, tokenizer and every tensor's name and shape
-    are checked before the first weight is read.
+    `transformers`; all from safetensors files. Configuration, tokenizer and every tensor's name
+    and shape are checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, or a Hugging Face hub id.

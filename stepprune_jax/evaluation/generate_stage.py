@@ -28,8 +28,8 @@ from stepprune_jax.benchmarks.answer_files import (
     outstanding,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
@@ -154,7 +154,7 @@ def generate_answers(
     folder, settings = answers_folder(run, workdir), run.eval
     with user_input():
         policies = _policies(settings, workdir, policy)
-        source = inspect_folder(*model_folders(run))
+        source = model_source(run)
         check_policies(policies, source.config, settings)
         benchmarks = read_benchmarks(run, workdir, policies)
     return answer_benchmarks(run, benchmarks, policies, source, folder)

@@ -56,6 +56,10 @@ class ModelConfig(Protocol):
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
 
     @property
+    def sizes_vary(self) -> bool:
+        """Whether images may differ in their number of visual tokens."""
+
+    @property
     def class_token_block(self) -> int | None:
         """The tower's block whose class token ranks patches by attention; None without one."""
 

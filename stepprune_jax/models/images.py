@@ -123,6 +123,11 @@ def join_images(parts: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *arrays: _concatenate(arrays), *parts)
 
 
+def stack_images(parts: Sequence[Any]) -> Any:
+    """Stacks images, which may differ in size; as `join_images`, without their first axis."""
+    return join_images([jax.tree.map(lambda array: array[None], part) for part in parts])
+
+
 def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates along the first axis, padding the others at their ends."""
     shape = np.max([array.shape[1:] for array in arrays], axis=0, initial=0).astype(int)

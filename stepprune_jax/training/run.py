@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.frozen import image_bounds, model_dtype, model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
 from stepprune_jax.data.source import training_source
+from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
@@ -78,7 +78,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     with user_input():
         mesh = make_mesh(run)
         check_boards(run.tensorboard, run.wandb)
-        source = inspect_folder(*model_folders(run))
+        source = model_source(run)
         setup = make_setup(run, source.config, mesh)
         data = distributed.main_first(lambda: training_source(run, workdir))
         questions = read_questions(run, setup, workdir)
@@ -124,7 +124,13 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
     folder, vision_folder = model_folders(run)
     mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
     model = load_vlm(
-        folder, mesh, dtype, vision_folder=vision_folder, layers="stacked", progress=progress
+        folder,
+        mesh,
+        dtype,
+        vision_folder=vision_folder,
+        layers="stacked",
+        progress=progress,
+        **image_bounds(run),
     )
     distributed.say(
         f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {run.steps} steps "
@@ -156,9 +162,11 @@ def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:
     images = loop.batches.first_images(loop.run.data.stats_images)
     while part := list(itertools.islice(images, size)):
         real = np.arange(size) < len(part)
-        part += part[:1] * (size - len(part))
-        pixels, real = place_rows(setup.forward.mesh, (np.stack(part), real))
-        stats = step.gather_stats(loop.model.params, stats, pixels, real, setup=setup)
+        pixels = stack_images([*part, *part[:1] * (size - len(part))])
+        family = setup.model.family
+        tokens = family.num_tokens(setup.model, family.grids(setup.model, pixels))
+        pixels, tokens = place_rows(setup.forward.mesh, (pixels, np.where(real, tokens, 0)))
+        stats = step.gather_stats(loop.model.params, stats, pixels, tokens, setup=setup)
     return stats
 
 

@@ -136,6 +136,11 @@ class LlavaConfig:
         return state - 1 if state else None
 
     @property
+    def sizes_vary(self) -> bool:
+        """False: all images have as many visual tokens."""
+        return False
+
+    @property
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image; here of every image."""
         return self.vision.num_patches + (self.feature_select == "full")

@@ -163,6 +163,11 @@ class QwenConfig:
         """None: the tower has no class token."""
 
     @property
+    def sizes_vary(self) -> bool:
+        """True: an image has as many visual tokens as its size gives."""
+        return True
+
+    @property
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image: those of `max_pixels`, or more where bounds are low.
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.config import checked
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, ByteCache, join_images, read_processor
+from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, ByteCache, read_processor, stack_images
 from stepprune_jax.models.qwen2_5_vl.config import MAX_ASPECT, QwenConfig, QwenVisionConfig
 from stepprune_jax.user_input import user_input
 
@@ -282,7 +282,7 @@ def preprocess(
     parts = [
         _to_patches(config.vision, table, _resize(config, settings, image)) for image in images
     ]
-    return join_images([jax.tree.map(lambda x: x[None], part) for part in parts])
+    return stack_images(parts)
 
 
 class PatchCache(ByteCache):
