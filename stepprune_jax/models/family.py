@@ -63,6 +63,14 @@ class ModelConfig(Protocol):
     def class_token_block(self) -> int | None:
         """The tower's block whose class token ranks patches by attention; None without one."""
 
+    @property
+    def received_block(self) -> int | None:
+        """The tower's block that offers taps "received" and "keys", a value a visual token.
+
+        None without one. "received" [i, n] is how much a token is attended to by all of its image;
+        "keys" [i, n, c] by what tokens are alike.
+        """
+
 
 @runtime_checkable
 class Family(Protocol):
@@ -151,7 +159,7 @@ class Family(Protocol):
     def bound_images(
         self,
         config: ModelConfig,
-        folder: str | Path,
+        folder: str | Path | None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> ModelConfig:
@@ -159,7 +167,8 @@ class Family(Protocol):
 
         Args:
             config: the model's.
-            folder: that says how images are processed.
+            folder: that says how images are processed; None for the bounds that the configuration
+                has.
             min_pixels: least area, in place of the folder's.
             max_pixels: largest area, in place of the folder's.
 

@@ -136,6 +136,10 @@ class LlavaConfig:
         return state - 1 if state else None
 
     @property
+    def received_block(self) -> None:
+        """None: patches are ranked by the class token."""
+
+    @property
     def sizes_vary(self) -> bool:
         """False: all images have as many visual tokens."""
         return False

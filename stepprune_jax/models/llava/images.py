@@ -71,7 +71,7 @@ def image_settings(folder: str | Path) -> ImageSettings:
 
 def bound_images(
     config: LlavaConfig,
-    folder: str | Path,
+    folder: str | Path | None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> LlavaConfig:

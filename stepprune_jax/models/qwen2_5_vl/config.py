@@ -163,6 +163,12 @@ class QwenConfig:
         """None: the tower has no class token."""
 
     @property
+    def received_block(self) -> int | None:
+        """The last block, if it sees the whole image."""
+        last = self.vision.num_layers - 1
+        return last if last in self.vision.full_blocks else None
+
+    @property
     def sizes_vary(self) -> bool:
         """True: an image has as many visual tokens as its size gives."""
         return True

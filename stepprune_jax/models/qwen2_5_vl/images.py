@@ -118,7 +118,7 @@ def _settings_from_hf(config: dict[str, Any], source: str) -> ImageSettings:
 
 def bound_images(
     config: QwenConfig,
-    folder: str | Path,
+    folder: str | Path | None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> QwenConfig:
@@ -126,7 +126,7 @@ def bound_images(
 
     Args:
         config: the model's.
-        folder: the checkpoint's.
+        folder: the checkpoint's; None for the bounds that the configuration has.
         min_pixels: least area, in place of the folder's.
         max_pixels: largest area, in place of the folder's.
 
@@ -137,8 +137,20 @@ def bound_images(
         FileNotFoundError: the folder does not say how images are processed.
         ValueError: bounds that are none, or a processor for other patches than the model's.
     """
-    processor, source = read_processor(folder)
-    vision = config.vision
+    least, most = config.min_pixels, config.max_pixels
+    if folder is not None:
+        least, most = _processor_bounds(config.vision, *read_processor(folder))
+    return dataclasses.replace(
+        config,
+        min_pixels=least if min_pixels is None else min_pixels,
+        max_pixels=most if max_pixels is None else max_pixels,
+    )
+
+
+def _processor_bounds(
+    vision: QwenVisionConfig, processor: dict[str, Any], source: str
+) -> tuple[int, int]:
+    """The bounds of a Hugging Face image processor dict, which must be for the tower's patches."""
     for field, value in (
         ("patch_size", vision.patch_size),
         ("temporal_patch_size", vision.temporal_patch_size),
@@ -151,11 +163,7 @@ def bound_images(
     )
     least = processor.get("min_pixels") or size.get("min_pixels") or size["shortest_edge"]
     most = processor.get("max_pixels") or size.get("max_pixels") or size["longest_edge"]
-    return dataclasses.replace(
-        config,
-        min_pixels=int(least) if min_pixels is None else min_pixels,
-        max_pixels=int(most) if max_pixels is None else max_pixels,
-    )
+    return int(least), int(most)
 
 
 def hf_processor(config: QwenConfig, settings: ImageSettings) -> dict[str, dict[str, Any]]:
