@@ -10,7 +10,7 @@ DEMO_FLAGS ?=
 DEMO_ROWS ?= all,random,grid,cls,fastv,visionzip,autoselect,stepprune,StepPrune literal
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test lint bench aot env clean
+.PHONY: demo report test test-slow lint bench aot env clean
 
 env: $(VENV)/.installed
 
@@ -29,8 +29,14 @@ report: env
 	$(PY) -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
 	  --seeds 0 1 2 3 4 --processes 2
 
+PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: env
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# What takes minutes: kills, several processes, full shapes, benchmarks.
+test-slow: env
+	$(PYTEST) -m slow
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -83,6 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.encoder_layers = 2  # Sec. 3.2
     c.policy.decoder_layers = 2  # silent; with one, the printed MLP would have no gradient
     c.policy.encoder_attention = "bidirectional"  # Sec. 3.2
+    c.policy.text = True  # whether it sees the question
     c.policy.text_gate = "printed" if literal else "attention"  # changed
     c.policy.max_steps = 288  # T_max, Sec. 4.1
     c.policy.min_tokens = 0 if literal else 8  # silent
@@ -113,6 +114,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.dtype = "float32"  # silent
 
     c.autoselect = ConfigDict()  # the one-shot baseline, as large as the policy's encoder
+    c.autoselect.text = True  # its papers have it see the image alone
     c.autoselect.width = 1024
     c.autoselect.num_heads = 16
     c.autoselect.mlp_ratio = 4
@@ -152,6 +154,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
     c.eval.methods = ""  # rows, as "all tokens,StepPrune"; all without any
+    c.eval.options = ""  # of pruners, as "fastv layer=3 average=False; holov crops=8"
+    c.eval.positions = "original"  # or "compact", or "own": of each method's authors
     c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
     c.eval.budgets = (192, 128, 64)  # Table 1
     c.eval.batch_size = 1  # silent; as LLaVA's own programs

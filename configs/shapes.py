@@ -77,6 +77,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.encoder_layers = 2
     c.policy.decoder_layers = 1
     c.policy.encoder_attention = "bidirectional"
+    c.policy.text = True  # whether it sees the question
     c.policy.text_gate = "printed" if literal else "attention"
     c.policy.max_steps = config_dict.placeholder(int)  # empty: half of the tokens
     c.policy.min_tokens = 0 if literal else 8
@@ -107,6 +108,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.dtype = config_dict.placeholder(str)
 
     c.autoselect = ConfigDict()  # the one-shot baseline, as large as the policy's encoder
+    c.autoselect.text = True  # its papers have it see the image alone
     c.autoselect.width = 64
     c.autoselect.num_heads = 4
     c.autoselect.mlp_ratio = 4
@@ -147,6 +149,8 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
     c.eval.methods = ""  # rows, as "all,grid,stepprune"; all without any
+    c.eval.options = ""  # of pruners, as "fastv layer=3 average=False; holov crops=8"
+    c.eval.positions = "original"  # or "compact", or "own": of each method's authors
     c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
     c.eval.budgets = (48, 32, 16)
     c.eval.batch_size = 32

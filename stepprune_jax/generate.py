@@ -88,7 +88,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     options = Options(
         policy=load_policy(arguments.policy) if arguments.policy is not None else None,
-        pruner_options=dict(map(_option, arguments.pruner_options)),
+        pruner_options=read_options("--pruner_options", arguments.pruner_options),
         execution=Execution(attention=arguments.attention),
         **{name: getattr(arguments, name) for name in _OPTIONS},
     )
@@ -99,14 +99,6 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     dtype, layers = _DTYPES[arguments.dtype], arguments.layers
     params = load_params(source, mesh, dtype, layers=layers)
     return VLM(params, source.config, tokenizer, settings, source.folder), images, options
-
-
-def _option(text: str) -> tuple[str, str]:
-    """A key and its value."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ValueError(f"--pruner_options: {text!r}, expected KEY=VALUE such as layer=3")
-    return key, value
 
 
 def _check_trace(arguments: argparse.Namespace) -> None:

@@ -7,11 +7,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LONG = ("composing.md",)  # it trains
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG))
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ],
+    ids=lambda p: p.name,
 )
 def test_code_blocks_run(page):
     text, namespace = page.read_text(), {}

@@ -6,20 +6,24 @@
 
 Without flags a selection of targets, configurations and programs is compiled; flags name others,
 and all combinations of them are compiled. The exit status is 1 if a program failed to compile.
+With `--results FILE` every result is kept at once: the same command again continues where it was
+interrupted, and after a change compiles what the change touched.
 """
 
 import argparse
 import hashlib
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from stepprune_jax.aot.hlo import loops
-from stepprune_jax.aot.programs import DTYPES, Programs, load_run
+from stepprune_jax.aot.programs import DTYPES, ROWS, Programs, load_run
 from stepprune_jax.command_line import Parser, one_line_errors
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
@@ -42,7 +46,10 @@ COLUMNS = (
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
-ABLATIONS = ("alive", "autoselect", "causal", "last", "uniform")
+# What the scores of an ablation are part of, and what its selector is part of: all else of it is as
+# in `configs/shapes.py`.
+LEARNING = ("update",)
+CHOOSING = ("update", "rank", *(f"{name} {rows}" for name in ("select", "answer") for rows in ROWS))
 PICKS = ("policy.pick 1", "policy.pick 2", "policy.pick 8")
 # Those that have failed on some target, or are built like them.
 CRITICAL = (*PICKS, "prefill cut")
@@ -57,6 +64,10 @@ class Group(NamedTuple):
     programs: Sequence[str] = ()
 
 
+def _ablations(*names: str) -> list[str]:
+    return [f"configs/ablations/{name}.py" for name in names]
+
+
 SHORT = (
     Group(("h200", "v5e"), (SHAPES,), ("float32",)),
     Group(("h200", "v5e"), (SHAPES,), ("bfloat16",), CRITICAL),
@@ -64,8 +75,10 @@ SHORT = (
 )
 FULL = (
     Group(TARGETS, (SHAPES, f"{SHAPES}:literal"), ("float32", "bfloat16")),
-    Group(TARGETS, [f"configs/ablations/{name}.py" for name in ABLATIONS], ("float32",)),
-    Group(TARGETS, (LLAVA, f"{LLAVA}:literal"), ("mixed", "bfloat16")),
+    Group(TARGETS, _ablations("alive", "last", "uniform"), ("float32",), LEARNING),
+    Group(TARGETS, _ablations("autoselect", "causal"), ("float32",), CHOOSING),
+    Group(TARGETS, (LLAVA,), ("mixed", "bfloat16")),
+    Group(TARGETS, (f"{LLAVA}:literal",), ("mixed", "bfloat16"), (*CHOOSING, *PICKS)),
 )
 
 
@@ -79,6 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", help="files, such as configs/shapes.py:literal")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="of model and policy")
     parser.add_argument("--program", nargs="+", help="such as update, or 'select own 8'")
+    parser.add_argument("--results", type=Path, help="file that keeps them, a JSON line each")
     flags = parser.parse_args(arguments)
     if flags.full and (flags.target or flags.config or flags.dtype or flags.program):
         parser.error("--full stands alone: it has targets, configurations and programs of its own")
@@ -127,14 +141,45 @@ def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[l
     return [f"{size / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
 
 
-def rows(group: Group, done: dict[str, list[str]]) -> Iterator[tuple[list[str], bool]]:
-    """Compiles a group: the lines of the table, and whether each program compiled.
+class Results(dict[str, list[str]]):
+    """Lines of the table by a digest of target, program and compiler.
 
     Configurations share programs, the tower for example, which are compiled once for a target.
+    """
+
+    def __init__(self, path: Path | None):
+        """Reads those of earlier runs.
+
+        Args:
+            path: JSON lines, to which new results are appended; None keeps nothing.
+
+        Raises:
+            ValueError: a line is not a result.
+        """
+        super().__init__()
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                digest, *cells = json.loads(line)
+                self[digest] = list(map(str, cells))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: expected a result, {error}") from error
+
+    def keep(self, digest: str, cells: list[str]) -> None:
+        """Adds a program that compiled."""
+        self[digest] = cells
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([digest, *cells]) + "\n")
+
+
+def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
+    """Compiles a group: the lines of the table, and whether each program compiled.
 
     Args:
         group: what to compile.
-        done: lines by a digest of target and program, which is added to.
+        done: what need not be compiled again; it is added to.
 
     Raises:
         FileNotFoundError: there is no such configuration.
@@ -157,22 +202,27 @@ def rows(group: Group, done: dict[str, list[str]]) -> Iterator[tuple[list[str], 
         for program in group.programs or known:
             head = [name, str(len(to.devices)), config, dtype, program]
             lowered = programs.trace(program).lower()
-            digest = hashlib.sha256(f"{name} {lowered.as_text()}".encode()).hexdigest()
-            if digest in done:
-                same = done[digest]
-                result = f"{same[-1]} (as {same[2]}, {same[3]})"
-                yield [*head, *same[5:7], "0", result], not same[-1].startswith("FAILED")
-                continue
-            cells, compiled = compile_row(ACCELERATORS[known_as(kind)].memory, to, lowered)
-            done[digest] = [*head, *cells]
-            yield done[digest], compiled
+            text = f"{name} {jax.__version__} {lowered.as_text()}"
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            same = done.get(digest)
+            if same is None:
+                cells, compiled = compile_row(ACCELERATORS[known_as(kind)].memory, to, lowered)
+                if compiled:
+                    done.keep(digest, [*head, *cells])
+                yield [*head, *cells], compiled
+            elif same[:5] == head:
+                yield same, True
+            else:
+                yield [*head, *same[5:7], "0", f"{same[-1]} (as {same[2]}, {same[3]})"], True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; 1 if a program failed to compile, else 0."""
     flags = parse(arguments)
+    with user_input():
+        done = Results(flags.results)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
-    failed, done = 0, {}
+    failed = 0
     for group in groups(flags):
         for row, compiled in rows(group, done):
             print("| " + " | ".join(row) + " |", flush=True)

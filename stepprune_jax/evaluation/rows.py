@@ -66,7 +66,7 @@ def plan_rows(
     settings: EvalSettings,
     config: Any,
     policies: Mapping[str, Policy],
-    biases: Mapping[str, Mapping[int, float]],
+    biases: Mapping[str, Mapping[int | str, float]],
     seed: int,
     untrained: bool = True,
 ) -> list[TableRow]:
@@ -86,11 +86,11 @@ def plan_rows(
         have are left out.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
-    rows, n = [], config.max_image_tokens
+    rows, n, given = [], config.max_image_tokens, settings.pruner_options
     for name, kind in PRUNERS.items() if untrained else ():
         if kind.config_type is not None:
             continue
-        options = {"seed": seed} if name == "random" else {}
+        options = ({"seed": seed} if name == "random" else {}) | given.get(name, {})
         for budget in [Budget()] if kind.budgets == ("all",) else budgets:
             row = TableRow(kind.label, budget, make_method(name, budget, options=options))
             try:
@@ -104,8 +104,8 @@ def plan_rows(
         rows += [TableRow(name, b, make_method(None, b, policy=policy), name) for b in budgets]
         if name not in biases:
             continue
-        for given, exact in zip(settings.budgets, budgets, strict=True):
-            budget, bias = Budget("mean", exact.count(n)), biases[name][given]
+        for asked, exact in zip(settings.budgets, budgets, strict=True):
+            budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
             method = make_method(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, method, name))
         if name == DEFAULT:

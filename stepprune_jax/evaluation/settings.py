@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget
+from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, read_options
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -80,6 +80,8 @@ class EvalSettings(Settings, group="eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as LLaVA's figures have it.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
+        options: of untrained pruners, in place of their defaults, as "fastv layer=3
+            average=False; holov crops=8".
         samples: questions of each public benchmark whose selections are kept to be drawn.
         budgets: exact numbers of tokens, and mean ones for a learned stop; or shares of each
             image's tokens, as "1/3" or "33.3%".
@@ -103,6 +105,7 @@ class EvalSettings(Settings, group="eval"):
     questions: Mapping[str, str] = _question_files()
     textvqa_ocr: bool = switch(default=True)
     methods: str = text(default="")
+    options: str = text(default="")
     samples: int = count(0, default=12)
     budgets: tuple[int | str, ...] = setting(
         "distinct integers from 1, or shares such as 1/3",
@@ -134,11 +137,20 @@ class EvalSettings(Settings, group="eval"):
         lower = {name.lower() for name in known}
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
         self.require("methods", not strange, f"some of {', '.join(known)}")
+        untrained = [name for name, kind in PRUNERS.items() if kind.config_type is None]
+        expected = f"options behind names of {', '.join(untrained)}"
+        self.require("options", {*untrained} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
         """`benchmarks`, each once."""
         return list(dict.fromkeys(_listed(self.benchmarks)))
+
+    @property
+    def pruner_options(self) -> dict[str, dict[str, str]]:
+        """`options` by the names of the pruners."""
+        parts = [part.split() for part in self.options.split(";") if part.strip()]
+        return {name: read_options("config.eval.options", texts) for name, *texts in parts}
 
     @property
     def public(self) -> list[str]:

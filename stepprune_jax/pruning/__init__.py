@@ -20,7 +20,7 @@ from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
-from stepprune_jax.pruning.method import PRUNERS, Method, make_method
+from stepprune_jax.pruning.method import PRUNERS, Method, make_method, read_options
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
@@ -61,4 +61,5 @@ __all__ = [
     "View",
     "VisionZip",
     "make_method",
+    "read_options",
 ]

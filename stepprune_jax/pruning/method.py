@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from stepprune_jax.pruning.all_tokens import AllTokens
@@ -127,6 +127,28 @@ def make_method(
     bias = policy.stop_bias if stop_bias is None else stop_bias
     pruner = kind(budget=budget, config=policy.config, **fields)
     return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
+
+
+def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
+    """Reads options of a pruner, for `make_method`.
+
+    Args:
+        where: what users wrote them in, for messages.
+        texts: each "KEY=VALUE".
+
+    Returns:
+        The values by key, as text.
+
+    Raises:
+        ValueError: a text is of another form.
+    """
+    options = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{where}: {text!r}, expected KEY=VALUE such as layer=3")
+        options[key] = value
+    return options
 
 
 def _name_of(policy: TrainedPolicy) -> str:

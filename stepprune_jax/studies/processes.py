@@ -1,9 +1,12 @@
 """Runs several programs at a time, each on its share of the processors."""
 
 import os
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,25 +51,37 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
     slots: dict[int, tuple[Job, subprocess.Popen]] = {}
     waiting, cpus = list(jobs), shares(processes)
     begin, done = time.monotonic(), 0
+    with _exit_when_terminated():
+        try:
+            while waiting or slots:
+                for slot in range(processes):
+                    if slot not in slots and waiting:
+                        slots[slot] = (waiting[0], _start(waiting.pop(0), cpus[slot]))
+                time.sleep(_WAIT)
+                for slot, (job, process) in list(slots.items()):
+                    if process.poll() is None:
+                        continue
+                    del slots[slot]
+                    _check(job, process.returncode)
+                    done += 1
+                    left = (time.monotonic() - begin) / done * (len(jobs) - done)
+                    progress = f"{done} of {len(jobs)}, {left:.0f} s left"
+                    print(f"trained {job.name} ({progress})", flush=True)
+        finally:
+            for _, process in slots.values():
+                process.terminate()
+            for _, process in slots.values():
+                process.wait()
+
+
+@contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """Lets SIGTERM unwind the stack, so that what was started does not outlive this process."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        while waiting or slots:
-            for slot in range(processes):
-                if slot not in slots and waiting:
-                    slots[slot] = (waiting[0], _start(waiting.pop(0), cpus[slot]))
-            time.sleep(_WAIT)
-            for slot, (job, process) in list(slots.items()):
-                if process.poll() is None:
-                    continue
-                del slots[slot]
-                _check(job, process.returncode)
-                done += 1
-                left = (time.monotonic() - begin) / done * (len(jobs) - done)
-                print(f"trained {job.name} ({done} of {len(jobs)}, {left:.0f} s left)", flush=True)
+        yield
     finally:
-        for _, process in slots.values():
-            process.terminate()
-        for _, process in slots.values():
-            process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(job: Job, cpus: Sequence[int]) -> subprocess.Popen:

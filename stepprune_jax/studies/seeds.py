@@ -3,7 +3,8 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
     python -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
-Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was interrupted.
+Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was interrupted. All rows
+that are trained are evaluated; `--set eval.methods=all,random` says which others are.
 """
 
 import argparse
@@ -260,8 +261,10 @@ def _evaluate_missing(
     def records(path: Path, mark: str, seed: int, policies: dict[str, Policy]) -> list[Records]:
         # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
         folder = path.parent / f"{ANSWERS}_{mark}"
+        # What `methods` leaves out are rows without training: those that were trained are wanted.
+        chosen = dataclasses.replace(settings, methods="") if policies else settings
         answers = answer_benchmarks(
-            dataclasses.replace(base, seed=seed),
+            dataclasses.replace(base, seed=seed, eval=chosen),
             [benchmark],
             policies,
             source,
@@ -289,6 +292,8 @@ def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
     pairs = zip(test.questions, test.answers, strict=True)
     parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
     free = {"rows": {}, "ablations": {}, "batch_size": 1}
+    if run is not None:
+        free["methods"] = ""
     parts.append(repr(dataclasses.replace(settings, **free)))
     if run is not None:
         parts.append(hashlib.sha256(run.policy_file.read_bytes()).hexdigest())

@@ -35,6 +35,7 @@ VARIANTS = {
     "last": Variant("last step's score", changes=("policy.aggregation=last",)),
     "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
     "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
+    "blind": Variant("no question", changes=("policy.text=False",)),
     "two_layers": Variant("two decoder layers", changes=("policy.decoder_layers=2",)),
     "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
     "group4": Variant("4 tokens a step", changes=("policy.group=4",)),

@@ -62,7 +62,8 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
 
     Args:
         method: of `METHODS`.
-        fields: the group of the run's configuration that describes it.
+        fields: the group of the run's configuration that describes it; "text" says whether it sees
+            the question.
         model: the frozen model.
 
     Returns:
@@ -72,7 +73,8 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
         ValueError: an unknown field, or a value that the class refuses.
     """
     kind, group = METHODS[method]
-    known = {field.name for field in dataclasses.fields(kind)} - {"feature_width", "text_width"}
+    widths = {"feature_width", "text_width"}
+    known = {field.name for field in dataclasses.fields(kind)} - widths | {"text"}
     unknown = sorted(set(fields) - known)
     if unknown:
         raise ValueError(
@@ -86,10 +88,14 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
             f"config.{group}.max_steps is {values['max_steps']!r}, expected None, half of each "
             "image's tokens: images of this model differ in their number"
         )
+    text = values.pop("text", True)
+    if not isinstance(text, bool):
+        raise ValueError(f"config.{group}.text is {text!r}, expected True or False")
     budgets = values.get("random_budget", (0, 1))
     if len(budgets) != 2 or not all(isinstance(share, float | int) for share in budgets):
         raise ValueError(f"config.{group}.random_budget is {budgets!r}, expected two shares")
-    return kind(feature_width=model.feature_width, text_width=model.text.hidden_size, **values)
+    text_width = model.text.hidden_size if text else 0
+    return kind(feature_width=model.feature_width, text_width=text_width, **values)
 
 
 def gradient_groups(selector: Selector) -> tuple[str, ...]:

@@ -100,7 +100,11 @@ class Run(Settings):
         eval: settings of `eval.py`, which reads them.
     """
 
-    _added: ClassVar[Mapping[str, Any]] = {"policy.group": 1}
+    _added: ClassVar[Mapping[str, Any]] = {
+        "policy.group": 1,
+        "policy.text": True,
+        "autoselect.text": True,
+    }
 
     method: str = choice(tuple(selectors.METHODS))
     seed: int = count(0)

@@ -55,6 +55,7 @@ def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
         assert not learned or "float32" in dtypes, name
 
 
+@pytest.mark.slow
 def test_programs_of_a_tiny_model_compile_here(tmp_path):
     """On the CPU: what the table lists are programs, not only traces."""
     mesh = build_mesh("data", jax.devices()[:2])
@@ -144,6 +145,19 @@ def test_a_program_that_configurations_share_is_compiled_once(cpu_target, capsys
     assert lines[2].endswith(f"| 0 | ok (as {command.SHAPES}, float32) |")
     assert lines[0].split(" | ")[5:7] == lines[2].split(" | ")[5:7]
     assert lines[3].endswith("| ok |")  # the stop of the literal reading is another
+
+
+def test_results_are_kept_for_the_next_run(cpu_target, capsys, monkeypatch, tmp_path):
+    flags = ["--target", "h200", "--program", "take", "--results", str(tmp_path / "results.jsonl")]
+    assert command.main(flags) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(cpu_target, "compile", None)  # there is nothing left to compile
+    assert command.main(flags) == 0
+    assert capsys.readouterr().out == first
+    (tmp_path / "results.jsonl").write_text("[]\n")
+    with pytest.raises(SystemExit), command.one_line_errors(command.NAME):
+        command.main(flags)
+    assert "results.jsonl, line 1: expected a result" in capsys.readouterr().err
 
 
 def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch):

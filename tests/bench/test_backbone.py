@@ -20,6 +20,7 @@ def cells(output, start):
     return rows
 
 
+@pytest.mark.slow
 def test_ours_and_the_reference_agree_in_the_timed_run(capsys):
     backbone.main([*SMALL, "--dtype", "float32", "--attention", "matmul", "xla"])
     output = capsys.readouterr().out

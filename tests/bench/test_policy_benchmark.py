@@ -16,6 +16,7 @@ def rows(output, start):
     return {line[0]: line[1:] for line in lines[first + 2 :] if len(line) == len(lines[first])}
 
 
+@pytest.mark.slow
 def test_each_way_through_the_loop_is_timed_once(capsys):
     policy.main(f"{SMALL} --parts loop operations --layers 1 --group 1 2".split())
     output = capsys.readouterr().out
@@ -26,6 +27,7 @@ def test_each_way_through_the_loop_is_timed_once(capsys):
     assert float(rows(output, "10^9 operations")["tables"][0]) > 0
 
 
+@pytest.mark.slow
 def test_a_run_agrees_with_itself(tmp_path, capsys):
     write_split(tmp_path / "data", "test", 2, 0)
     save_policy(stepprune(), tmp_path / "policy.safetensors")

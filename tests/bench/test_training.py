@@ -70,9 +70,10 @@ def test_weights_are_drawn_in_their_places():
     assert float(drawn["language"]["norm"]["scale"].min()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
-    config = tiny_config(mesh="single")
+    config = tiny_config(mesh="data=2,fsdp=2,tensor=2")
     found = training.measure(config, FIELDS, 2, IDS, tmp_path)
     assert found.policy > 0 and found.fed > 0 and 0 <= found.wait < found.update
     assert found.peak is None  # a CPU does not say

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
@@ -54,6 +55,7 @@ def _write_sparse(folder, config):
     return max(sizes.values())
 
 
+@pytest.mark.slow
 def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path):
     text = {
         "hidden_size": 2048,

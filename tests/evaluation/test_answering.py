@@ -294,6 +294,7 @@ def test_a_broken_image_is_named(model, tmp_path):
         encode_questions(model, [Question("a", bad, "dog", "x")], batch_size=2)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_orders_and_answers(model, test, test_split):
     mesh = build_mesh("data_tensor")
     there = load_vlm(model.folder, mesh, jnp.float32, progress=False)

@@ -106,7 +106,8 @@ def test_the_whole_run_has_all_answers(whole):
 
 
 # Killed within the shapes world, and within a public benchmark.
-@pytest.mark.parametrize("lines", [7, pytest.param(23, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [7, 23])
 def test_a_killed_run_resumes_with_what_is_missing(world, whole, tmp_path, lines):
     process = start(world, tmp_path)
     wait_for([process], tmp_path, lines)

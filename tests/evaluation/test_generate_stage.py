@@ -118,7 +118,6 @@ def test_every_row_answers_every_question_in_order(run, root):
         ("all-tokens", {}),
         ("stepprune-exact-77.8", {"policy": stepprune(), "budget": 2}),
         ("stepprune-own-stop", {"policy": stepprune(), "stop_bias": 0.0}),
-        ("autoselect-like-exact-55.6", {"policy": one_shot(), "budget": 4}),
     ],
 )
 def test_answers_are_those_of_generate(run, root, model, method, options):
@@ -183,7 +182,8 @@ def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
 
 # Stopped within the shapes world, and within a public benchmark.
 @pytest.mark.parametrize(
-    ("batch_size", "appends", "names"), [(1, 20, ("shapes", "textvqa")), (4, 37, NAMES)]
+    ("batch_size", "appends", "names"),
+    [(1, 20, ("shapes", "textvqa")), pytest.param(4, 37, NAMES, marks=pytest.mark.slow)],
 )
 def test_interrupted_runs_resume_with_what_is_missing(
     run, config, tmp_path, batch_size, appends, names, monkeypatch
@@ -452,15 +452,12 @@ def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
 def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
     settings, seed = config.eval, 3
 
-    def labels(methods):
-        rows = generate_stage.plan_rows(
-            dataclasses.replace(settings, methods=methods, benchmarks="pope"),
-            model.config,
-            {},
-            {},
-            seed,
-        )
-        return {row.label for row in rows}
+    def rows(**changes):
+        changed = dataclasses.replace(settings, benchmarks="pope", **changes)
+        return generate_stage.plan_rows(changed, model.config, {}, {}, seed)
+
+    def labels(methods, options=""):
+        return {row.label for row in rows(methods=methods, options=options)}
 
     # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
     # layers count, the first one alone takes more than PyramidDrop's mean.
@@ -470,6 +467,18 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
     assert labels("grid") == {"grid"}
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")
+    # Unless options say otherwise.
+    given = "fastv layer=1; pyramiddrop average=False layer_list=[1]; random seed=5"
+    assert labels("", given) == labels("") | {"FastV", "PyramidDrop"}
+    (own,) = {row.method.pruner.seed for row in rows(methods="random", options=given)}
+    assert own == 5
+    for options, message in {
+        "fastv layer": r"config.eval.options: 'layer', expected KEY=VALUE",
+        "stepprune group=2": r"config.eval.options is 'stepprune group=2', expected options behind",
+        "fastv rank=2": "fastv has no option 'rank'; its options: average, layer",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            labels("", options)
 
 
 def test_prompts_beyond_the_context_lose_their_end(model, root):

@@ -26,6 +26,8 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.data.corpus import Limits, make_row
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.generate import main
 from stepprune_jax.models import qwen2_5_vl, vlm
@@ -34,6 +36,8 @@ from stepprune_jax.models.qwen2_5_vl import tower
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
 from stepprune_jax.models.stack import Execution, lay_out
+from stepprune_jax.training.batches import stack_targets
+from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 
 # Sizes (height, width) that are rounded, reduced, enlarged, and narrow.
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31))
@@ -271,6 +275,45 @@ def test_position_ids_and_logits_equal_the_reference(pair, seen):
         ).logits
         assert_close(logits[row, :length], expected[0], what=f"row {row}")
         assert error(narrow[row, :length].astype(jnp.float32), expected[0]) < 0.06
+
+
+def test_the_loss_of_answers_equals_the_reference(pair, seen):
+    """Of two conversations whose images have 35 and 12 tokens."""
+    theirs, ours, _ = seen
+    config = pair.model.config
+    encoder = ConversationEncoder(
+        pair.model.tokenizer, qwen2_5_vl.place_images, qwen2_5_vl.conversation
+    )
+    turns, images = (("Red?", "No."), ("What?", "A dog.", "Why?", "So.")), (0, 2)
+    limits = Limits(config.max_image_tokens, 400, 16)
+    rows = [make_row(encoder.encode(said, 1), limits) for said in turns]
+    assert [pair.model.tokenizer.decode(row.target) for row in rows] == [
+        "No.<|im_end|>",
+        "A dog.<|im_end|>So.<|im_end|>",
+    ]
+    targets = stack_targets(rows, ours.grid[list(images)], 200, 32)
+    tokens, _ = encode(pair.model.params, config, ours, (Tap("received", -1), Tap("keys", 2)))
+    loss = jax.jit(lm_loss, static_argnums=(1, 2))(
+        pair.model.params, config, ForwardOptions(), tokens[np.array(images)], targets
+    )
+    patches, total = theirs["pixel_values"].split(theirs["image_grid_thw"].prod(1).tolist()), 0
+    for row, number in zip(rows, images, strict=True):
+        count = int(ours.grid[number].prod())
+        at = row.ids.tolist().index(S)
+        ids = [*row.ids[:at], *[pair.raw["image_token_id"]] * count, *row.ids[at + 1 :]]
+        ids = torch.tensor([list(map(int, ids))])
+        pair.torch.model.rope_deltas = None
+        logits = pair.torch(
+            input_ids=ids,
+            mm_token_type_ids=(ids == pair.raw["image_token_id"]).int(),
+            pixel_values=patches[number],
+            image_grid_thw=theirs["image_grid_thw"][number : number + 1],
+        ).logits[0]
+        places = torch.tensor(row.place + count - 1)
+        total += torch.nn.functional.cross_entropy(
+            logits[places], torch.tensor(row.target).long(), reduction="sum"
+        )
+    np.testing.assert_allclose(loss, total / sum(len(row.target) for row in rows), rtol=1e-5)
 
 
 def test_compact_positions_are_the_same_on_all_axes(pair, seen):

@@ -58,6 +58,7 @@ def test_data_are_drawn_at_the_size_of_the_configuration(config, tmp_path):
         assert (manifest["side"], manifest["grid"]) == (336, 24)
 
 
+@pytest.mark.slow
 def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
     config.policy.update({"width": 4, "num_heads": 1, "mlp_ratio": 1, "encoder_layers": 1})
     assert config.policy.max_steps == 288

@@ -42,6 +42,7 @@ def small_config(folder):
     return read_pretraining(config)
 
 
+@pytest.mark.slow
 def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_path):
     folder = tmp_path / "data"
     (folder / "images").mkdir(parents=True)

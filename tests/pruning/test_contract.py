@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from plain_decoder import plain_logits
+from quick import quick_or_slow
 from small_world import one_shot, stepprune
 
 from stepprune_jax import PolicyConfig, testing
@@ -23,7 +24,6 @@ from stepprune_jax.models import vlm
 from stepprune_jax.pruning import (
     PRUNERS,
     AutoSelectConfig,
-    LayerPruner,
     Ranker,
     View,
     make_method,
@@ -45,7 +45,6 @@ POLICIES = {
 }
 NAMES = tuple(PRUNERS)
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
-CUTTING = tuple(name for name in NAMES if issubclass(PRUNERS[name], LayerPruner))
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
 
@@ -122,6 +121,15 @@ def answer(model, pruner, batch=BATCH, **options):
         **options,
     )
     return Run(answers, begun[0])
+
+
+def begin(model, chosen, batch=BATCH, padding=pipeline.LADDERS):
+    """Up to the first token, by the pipeline's stages."""
+    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
+    images = read_images(model.config, request.pixels)
+    vision = pipeline.encode(model, images, chosen.pruner.taps(model.config))
+    prompts, options = make_prompts(request), RunOptions(max_tokens=STEPS)
+    return pipeline.begin(model, chosen, prompts, vision, greedy(()), options, padding=padding)
 
 
 @pytest.fixture(scope="module")
@@ -226,15 +234,14 @@ def test_the_list_is_keyed_by_name():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_full_budget_is_the_unpruned_model(model, run, name):
-    full, unpruned = answer(model, method(name, N)), run("all")
-    difference = np.abs(full.begun.trace.logits - unpruned.begun.trace.logits).max(1)
+    full, unpruned = begin(model, method(name, N)), run("all").begun
+    difference = np.abs(full.trace.logits - unpruned.trace.logits).max(1)
     if not PRUNERS[name].exact_when_full:
         assert "not the unpruned model" in " ".join(PRUNERS[name].__doc__.split())
         assert (difference[:2] > 0.01).all() and difference[2] < 1e-5
         return
     np.testing.assert_allclose(difference, 0, atol=1e-5)
-    assert [a.token_ids for a in full.answers] == [a.token_ids for a in unpruned.answers]
-    assert [a.kept for a in full.answers] == [N, 2 * N, 0]
+    np.testing.assert_array_equal(full.kept, [N, 2 * N, 0])
 
 
 @pytest.mark.parametrize("name", COUNTING)
@@ -272,37 +279,19 @@ def test_decoding_from_caches_equals_recomputing(model, run, tokens_of, decode_s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_do_not_influence_each_other(run, name):
-    one, other = run(name), run(name, OTHER)
-    shapes = [[stage.index.shape for stage in batch.begun.trace.stages] for batch in (one, other)]
-    assert shapes[0] != shapes[1]
-    assert one.answers[1].token_ids == other.answers[1].token_ids
-    assert one.answers[1].kept == other.answers[1].kept
-    ours, theirs = one.arrays(1), other.arrays(1)
-    for part in ours:
-        np.testing.assert_allclose(ours[part], theirs[part], atol=1e-5, err_msg=part)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stages_by_themselves_and_larger_buckets_change_nothing(model, run, name):
-    chosen = method(name)
-    request = read_request(model.tokenizer, model.image_settings, model.config, *BATCH)
-    images = read_images(model.config, request.pixels)
-    options, padding = RunOptions(max_tokens=STEPS), Padding((K + 2, N), 100)
-    vision = pipeline.encode(model, images, chosen.pruner.taps(model.config))
-    batch = make_prompts(request), vision, greedy(())
-    begun = pipeline.begin(model, chosen, *batch, options, padding=padding)
-    small = run(name).begun
+def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
+    """By the pipeline's stages, one by one; row 1 is the same in both batches."""
+    small, chosen = run(name).begun, method(name)
+    begun = begin(model, chosen, OTHER, Padding((K + 2, N), 100))
     enters = chosen.pruner.entering(N)
     slots = [[stage.index.shape[1] for stage in b.trace.stages] for b in (begun, small)]
     assert slots[0][0] == 100 + 2 * (N if enters == N else K + 2)
     assert slots[0] > slots[1]
-    np.testing.assert_allclose(begun.trace.logits, small.trace.logits, atol=1e-5)
-    np.testing.assert_array_equal(begun.kept, small.kept)
-    for row in range(3):
-        ours, theirs = trace_arrays(begun, row), trace_arrays(small, row)
-        for part in set(ours) - {"logits"}:
-            np.testing.assert_array_equal(ours[part], theirs[part], err_msg=part)
+    assert begun.kept[1] == small.kept[1]
+    ours, theirs = trace_arrays(begun, 1), trace_arrays(small, 1)
+    assert ours.keys() == theirs.keys()
+    for part in ours:
+        np.testing.assert_allclose(ours[part], theirs[part], atol=1e-5, err_msg=part)
 
 
 @pytest.mark.parametrize("name", COUNTING)
@@ -317,7 +306,7 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
     np.testing.assert_array_equal(result.arrays(1)[f"image_{last}"], [0] * count + [1] * count)
 
 
-@pytest.mark.parametrize("name", ["random", *CUTTING])
+@pytest.mark.parametrize("name", ["random", "fastv", "sparsevlm"])
 def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
     whole = run(name).begun
     limit = int(run(name).arrays(0)["slot_0"][0]) + 2  # within the first image
@@ -408,9 +397,7 @@ def alone(view, row):
     return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
 
 
-@pytest.mark.parametrize(
-    ("budget", "bias"), [(7, None), ("1/3", None), ("own", 2.0), ("own", -1000.0)]
-)
+@pytest.mark.parametrize(("budget", "bias"), [("1/3", None), ("own", 2.0), ("own", -1000.0)])
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_different_size_share_a_batch(model, name, budget, bias):
     kind = PRUNERS[name]
@@ -440,7 +427,7 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
 
 
-@pytest.mark.parametrize("budget", [2, K, "2/3"])
+@pytest.mark.parametrize("budget", [2, "2/3"])
 @pytest.mark.parametrize("name", COUNTING)
 def test_kept_tokens_keep_their_invariants(model, name, budget):
     chosen = method(name, budget)
@@ -452,7 +439,11 @@ def test_kept_tokens_keep_their_invariants(model, name, budget):
         check(name, kept, view, [count] * 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Operation by operation these take seconds each.
+LOOPS = ("autoselect", "dart", "pyramiddrop", "sparsevlm", "sparsevlm_v2", "stepprune", "topv")
+
+
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, {*NAMES} - {*LOOPS}))
 def test_compiled_equals_plain_calls(model, name):
     chosen = method(name)
     pruner, params = chosen

@@ -52,6 +52,7 @@ def view(*taps, count, seed=0):
 run_select = jax.jit(
     lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
 )
+keep_all_crops = jax.jit(keep_in_crops, static_argnums=4)
 
 
 def crops_by_hand(tokens, received, count, alpha):
@@ -89,7 +90,7 @@ def crops_by_hand(tokens, received, count, alpha):
 def test_crops_share_the_budget_of_images_of_any_size(counts):
     tokens, received, _, valid = rows()
     received[1, :3] = 50  # so that the first crop gets more than it has
-    kept = jax.jit(keep_in_crops)(tokens, received, valid, jnp.array(counts), 0.09)
+    kept = keep_all_crops(tokens, received, valid, jnp.array(counts), 0.09)
     for row, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
         expected = crops_by_hand(tokens[row, :size], received[row, :size], count, 0.09)
         assert np.flatnonzero(kept[row]).tolist() == expected

@@ -1,5 +1,9 @@
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,7 @@ def changes(world):
         f"data.folder={world / 'data'}",
         "eval.budgets=[4, 2]",
         "eval.batch_size=4",
+        "eval.methods=all,random",
         "steps=100",
     ]
 
@@ -137,6 +142,23 @@ def test_failed_jobs_are_reported_with_their_last_words(tmp_path):
         run_jobs([job(tmp_path, "a", "print('alas'); raise SystemExit(3)")], 2)
     with pytest.raises(ValueError, match="b ended without writing b"):
         run_jobs([job(tmp_path, "b", "pass")], 1)
+
+
+def test_a_job_ends_with_the_process_that_started_it(tmp_path):
+    endless = job(tmp_path, "a", "print('on', flush=True)\nimport time\ntime.sleep(60)")
+
+    def terminate():
+        while "on" not in (endless.log.read_text() if endless.log.is_file() else ""):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=terminate)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(SystemExit):
+        run_jobs([endless], 1)
+    thread.join()
+    assert time.monotonic() - begin < 50 and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_processors_are_dealt_out():

@@ -73,6 +73,7 @@ def scale_run(model, data, **changes):
     return read_run(config)
 
 
+@pytest.mark.slow
 def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys):
     """On eight devices of 16 GB that share the weights."""
     monkeypatch.syspath_prepend(str(ROOT))

@@ -12,9 +12,8 @@ from stepprune_jax import testing
 SCRIPT = pathlib.Path(__file__).with_name("kills.py")
 
 
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(14, 2), pytest.param(300, 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "kills"), [(14, 2), (300, 20)])
 def test_a_killed_run_learns_what_an_uninterrupted_one_does(tmp_path, steps, kills):
     testing.tiny_llava(tmp_path / "model")
     write_data(tmp_path / "data")

@@ -107,6 +107,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert metrics(tmp_path) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
     at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), tmp_path)
@@ -151,6 +152,7 @@ def free_port():
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
     """Each has two devices that share the weights, and half of the rows."""
     plain = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}

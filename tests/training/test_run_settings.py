@@ -150,11 +150,23 @@ def test_only_fields_that_change_what_is_learned_count():
 
 def test_a_run_begun_before_a_field_existed_had_what_it_stands_for():
     old = read_run(load_config("shapes")).flat()
-    del old["policy.group"]
+    for name in ("policy.group", "policy.text", "autoselect.text"):
+        del old[name]
     config = load_config("shapes")
     assert read_run(config).changes(old) == []
     config.policy.group = 2
     assert read_run(config).changes(old) == ["config.policy.group: 1 -> 2"]
+
+
+def test_a_selector_may_be_blind_to_the_question():
+    config = load_config("shapes")
+    config.method, config.autoselect.text = "autoselect", False
+    blind = build(config)
+    config.autoselect.text = True
+    assert build(config) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
+    assert blind.text_width == 0
+    with pytest.raises(ValueError, match=r"config.autoselect.text is 1, expected True or False"):
+        selectors.build("autoselect", {"text": 1}, MODEL)
 
 
 def test_shipped_configurations_build_what_they_say(monkeypatch):
