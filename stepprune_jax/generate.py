@@ -32,7 +32,7 @@ from stepprune_jax.inference.answer import (
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import POSITIONS, PRUNERS
+from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.

@@ -11,6 +11,7 @@ from tiny_run import ROOT, load_config, make_config, metrics, open_tiny, write_d
 
 from stepprune_jax import testing
 from stepprune_jax.bench.memory import model_config
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import read_run, train
@@ -19,7 +20,7 @@ from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.step import encode_rows
 
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
-TOKENS = (35, 22, 4, 32, 9, 25)
+TOKENS = (35, 22, 6, 32, 9, 25)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def world(tmp_path_factory):
 
 
 def small_config(world, **changes):
-    config = make_config(*world, steps=2, batch_size=4, **{"data.stats_images": 6})
+    config = make_config(*world, steps=2, batch_size=12, **{"data.stats_images": 6})
     config.optimizer.warmup = 1
     config.update_from_flattened_dict(changes)
     return config
@@ -55,7 +56,7 @@ def test_a_policy_is_trained(world, tmp_path):
 def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     run = read_run(small_config(world))
     whole = open_tiny(run, tmp_path)
-    setup = make_setup(run, model_of(world))
+    setup = make_setup(run, inspect_folder(world[0]).config)
     batch = whole[0]
     assert batch.pixels.values.shape[1] in (4 * 32, 4 * 48)
     largest = setup.model.family.max_pixels(setup.model, 1)
@@ -81,16 +82,10 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     np.testing.assert_array_equal(grids, batch.targets.grid)
 
 
-def model_of(world):
-    from stepprune_jax.checkpoints.folder import inspect_folder
-
-    return inspect_folder(world[0]).config
-
-
 def test_a_number_of_steps_is_refused(world):
     run = read_run(small_config(world, **{"policy.max_steps": 4}))
     with pytest.raises(ValueError, match=r"config.policy.max_steps is 4, expected None"):
-        make_setup(run, model_of(world))
+        make_setup(run, inspect_folder(world[0]).config)
 
 
 @pytest.mark.parametrize("reading", ["", "literal"])
