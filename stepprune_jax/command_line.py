@@ -2,22 +2,29 @@
 
 import argparse
 import contextlib
+import errno
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from absl import app, flags, logging
 
 from stepprune_jax.user_input import is_user_error
+
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Writes the message, without the usage, and exits."""
+        """Writes the message, without the usage, and exits; a closed pipe is no error."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            raise
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -48,7 +55,8 @@ def run(name: str, main: Callable[[], None]) -> None:
         return rest
 
     def call(_: list[str]) -> None:
-        logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+        # Orbax reports every file it touches, and failures with a traceback before it raises them.
+        logging.set_verbosity(logging.FATAL)
         with one_line_errors(name):
             main()
 
@@ -94,13 +102,50 @@ def default_workdir(config: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Reports errors that are marked with `user_input` in one line and exits with status 2."""
+    """Reports in one line, with exit status 2, what is no bug.
+
+    That is what `user_input` has marked, and what the machine refuses: a full disk, a folder that
+    may not be written to. Where nobody reads the output any more (`| head`) the program ends
+    quietly, with the status of one that SIGPIPE has ended.
+
+    Args:
+        name: name of the program, for messages.
+    """
     try:
         yield
+        sys.stdout.flush()  # else a full disk is noticed when nobody can report it
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
-        if not is_user_error(error):
+        if not is_user_error(error) and not _refused_by_machine(error):
             raise
+        if _refused_by_machine(error) and error.filename is None:
+            _discard(sys.stdout)  # it may be what cannot be written to
         _exit(name, " ".join(str(error).split()))
+
+
+def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
+    """Calls the main function of a command inside `one_line_errors` and exits with its status.
+
+    Args:
+        name: name of the program, for messages.
+        main: the function; None is status 0.
+    """
+    with one_line_errors(name):
+        status = main()
+    sys.exit(status)
+
+
+def _refused_by_machine(error: Exception) -> bool:
+    """Whether an error is about a disk or its permissions."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS
+
+
+def _discard(stream: TextIO) -> None:
+    """Lets what is still to be written to a stream go nowhere: it is flushed once more at exit."""
+    with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _place(error: Exception) -> tuple[str, int]:

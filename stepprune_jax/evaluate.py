@@ -27,6 +27,7 @@ from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, writ
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import Budget
 from stepprune_jax.user_input import user_input
+from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
 SUBMISSIONS = "submissions"
@@ -52,13 +53,28 @@ def evaluate(
 
     Raises:
         FileNotFoundError: a policy, the model, data or answers are missing.
-        ValueError: bad settings or files, as the stages say.
+        ValueError: bad settings or files, as the stages say, or a folder that another process
+            writes to.
     """
-    workdir, settings = Path(workdir), run.eval
+    workdir = Path(workdir)
     with user_input():
         unknown = [stage for stage in stages if stage not in STAGES]
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
+    with locked(workdir):
+        _evaluate(run, workdir, stages, policy, command)
+
+
+def _evaluate(
+    run: EvaluationRun,
+    workdir: Path,
+    stages: Sequence[str],
+    policy: str | Path | None,
+    command: str | None,
+) -> None:
+    """Evaluates in a folder that no other process writes to."""
+    settings = run.eval
+    with user_input():
         report, answers = workdir / "report", answers_folder(run, workdir)
         if "score" in stages and report.exists():  # refused now, as answering takes hours
             report_folder.open_folder(report)

@@ -8,7 +8,6 @@ and release/README.md, which says what it was trained on. The run may be unfinis
 
 import json
 import string
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from stepprune_jax.checkpoints.policy import Policy, read_config, save_policy
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.workdir.checkpoints import POLICY_FILE, read_latest
 from stepprune_jax.workdir.metrics import read_rows
@@ -47,18 +46,34 @@ def export(workdir: str | Path, out: str | Path, stop_bias: float = 0.0) -> Path
     for name in (POLICY_FILE, CARD):
         if (out / name).exists():
             raise FileExistsError(f"{out / name} exists: remove it, or give another --out")
-    step, arrays, about = read_latest(workdir.resolve())
-    if "selector" not in about:
-        raise ValueError(f"{workdir} holds checkpoints of no policy: they do not say of which kind")
-    config = read_config(workdir, about["selector"])
-    policy = Policy(
-        arrays["state"]["params"], config, FeatureStats(**arrays["stats"]), float(stop_bias)
-    )
+    step, policy, about = latest_policy(workdir)
+    policy = policy._replace(stop_bias=float(stop_bias))
     trained = {"step": step, **{name: about[name] for name in ("config", "model", "data")}}
     card = model_card(policy, trained, figures(workdir, step))
     path = save_policy(policy, out / POLICY_FILE, trained)
     (out / CARD).write_text(card, encoding="utf-8")
     return path
+
+
+def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
+    """Reads the policy of a run's latest checkpoint that is not damaged.
+
+    Args:
+        workdir: folder of the run.
+
+    Returns:
+        Updates done, the policy, and what the run is.
+
+    Raises:
+        FileNotFoundError: the run has no checkpoint.
+        ValueError: the checkpoints are damaged, or not of a policy.
+    """
+    step, arrays, about = read_latest(workdir.resolve())
+    if "selector" not in about:
+        raise ValueError(f"{workdir} holds checkpoints of no policy: they do not say of which kind")
+    config = read_config(workdir, about["selector"])
+    stats = FeatureStats(**arrays["stats"])
+    return step, Policy(arrays["state"]["params"], config, stats), about
 
 
 def figures(workdir: Path, step: int) -> dict[str, Any]:
@@ -140,4 +155,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.export", main)

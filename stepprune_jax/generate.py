@@ -20,7 +20,7 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import (
     Answer,
@@ -194,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Runs the parsed command and returns its exit status."""
+    if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is refused as a prompt
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         model, images, options = _prepare(parsed)
     except _USER_ERRORS as error:
@@ -217,4 +219,4 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.generate", main)

@@ -51,7 +51,11 @@ def setting(
 
 def count(least: int = 1, **options: Any) -> Any:
     """A field that holds an integer from `least` on; options are those of `setting`."""
-    return setting(f"an integer from {least}", lambda value: is_count(value, least), **options)
+
+    def holds(value: Any) -> bool:
+        return is_count(value, least) and value < 1 << 31  # programs count in int32
+
+    return setting(f"an integer from {least}, below 2**31", holds, **options)
 
 
 def integer(**options: Any) -> Any:
@@ -61,19 +65,19 @@ def integer(**options: Any) -> Any:
 
 def number(**options: Any) -> Any:
     """A field that holds a finite number from 0 on."""
-    return setting("a number from 0", lambda value: _is_number(value) and value >= 0, **options)
+    return setting("a number from 0", lambda value: is_number(value) and value >= 0, **options)
 
 
 def positive(**options: Any) -> Any:
     """A field that holds a finite number above 0."""
-    return setting("a number above 0", lambda value: _is_number(value) and value > 0, **options)
+    return setting("a number above 0", lambda value: is_number(value) and value > 0, **options)
 
 
 def share(**options: Any) -> Any:
     """A field that holds a share from 0 to 1."""
 
     def holds(value: Any) -> bool:
-        return _is_number(value) and 0 <= value <= 1
+        return is_number(value) and 0 <= value <= 1
 
     return setting("a share from 0 to 1", holds, **options)
 
@@ -202,7 +206,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; truth values are not."""
     number = isinstance(value, float | int) and not isinstance(value, bool)
     return number and math.isfinite(value)
 

@@ -1,6 +1,8 @@
 """Mistakes in the input end a program in one line; bugs keep their traceback."""
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,45 @@ def test_errors_in_what_the_user_gave_are_reported_in_one_line(capsys):
         raise ValueError("config.steps is 0,\nexpected more")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "prog: error: config.steps is 0, expected more\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_path):
+    error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+        raise error
+    assert ended.value.code == 2
+    said = f"prog: error: [Errno {number}] {os.strerror(number)}: '{tmp_path}/metrics.jsonl'\n"
+    assert capsys.readouterr().err == said
+
+
+PRINTS = """
+import sys
+from stepprune_jax.command_line import exit_with
+def main():
+    sys.stdin.read()  # until whoever read the output has left
+    for number in range(int(sys.argv[1])):
+        print(number)
+exit_with("prog", main)
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
+    command = [sys.executable, "-c", PRINTS, str(lines)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 128 + signal.SIGPIPE
+    with open("/dev/full", "w") as full:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": full, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, cwd=ROOT, text=True, **pipes)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "prog: error: [Errno 28] No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("bug", [ValueError("shapes differ"), OSError("disk full"), KeyError("x")])
@@ -142,7 +183,7 @@ def test_the_programs_end_with_one_line(tmp_path):
     )
     assert ended.stdout.split() == ["2"] * 5
     train, pretrain, evaluate, unset, empty = ended.stderr.splitlines()
-    assert train == "train.py: error: config.steps is 0, expected an integer from 1"
+    assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
     assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
     assert unset.startswith("train.py: error: flag --config=None")

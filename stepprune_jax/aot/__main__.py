@@ -24,7 +24,7 @@ import jax
 
 from stepprune_jax.aot.hlo import loops
 from stepprune_jax.aot.programs import DTYPES, ROWS, Programs, load_run
-from stepprune_jax.command_line import Parser, one_line_errors
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
@@ -235,5 +235,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # Before anything asks jax for devices: there is none that could be used.
     jax.config.update("jax_platforms", "cpu")
-    with one_line_errors(NAME):
-        sys.exit(main())
+    exit_with(NAME, main)

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.data.json_files import read_json_object, replace_file, write_json
+from stepprune_jax.data.json_files import (
+    file_named,
+    parse_json,
+    read_json_object,
+    replace_file,
+    write_json,
+)
 
 ANSWERS = "answers"
 
@@ -241,7 +247,7 @@ def recover(path: Path) -> list[dict[str, Any]]:
 def _object(line: bytes, where: str) -> dict[str, Any]:
     """Parses a line that says which question it answers."""
     try:
-        value = json.loads(line)
+        value = parse_json(line, where)
         good = isinstance(value, dict) and {"question_id", "prompt", "text"} <= value.keys()
     except ValueError:
         good = False
@@ -295,7 +301,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Appends lines to a file and flushes them to disk."""
-    with path.open("ab") as out:
+    with file_named(path), path.open("ab") as out:
         for line in lines:
             out.write(_bytes(line))
         out.flush()

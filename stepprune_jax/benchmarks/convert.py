@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.score import DATA
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.benchmarks.convert", main)

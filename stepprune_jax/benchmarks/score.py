@@ -5,13 +5,12 @@ python -m stepprune_jax.benchmarks.score pope --data playground/data/eval --answ
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 
 DATA = "playground/data/eval"
 
@@ -76,4 +75,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.benchmarks.score", main)

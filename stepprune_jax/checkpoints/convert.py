@@ -6,7 +6,6 @@ are copied along.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.command_line import exit_with
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".md")
 _PATTERNS = ("pytorch_model*.bin", "consolidated*.pth", "model*.pt", "model*.bin")
@@ -77,14 +77,7 @@ def _pickles(source: Path) -> list[Path]:
     """The pickled weight files of a folder: those its index names, else those with known names."""
     index = source / "pytorch_model.bin.index.json"
     if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is not a shard index with a weight_map") from error
-        missing = [file for file in files if not (source / file).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are absent: {', '.join(missing)}")
-        return [source / file for file in files]
+        return [source / file for file in sorted(set(safetensors.read_weight_map(index).values()))]
     for pattern in _PATTERNS:
         files = sorted(source.glob(pattern))
         if files:
@@ -200,4 +193,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.checkpoints.convert", main)

@@ -1,12 +1,12 @@
 """What lies in a checkpoint folder besides the weights: its kind, configuration and tokenizer."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
 
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 
 # What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
@@ -156,14 +156,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no config.json, so it is not a model folder; it holds: "
             f"{', '.join(names[:8]) or 'nothing'}"
         )
-    try:
-        config = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
+    config = read_json_object(path)
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ValueError(f"{path}: quantised weights ({method!r}) are not supported")
     return config
 
@@ -222,7 +218,7 @@ def _sentencepiece_tokenizer(folder: Path) -> Any:
             f"pip install {' '.join(absent)}"
         )
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = read_json_object(path) if path.is_file() else {}
     legacy = config.get("legacy")
     legacy = True if legacy is None else bool(legacy)
     tokenizer = transformers.LlamaTokenizer.from_pretrained(

@@ -33,6 +33,8 @@ from stepprune_jax.parallel import sharding
 BLOCK_BYTES = 96 << 20
 _READERS = 3
 _BLOCKS_AHEAD = 4
+# Tensors of a kind that a message names.
+_LISTED = 40
 # Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
 # would fall on the same few cache lines.
 _TILE, _PAD = 64, 32
@@ -233,7 +235,8 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
     if problems:
         lines = [f"the weights in {source.folder} do not fit its configuration:"]
         for kind, items in problems.items():
-            lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items)]
+            lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items[:_LISTED])]
+            lines += [f"    and {len(items) - _LISTED} more"] if len(items) > _LISTED else []
         raise ValueError("\n".join(lines))
     return entries
 

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
+from stepprune_jax.settings import is_number
 
 FORMAT = "stepprune_policy"
 VERSION = 1
@@ -130,10 +132,10 @@ def load_policy(path: str | Path) -> Policy:
             f"it was written by version {metadata.get('package_version')} of the package"
         )
     config = read_config(path, metadata)
-    try:
-        stop_bias = float(json.loads(metadata.get("stop_bias", "0")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: stop_bias is not a number: {error}") from error
+    stop_bias = parse_json(metadata.get("stop_bias", "0"), f"{path}: stop_bias")
+    if not is_number(stop_bias):
+        raise ValueError(f"{path}: stop_bias is {stop_bias!r}, expected a finite number")
+    _check_sizes(path, config, entries)
     has_stats = any(name.startswith("stats/") for name in entries)
     wanted = _wanted(config, has_stats)
     problems = _problems(wanted, {name: (e.shape, e.dtype) for name, e in entries.items()})
@@ -149,7 +151,7 @@ def load_policy(path: str | Path) -> Policy:
         stats = FeatureStats(
             **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
         )
-    return Policy(weights.unflatten(tensors), config, stats, stop_bias)
+    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias))
 
 
 def check_fits(policy: Policy, config: ModelConfig) -> None:
@@ -189,6 +191,24 @@ def _wanted(
     return wanted
 
 
+def _check_sizes(
+    path: Path,
+    config: PolicyConfig | AutoSelectConfig,
+    entries: Mapping[str, safetensors.TensorEntry],
+) -> None:
+    """Refuses sizes beyond those of the tensors, before lists of that size are made."""
+    widest = max((size for entry in entries.values() for size in entry.shape), default=0)
+    widths = ("feature_width", "text_width", "policy_width", "mlp_ratio")
+    limits = dict.fromkeys(("encoder_layers", "decoder_layers"), len(entries))
+    for name, most in (dict.fromkeys(widths, widest) | limits).items():
+        size = getattr(config, name, 0)
+        if size > most:
+            raise ValueError(
+                f"{path}: its {type(config).__name__}.{name} is {size}, expected {most} at most: "
+                "the tensors that are there have no more"
+            )
+
+
 def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> str:
     """Everything missing, mis-shaped, of a wrong dtype or unused, a line each; empty if nothing."""
     lines = []
@@ -224,12 +244,8 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoS
             f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
         )
     kind = METHODS[method]
-    try:
-        fields = json.loads(metadata.get("config", ""))
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: its {kind.__name__} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: its {kind.__name__} is {fields!r}, expected a JSON object")
+    where = f"{path}: its {kind.__name__}"
+    fields = as_object(parse_json(metadata.get("config", ""), where), where)
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise ValueError(

@@ -6,15 +6,19 @@ without torch, a slice of a tensor without the rest of it, and reads into privat
 memory map) so that the host memory in use is exactly what the loader asked for.
 """
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from stepprune_jax.data.json_files import as_object, file_named, parse_json, read_json_object
+from stepprune_jax.settings import is_count
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -30,6 +34,9 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_FLOATING = frozenset(dtype for name, dtype in DTYPES.items() if "F" in name)
+# Numbers that are looked at together: so many stay in a processor's cache.
+_PIECE = 1 << 17
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -104,29 +111,32 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
         raw = file.read(length)
     if len(raw) < length:
         raise ValueError(f"{path} is truncated: its header needs {8 + length} bytes, it has {size}")
-    try:
-        header = json.loads(raw)
-        metadata = dict(header.pop("__metadata__", None) or {})
-        items = list(header.items())
-    except (AttributeError, TypeError, ValueError) as error:  # the latter for bad JSON, too
-        raise ValueError(f"{path} has a corrupt safetensors header: {error}") from error
-    return {name: _entry(path, name, info, 8 + length, size) for name, info in items}, metadata
+    where = f"{path}: corrupt safetensors header"
+    header = as_object(parse_json(raw, where), where)
+    metadata = header.pop("__metadata__", {})
+    if not all(isinstance(text, str) for text in as_object(metadata, where).values()):
+        raise ValueError(f"{where}: __metadata__ holds something else than strings")
+    entries = {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
+    _check_apart(entries.values())
+    return entries, metadata
 
 
-def _entry(path: Path, name: str, info: dict, data_start: int, file_size: int) -> TensorEntry:
+def _entry(path: Path, name: str, info: Any, data_start: int, file_size: int) -> TensorEntry:
     """Checks one header record and turns it into an entry."""
     try:
         dtype = DTYPES.get(info["dtype"])
-        shape = tuple(int(size) for size in info["shape"])
-        begin, end = (int(offset) for offset in info["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the header record of {name!r} is corrupt: {info!r}") from error
+        shape, (begin, end) = tuple(info["shape"]), info["data_offsets"]
+        whole = all(is_count(number, 0) for number in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: the header record of {name!r} is corrupt: {str(info)[:200]}")
     if dtype is None:
         raise ValueError(
             f"{path}: {name!r} has dtype {info['dtype']!r}; supported: {', '.join(DTYPES)}"
         )
     entry = TensorEntry(path, name, dtype, shape, data_start + begin)
-    if begin < 0 or end - begin != entry.nbytes:
+    if end - begin != entry.nbytes:
         raise ValueError(
             f"{path}: {name!r} is corrupt: {info['dtype']}{list(shape)} needs {entry.nbytes} bytes,"
             f" the header gives it {end - begin}"
@@ -137,6 +147,17 @@ def _entry(path: Path, name: str, info: dict, data_start: int, file_size: int) -
             f"{file_size}; download it again"
         )
     return entry
+
+
+def _check_apart(entries: Iterable[TensorEntry]) -> None:
+    """Refuses tensors that share bytes."""
+    ordered = sorted((e for e in entries if e.nbytes), key=lambda entry: entry.offset)
+    for one, next_one in itertools.pairwise(ordered):
+        if one.offset + one.nbytes > next_one.offset:
+            raise ValueError(
+                f"{one.path}: corrupt safetensors header: {one.name!r} and {next_one.name!r} "
+                "overlap"
+            )
 
 
 def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
@@ -151,40 +172,59 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     Raises:
         FileNotFoundError: the folder has no safetensors weights; when it has pickled ones the
             message says how to convert them. Also when shards that the index names are absent.
-        ValueError: an index or shard is corrupt, or two shards hold the same name.
+        ValueError: an index or shard is corrupt, the index names a file elsewhere, two shards hold
+            the same name, or one is not in the shard that the index says.
     """
     folder = Path(folder)
-    index = folder / INDEX_NAME
+    index, weight_map = folder / INDEX_NAME, {}
     if index.is_file():
-        paths = _indexed_paths(index)
-    elif (folder / SINGLE_NAME).is_file():
-        paths = [folder / SINGLE_NAME]
-    else:
+        weight_map = read_weight_map(index)
+    elif not (folder / SINGLE_NAME).is_file():
         raise FileNotFoundError(_no_weights(folder))
+    paths = [folder / name for name in sorted(set(weight_map.values()))] or [folder / SINGLE_NAME]
     entries: dict[str, TensorEntry] = {}
     for path in paths:
         for name, entry in read_header(path).items():
             if name in entries:
                 raise ValueError(f"{name!r} is both in {entries[name].path} and in {path}")
             entries[name] = entry
+    for name, file in weight_map.items():
+        if name not in entries or entries[name].path.name != file:
+            there = f"in {entries[name].path.name}" if name in entries else "in no shard"
+            raise ValueError(f"{index}: weight_map has {name!r} in {file}, but it is {there}")
     return entries
 
 
-def _indexed_paths(index: Path) -> list[Path]:
-    """Files named by a shard index, all of them present."""
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not a shard index with a weight_map: {error!r}") from error
-    paths = [index.parent / name for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Reads which file of its folder each tensor is in.
+
+    Args:
+        index: of shards, of safetensors or of pickles.
+
+    Returns:
+        Tensor name to file name; the files exist.
+
+    Raises:
+        FileNotFoundError: a file is absent.
+        ValueError: it is no shard index, or names a file elsewhere.
+    """
+    weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
+    if not weight_map:
+        raise ValueError(f"{index}: weight_map is empty")
+    for name, file in weight_map.items():
+        # A link in the folder may lead elsewhere: the hub's own folders are made of such.
+        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file:
+            raise ValueError(
+                f"{index}: weight_map has {name!r} in {file!r}, expected the name of a file "
+                "in the same folder"
+            )
+    missing = [f for f in sorted(set(weight_map.values())) if not (index.parent / f).is_file()]
     if missing:
         raise FileNotFoundError(
             f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
             + ", ".join(missing)
         )
-    return paths
+    return weight_map
 
 
 def _no_weights(folder: Path) -> str:
@@ -218,7 +258,7 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
         A contiguous array of the file's dtype.
 
     Raises:
-        ValueError: the file ends before the block does.
+        ValueError: the file ends before the block does, or a number is NaN or infinite.
     """
     shape = entry.shape
     spans = [slice(None).indices(size)[:2] for size in shape]
@@ -235,7 +275,28 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
                     file.fileno(), view[position : position + length], entry, entry.offset + start
                 )
                 position += length
+    if entry.dtype in _FLOATING:
+        _check_finite(buffer, entry)
     return buffer.view(entry.dtype).reshape(local)
+
+
+def _check_finite(bits: np.ndarray, entry: TensorEntry) -> None:
+    """Refuses NaN and infinity, at the speed of memory.
+
+    Apart from the sign, the bits of floating-point numbers are in the order of their sizes, those
+    of infinity and of NaN behind all others.
+    """
+    kind = np.dtype(f"u{entry.dtype.itemsize}")
+    first = np.array(np.inf, entry.dtype).view(kind)  # of a dtype without infinity its NaN
+    magnitude = kind.type(np.iinfo(kind).max >> 1)
+    bits = bits.view(kind)
+    for start in range(0, bits.size, _PIECE):
+        piece = bits[start : start + _PIECE] & magnitude
+        if piece.max() >= first:
+            raise ValueError(
+                f"{entry.path}: {entry.name!r} holds NaN or infinity, expected finite numbers: the "
+                "file is damaged, or what it holds is the result of a run that failed"
+            )
 
 
 def _runs(
@@ -303,7 +364,7 @@ def write_file(
     raw += b" " * (-len(raw) % 8)  # aligned data lets other readers map it without a copy
     partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with file_named(partial), open(partial, "wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
             for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
                 if tensor.dtype != dtype or tensor.shape != shape:

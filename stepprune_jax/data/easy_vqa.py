@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import read_json_list, words
 
 
@@ -193,4 +193,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.data.easy_vqa", main)

@@ -1,21 +1,29 @@
 """Image files, opened safely and converted to RGB, and padded to squares."""
 
+import math
 import warnings
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
 # Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
 STRIP_PIXELS = 1 << 24
 _STRIP_ROWS = 256
+# Of an image, in pixels: as many as a JPEG may have. Padded to a square and resized, a single row
+# of 2,000,000 pixels would take gigabytes and a minute.
+LONGEST_SIDE = 65_535
+# Tags of a TIFF.
+_LEAST_VALUE, _LARGEST_VALUE = 340, 341
 
 
 def open_image(source: str | Path | Image.Image) -> Image.Image:
     """Opens an image and converts it to RGB.
 
     Alpha is dropped (not blended), palettes are resolved, CMYK is converted by Pillow, 16-bit grey
-    keeps its upper eight bits, an animation gives its first frame. The EXIF orientation is not
+    keeps its upper eight bits, 32-bit grey is scaled by the range that a TIFF declares or has to be
+    within 0 to 255, an animation gives its first frame. The EXIF orientation is not
     applied: the reference programs do not apply it.
 
     Args:
@@ -26,8 +34,8 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no image, is damaged, or decodes to more than twice Pillow's
-            ``Image.MAX_IMAGE_PIXELS``.
+        ValueError: the file is no image, is damaged, has 32-bit values of an unknown range, a side
+            over `LONGEST_SIDE`, or decodes to more than twice Pillow's ``Image.MAX_IMAGE_PIXELS``.
     """
     name = str(source) if isinstance(source, (str, Path)) else repr(source)
     if not isinstance(source, Image.Image) and not Path(source).is_file():
@@ -37,9 +45,11 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
             # Pillow warns above 89 Mpixel and refuses above 179; large is fine, a bomb is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
-                return _to_rgb(source)
+                return _to_rgb(source, name)
             with Image.open(source) as image:
-                return _to_rgb(image)
+                return _to_rgb(image, name)
+    except _RefusedError:
+        raise
     except Image.DecompressionBombError as error:
         raise ValueError(
             f"{name} unpacks to more pixels than Pillow allows ({error}). A small file that grows "
@@ -47,22 +57,55 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
         ) from error
     except UnidentifiedImageError as error:
         raise ValueError(f"{name} is not an image in a format that Pillow reads") from error
-    except (OSError, SyntaxError, EOFError) as error:
-        raise ValueError(f"{name} is a damaged image: {error}") from error
+    except MemoryError as error:
+        raise ValueError(f"{name} needs more memory than there is") from error
+    except Exception as error:  # of any kind: Pillow's decoders raise what they stumble over
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name} is a damaged image: {reason}") from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+class _RefusedError(ValueError):
+    """An image that is whole, but cannot be taken."""
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     """Decodes and converts to RGB."""
+    if max(image.size) > LONGEST_SIDE:
+        raise _RefusedError(
+            f"{name} has {image.width} x {image.height} pixels, expected sides of {LONGEST_SIDE} "
+            "at most"
+        )
     image.load()
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and turn nearly every 16-bit image white.
         order = ">u2" if image.mode.endswith("B") else "<u2"
         values = np.frombuffer(image.tobytes(), order).reshape(image.height, image.width)
         image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        image = Image.fromarray(_grey_levels(image, name))
     if image.mode == "P" and "transparency" in image.info:
         # The same colours as the direct way, without Pillow's warning about byte transparency.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _grey_levels(image: Image.Image, name: str) -> UInt8[np.ndarray, "h w"]:
+    """32-bit values as grey levels: 0 to 255 as they are, others by the range that a TIFF declares.
+
+    Pillow would clip them: an image of 0 to 1 would be black, and one of large values white.
+    """
+    values = np.asarray(image, np.float64)
+    low, high = float(values.min()), float(values.max())
+    tags = getattr(image, "tag_v2", {})
+    declared = [np.ravel(tags.get(tag, math.nan))[0] for tag in (_LEAST_VALUE, _LARGEST_VALUE)]
+    if np.isfinite(values).all() and declared[0] < declared[1]:
+        values = 255 * (values - declared[0]) / (declared[1] - declared[0])
+    elif not (0 <= low <= high <= 255 and (image.mode == "I" or high == 0 or high > 1)):
+        raise _RefusedError(
+            f"{name} has values from {low:g} to {high:g}, expected 0 to 255, or a TIFF that "
+            "declares their range (SMinSampleValue, SMaxSampleValue)"
+        )
+    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 
 
 def pad_to_square(

@@ -188,5 +188,5 @@ def load_index(path: Path) -> Index | None:
             arrays = {name: file[name] for name in Index._fields}
         names = tuple(json.loads(arrays.pop("names").tobytes()))
         return Index(names=names, **arrays)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, MemoryError):
         return None

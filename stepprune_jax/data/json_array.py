@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.json_files import read_json_list
+from stepprune_jax.data.json_files import parse_json, read_json_list
 
 # Bytes read at a time.
 _CHUNK = 1 << 22
@@ -87,7 +87,7 @@ class JsonEntries:
             file.seek(start)
             data = file.read(end - start)
         try:
-            return json.loads(data)
+            return parse_json(data, str(self.file))
         except ValueError as error:
             raise ValueError(
                 f"{self.file}: sample {number} is not where it was: the file has changed"

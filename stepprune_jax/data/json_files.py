@@ -1,7 +1,9 @@
 """JSON files: read strictly, with the place of every mistake named; written whole."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,21 +83,43 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
             continue
         where = f"{file}: line {number}"
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            value = parse_json(line, where)
+        except ValueError as error:
             cut = number == len(lines)
             hint = " (it is the last line and has no end: was the file cut short?)" if cut else ""
-            message = f"{where}{at}: not JSON: {reason}{hint}"
             if broken is None:
-                raise ValueError(message) from error
-            broken.append(message)
+                raise ValueError(f"{error}{hint}") from error
+            broken.append(f"{error}{hint}")
             continue
         records.append(Record(where, as_object(value, where)))
     if not records:
         raise ValueError(f"{file}: expected one JSON object a line, got an empty file")
     return records
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parses JSON from outside.
+
+    Args:
+        text: the JSON; bytes are UTF-8, without a byte order mark.
+        where: file and place, for the message.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: it is no JSON, or none that can be read: not UTF-8, nested without end, a number
+            of too many digits. The message is one line and has the place.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" if error.lineno > 1 else ""
+        raise ValueError(f"{where}{line}, column {error.colno}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: not JSON that can be read: nested too deep") from error
+    except ValueError as error:  # of bytes or of digits
+        raise ValueError(f"{where}: not JSON that can be read: {error}") from error
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
@@ -165,6 +189,17 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
     return words(value, field, where)
 
 
+@contextlib.contextmanager
+def file_named(path: Path) -> Iterator[None]:
+    """Names a file in an error that does not: that of a write to a full disk has no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Writes a file beside its place and moves it there: a reader never sees half of it.
 
@@ -173,8 +208,9 @@ def replace_file(path: Path, data: bytes) -> None:
         data: the content.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    with file_named(partial):
+        partial.write_bytes(data)
+        os.replace(partial, path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -190,14 +226,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def _read_json(file: str | Path) -> Any:
     """Reads the one value of a file, with the place of what is not JSON."""
-    text = _read_text(file)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{file}: {place}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # digits without end, brackets without end
-        raise ValueError(f"{file} is not JSON that can be read: {error}") from error
+    return parse_json(_read_text(file), str(file))
 
 
 def _read_text(file: str | Path) -> str:

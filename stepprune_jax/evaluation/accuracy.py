@@ -1,7 +1,5 @@
 """Accuracy and retention of every row of the shapes world, as JSON, Markdown and CSV."""
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from jaxtyping import Bool
 
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.cells import csv_table, markdown_rows
 from stepprune_jax.evaluation.names import ALL
 from stepprune_jax.evaluation.records import Records
 
@@ -90,32 +89,18 @@ def write_accuracy(folder: Path, table: list[dict], families: list[dict]) -> Non
     write_json(folder / "table.json", table)
     write_json(folder / "table_by_family.json", families)
     (folder / "table.md").write_text(markdown_table(table), encoding="utf-8")
-    (folder / "table.csv").write_text(_csv(table), encoding="utf-8")
-    flat = [
-        {name: row[name] for name in ("method", "mode", "pruning_rate")}
-        | {name: figures["accuracy"] for name, figures in row["families"].items()}
+    (folder / "table.csv").write_text(csv_table(table), encoding="utf-8")
+    names = list(families[0]["families"])
+    head = ("method", "mode", "pruning_rate")
+    cells = [
+        [*(row[name] for name in head), *(row["families"][name]["accuracy"] for name in names)]
         for row in families
     ]
-    (folder / "table_by_family.md").write_text(markdown_table(flat), encoding="utf-8")
+    header = [*(name.replace("_", " ") for name in head), *names]
+    (folder / "table_by_family.md").write_text(markdown_rows(header, cells), encoding="utf-8")
 
 
 def markdown_table(table: Sequence[dict[str, Any]]) -> str:
     """Formats objects with the same fields as a Markdown table; numbers are right-aligned."""
-    fields = list(table[0])
-    aligned = ["---" if isinstance(table[0][name], str) else "---:" for name in fields]
-    lines = [[name.replace("_", " ") for name in fields], aligned]
-    lines += [[_cell(row[name]) for name in fields] for row in table]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    """Formats a value as Markdown; a bar would end the cell."""
-    return "" if value is None else str(value).replace("|", "\\|")
-
-
-def _csv(table: Sequence[dict[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return out.getvalue()
+    header = [name.replace("_", " ") for name in table[0]]
+    return markdown_rows(header, [list(row.values()) for row in table])

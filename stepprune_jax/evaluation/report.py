@@ -1,13 +1,12 @@
 """The report folder of an evaluation: claiming, describing and reading it."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.json_files import read_json_list, read_json_object, write_json
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.records import RECORDS, Records, load_records
 from stepprune_jax.evaluation.split import read_split
@@ -70,8 +69,7 @@ def open_folder(folder: str | Path) -> Path:
         raise ValueError(f"{folder} is a file, expected a folder for the report")
     if folder.is_dir() and any(folder.iterdir()):
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            ours = isinstance(manifest, dict) and manifest.get("kind") == _KIND
+            ours = read_json_object(folder / MANIFEST).get("kind") == _KIND
         except (OSError, ValueError):
             ours = False
         if not ours:
@@ -109,12 +107,12 @@ def read_report(folder: str | Path) -> Report:
     for name in (MANIFEST, "table.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"no file {folder / name}; run eval.py first")
-    facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    facts = read_json_object(folder / MANIFEST)
     if facts.get("kind") != _KIND or "data" not in facts:
         raise ValueError(f"{folder / MANIFEST} is not that of a finished report")
     split = read_split(_beside(folder, facts["data"]), "test")
     records = load_records(folder / RECORDS)
-    table = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    table = read_json_list(folder / "table.json", "row")
     if len(table) != len(records):
         raise ValueError(f"{folder} has {len(table)} table rows, but {len(records)} records")
     for row in records:

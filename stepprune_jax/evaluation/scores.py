@@ -1,6 +1,5 @@
 """Scores of all answer files of a run, with K and time, in one file."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from stepprune_jax.benchmarks.answer_files import (
     read_files,
 )
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.json_files import read_json_list, write_json
 
 SCORES = "scores.json"
 # What tables are made of.
@@ -143,7 +142,7 @@ def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
     try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json_list(path, "score")
         good = all(score.keys() >= _FIELDS for score in scores)
     except (ValueError, AttributeError, TypeError):
         good = False

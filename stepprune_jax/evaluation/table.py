@@ -6,17 +6,15 @@
 the row of all tokens is the runs' own.
 """
 
-import csv
-import io
-import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.cells import csv_table, markdown_cell
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
@@ -194,7 +192,8 @@ def as_markdown(table: BenchmarkTable) -> str:
             ]
             average = table.average(row)
             more = ["-" if average is None else f"{average:.1f}"] if further else []
-            lines.append([_tokens(table, row), row.method, row.mode, *cells, *more])
+            head = map(markdown_cell, (_tokens(table, row), row.method, row.mode))
+            lines.append([*head, *cells, *more])
         body = "".join("| " + " | ".join(line) + " |\n" for line in lines)
         parts.append(f"## {title}\n\n{body}")
     return "\n".join([*parts, *_notes(table)])
@@ -237,7 +236,7 @@ def _notes(table: BenchmarkTable) -> list[str]:
     lines = []
     for text, rows in notes.items():
         where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)
-        lines.append(f"- {text}{where}\n")
+        lines.append(f"- {markdown_cell(text + where)}\n")
     return ["## Notes\n\n" + "".join(lines)] if lines else []
 
 
@@ -262,12 +261,9 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
         folder: where; it exists.
         table: the table.
     """
-    rows, out = as_objects(table), io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    rows = as_objects(table)
     (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
-    (folder / f"{NAME}.csv").write_text(out.getvalue(), encoding="utf-8")
+    (folder / f"{NAME}.csv").write_text(csv_table(rows), encoding="utf-8")
     write_json(folder / f"{NAME}.json", rows)
 
 
@@ -288,4 +284,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.evaluation.table", main)

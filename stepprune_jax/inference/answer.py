@@ -22,6 +22,7 @@ from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
+from stepprune_jax.settings import is_count
 
 
 class Answer(NamedTuple):
@@ -222,10 +223,16 @@ def check_options(config: Any, options: Options) -> Method:
     if options.positions not in POSITIONS:
         raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
-    if options.max_tokens < 1:
-        raise ValueError(f"max_tokens is {options.max_tokens}, expected at least 1")
-    if options.context_limit is not None and options.context_limit < 1:
-        raise ValueError(f"context_limit is {options.context_limit}, expected at least 1")
+    longest = config.text.max_positions
+    if not is_count(options.max_tokens) or options.max_tokens > longest:
+        raise ValueError(
+            f"max_tokens is {options.max_tokens!r}, expected an integer from 1 to {longest}, the "
+            "positions that the model was trained with"
+        )
+    if options.context_limit is not None and not is_count(options.context_limit):
+        raise ValueError(f"context_limit is {options.context_limit!r}, expected an integer from 1")
+    if isinstance(options.seed, int) and not (is_count(options.seed, 0) and options.seed < 1 << 32):
+        raise ValueError(f"seed is {options.seed}, expected an integer from 0, below 2**32")
     return method_of(config, options)
 
 
@@ -305,7 +312,8 @@ def _answer_at_once(
     begin = time.perf_counter()
     state, limit = begun.batch.state, options.max_tokens
     end = pipeline.finish(model, state, begun.sampling, limit, options.execution)
-    tokens, count, step = jax.device_get((end.tokens, end.count, end.step))
+    tokens, count, step, finite = jax.device_get((end.tokens, end.count, end.step, end.finite))
+    decoding.check_finite(finite, np.arange(len(finite)))
     rate = _rate(int(step) - 1, time.perf_counter() - begin)
     return _answers(
         model, begun, [row[:n].tolist() for row, n in zip(tokens, count, strict=True)], rate
@@ -319,10 +327,12 @@ def _answer_by_token(
     begun = _begin(model, prompts, images, options)
     rows: list[list[int]] = [[] for _ in prompts]
     texts = [TextStream(model.tokenizer) for _ in prompts]
-    seconds, step = 0.0, 1
+    seconds, step, begin = 0.0, 1, time.perf_counter()
     before, state = np.zeros(len(rows), bool), begun.batch.state
-    token, finished = jax.device_get((state.token, state.finished))
     while True:
+        token, finished, finite = jax.device_get((state.token, state.finished, state.finite))
+        decoding.check_finite(finite, np.arange(len(rows)))
+        seconds += time.perf_counter() - begin
         last = step == options.max_tokens
         for row in np.flatnonzero(~before).tolist():
             rows[row].append(int(token[row]))
@@ -332,10 +342,8 @@ def _answer_by_token(
             yield _Event(row, int(token[row]), piece)
         if last or finished.all():
             return _answers(model, begun, rows, _rate(step - 1, seconds))
-        begin, before = time.perf_counter(), finished
-        state = pipeline.finish(model, state, begun.sampling, step + 1, options.execution)
-        token, finished = jax.device_get((state.token, state.finished))
-        seconds, step = seconds + time.perf_counter() - begin, step + 1
+        begin, before, step = time.perf_counter(), finished, step + 1
+        state = pipeline.finish(model, state, begun.sampling, step, options.execution)
 
 
 def _pieces(

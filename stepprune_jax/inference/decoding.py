@@ -19,6 +19,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.pruning import LayerCut, LayerPruner
+from stepprune_jax.user_input import user_input
 
 
 class Sampling(NamedTuple):
@@ -63,6 +64,7 @@ class Decoding(NamedTuple):
         cache: keys and values of everything but the last token.
         token: [b] last token; not in the cache yet.
         finished: [b] True = a stop id has come. What follows it is not recorded.
+        finite: [b] False = the logits of a token were not finite; the row is finished, too.
         count: [b] tokens generated, the stop id included.
         key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch.
         step: number of the next step; the prefill was step 0.
@@ -72,6 +74,7 @@ class Decoding(NamedTuple):
     cache: Any
     token: Int[Array, "b"]
     finished: Bool[Array, "b"]
+    finite: Bool[Array, "b"]
     count: Int[Array, "b"]
     key: Array
     step: Int[Array, ""]
@@ -137,9 +140,12 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     token = draw(keys, logits, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
     noted = jnp.where(state.finished, -1, token)
+    # The largest is NaN if any is.
+    finite = state.finite & (state.finished | jnp.isfinite(logits.max(axis=-1)))
     return state._replace(
         token=token,
-        finished=state.finished | jnp.isin(token, jnp.asarray(sampling.stop_ids)),
+        finished=state.finished | ~finite | jnp.isin(token, jnp.asarray(sampling.stop_ids)),
+        finite=finite,
         count=state.count + ~state.finished,
         step=state.step + 1,
         tokens=jax.lax.dynamic_update_slice(state.tokens, noted[:, None], (0, state.step)),
@@ -193,6 +199,7 @@ def start(
         cache=result.cache,
         token=zeros,
         finished=zeros > 0,
+        finite=zeros == 0,
         count=zeros,
         key=row_keys(sampling.key, b),
         step=jnp.int32(0),
@@ -262,6 +269,25 @@ def decode(
         return advance(params, config, state, sampling, execution, mesh)
 
     return jax.lax.while_loop(going, body, state)
+
+
+def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:
+    """Refuses answers whose tokens mean nothing.
+
+    Args:
+        finite: [b] of a `Decoding`, on the host.
+        numbers: [b] of the prompts.
+
+    Raises:
+        ValueError: the logits of a prompt, which is named, were not finite.
+    """
+    broken = np.flatnonzero(~finite)
+    if broken.size:
+        with user_input():
+            raise ValueError(
+                f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either what it "
+                "was given is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
+            )
 
 
 run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",))

@@ -113,6 +113,12 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
         raise ValueError(
             f"a conversation of {len(turns)} turns ends with an answer, not a question"
         )
+    for turn in turns:
+        try:
+            turn.encode()
+        except UnicodeEncodeError as error:
+            place = f"{turn[error.start]!a} at character {error.start}"
+            raise ValueError(f"the prompt is not UTF-8 text: {place}") from error
     # An answer cannot bring an image; a model may still have written the word.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)

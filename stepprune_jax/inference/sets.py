@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline, programs
-from stepprune_jax.inference.decoding import RunOptions, greedy
+from stepprune_jax.inference.decoding import RunOptions, check_finite, greedy
 from stepprune_jax.inference.pipeline import Images, Padding, Prompts, Vision
 from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
@@ -125,6 +125,9 @@ def answer_all(
 
     Returns:
         The answers, in the order of the prompts.
+
+    Raises:
+        ValueError: the model's logits are not finite; the message has the number of the prompt.
     """
     total, size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)
@@ -156,7 +159,8 @@ def answer_all(
             state = pipeline.finish(
                 model, begun.state, sampling, options.max_tokens, options.execution
             )
-            tokens, counts = fetch((state.tokens, state.count))
+            tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
+            check_finite(finite, prompts.number[rows])
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
             return ids, begun.kept, begun.trace.stages[-1].index
 

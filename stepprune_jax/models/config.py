@@ -8,6 +8,14 @@ configuration classes, because published files leave default fields out.
 import dataclasses
 from typing import Any
 
+from stepprune_jax.settings import is_count, is_number
+
+# Far beyond any model. Sizes are read before the tensors that they are compared with, and a list of
+# the tensors of 10**9 layers would fill the memory.
+MOST, MOST_LAYERS = 1 << 24, 1024
+
+LONGEST_SIDE = 8192  # in pixels, of what a tower takes: 20 times that of the largest
+
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -20,30 +28,50 @@ def checked(config: dict[str, Any], field: str, default: Any, supported: tuple, 
     return value
 
 
-def positive(config: dict[str, Any], field: str, default: int, where: str) -> int:
-    """A field that must be a positive integer."""
+def positive(config: dict[str, Any], field: str, default: int, where: str, most: int = MOST) -> int:
+    """A field that must be a positive integer, of a size that a model can have."""
     value = config.get(field)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer")
+    if not is_count(value) or value > most:
+        limit = f", {most:,} at most" if is_count(value) else ""
+        raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer{limit}")
     return value
+
+
+def real(config: dict[str, Any], field: str, default: float, where: str) -> float:
+    """A field that must be a finite number above 0."""
+    value = config.get(field)
+    value = default if value is None else value
+    if not (is_number(value) and value > 0):
+        raise ValueError(f"{where}: {field} is {value!r}, expected a finite number above 0")
+    return float(value)
 
 
 def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
     """A side length, given as one integer or as a pair of equal integers."""
     value = config.get(field, default)
     if isinstance(value, list | tuple):
-        if len(set(value)) != 1:
+        if not value or any(side != value[0] for side in value):
             raise ValueError(f"{where}: {field} is {value!r}, expected a square")
         value = value[0]
-    return positive({field: value}, field, default, where)
+    return positive({field: value}, field, default, where, LONGEST_SIDE)
 
 
-def token_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+def token_id(value: Any, field: str, where: str) -> int | None:
+    """A token id field that may be absent."""
+    if not (value is None or is_count(value, 0)):
+        raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
+    return value
+
+
+def token_ids(value: Any, field: str, where: str) -> tuple[int, ...]:
     """A token id field that may be absent, one id or several, as a tuple."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(is_count(one, 0) for one in ids):
+        raise ValueError(f"{where}: {field} is {value!r}, expected a token id, or a list of them")
+    return tuple(ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +98,14 @@ def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
     """Reads base and scaling of the rotary embedding, from either generation of field names.
 
     Raises:
-        ValueError: an unsupported kind of scaling, or one that lacks a field.
+        ValueError: an unsupported kind of scaling, or a field that is missing or no such value.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", config.get("rope_theta") or 10000.0))
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(field) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{where}: {field} is {rope!r}, expected an object with rope_type")
+    theta = real(rope, "rope_theta", real(config, "rope_theta", 10000.0, where), where)
+    where = f"{where}: {field}"
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(
@@ -88,16 +120,17 @@ def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
     missing = [name for name in needed if name not in rope]
     if missing:
         raise ValueError(f"{where}: RoPE scaling {kind!r} lacks {', '.join(missing)}")
+    factors = [real(rope, name, 1.0, where) for name in needed]
     if kind == "linear":
-        return theta, RopeScaling(kind, float(rope["factor"]))
-    length = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-    return theta, RopeScaling(
-        kind,
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(length or 2048),
-    )
+        return theta, RopeScaling(kind, *factors)
+    if factors[1] >= factors[2]:
+        raise ValueError(
+            f"{where}: low_freq_factor is {factors[1]}, expected less than high_freq_factor "
+            f"({factors[2]})"
+        )
+    length = positive(config, "max_position_embeddings", 2048, where)
+    length = positive(rope, "original_max_position_embeddings", length, where)
+    return theta, RopeScaling(kind, *factors, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +211,12 @@ class LlamaConfig:
             vocab_size=positive(config, "vocab_size", 32000, where),
             hidden_size=hidden_size,
             intermediate_size=positive(config, "intermediate_size", 11008, where),
-            num_layers=positive(config, "num_hidden_layers", 32, where),
+            num_layers=positive(config, "num_hidden_layers", 32, where, MOST_LAYERS),
             num_heads=num_heads,
             num_kv_heads=positive(config, "num_key_value_heads", num_heads, where),
             head_dim=positive(config, "head_dim", hidden_size // num_heads, where),
             rope_theta=theta,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=real(config, "rms_norm_eps", 1e-6, where),
             max_positions=positive(config, "max_position_embeddings", 2048, where),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             rope_scaling=scaling,

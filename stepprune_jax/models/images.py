@@ -2,7 +2,7 @@
 
 import abc
 import collections
-import json
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import UInt8
+from PIL import Image
+
+from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.models.config import checked
+from stepprune_jax.settings import is_number
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -33,10 +38,10 @@ def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
     folder = Path(folder)
     path = folder / "preprocessor_config.json"
     if path.is_file():
-        return _read_json(path), str(path)
+        return read_json_object(path), str(path)
     path = folder / "processor_config.json"
     if path.is_file():
-        processor = _read_json(path).get("image_processor")
+        processor = read_json_object(path).get("image_processor")
         if isinstance(processor, dict):
             return processor, str(path)
     raise FileNotFoundError(
@@ -45,15 +50,22 @@ def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON object, naming the file when it is none."""
-    try:
-        value = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+def read_channels(
+    config: dict[str, Any], field: str, default: tuple[float, ...], above: float | int, source: str
+) -> tuple[float, ...]:
+    """Reads a field of an image processor that must be three finite numbers above a limit."""
+    values = config.get(field, default)
+    good = isinstance(values, list | tuple) and len(values) == 3
+    if not (good and all(is_number(value) and value > above for value in values)):
+        limit = "" if above == -math.inf else f" above {above}"
+        raise ValueError(f"{source}: {field} is {values!r}, expected three finite numbers{limit}")
+    return tuple(map(float, values))
+
+
+def read_filter(config: dict[str, Any], source: str) -> int:
+    """Reads the number of the Pillow filter that an image processor resizes with."""
+    filters = tuple(sorted(map(int, Image.Resampling)))
+    return int(checked(config, "resample", int(Image.Resampling.BICUBIC), filters, source))
 
 
 class ByteCache(abc.ABC):

@@ -6,12 +6,15 @@ trace time, at no cost inside a compiled program.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_REAL = (jnp.floating, jnp.integer)
 
 
 def is_static(value: Any) -> bool:
@@ -39,6 +42,53 @@ def require_finite(name: str, value: Any, mask: Any = None):
         f"of shape {np.shape(value)} with {count} non-finite values",
         "finite values",
     )
+
+
+@jax.jit
+def _nonfinite(leaves: list[Any]) -> list[jax.Array]:
+    return [jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves]
+
+
+def require_finite_tree(name: str, tree: Any):
+    """`require_finite` for the leaves of a tree, in one program; the first broken one is named."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not all(is_static(leaf) for _, leaf in leaves):
+        return
+    for (path, leaf), count in zip(leaves, _nonfinite([leaf for _, leaf in leaves]), strict=True):
+        require(
+            int(count) == 0,
+            name + jax.tree_util.keystr(path),
+            f"of shape {np.shape(leaf)} with {int(count)} non-finite values",
+            "finite values",
+        )
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer of Python's or numpy's; truth values are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number of Python's or numpy's; truth values are not."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    return real and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_row_numbers(name: str, value: Any, batch: int):
+    """Raises unless `value` is a number or one per row, finite where it can be read."""
+    require(not isinstance(value, str | None), name, repr(value), f"a number or float[{batch}]")
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    require(
+        shape in ((), (batch,)) and any(jnp.issubdtype(dtype, k) for k in _REAL),
+        name,
+        f"of shape {shape} and dtype {dtype}",
+        f"a number or float[{batch}]",
+    )
+    if is_static(value):
+        found = np.asarray(value, np.float64)
+        bad = int((~np.isfinite(found)).sum())
+        shown = str(value) if found.ndim == 0 else f"of shape {shape} with {bad} non-finite values"
+        require(bad == 0, name, shown, "finite values")
 
 
 def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
@@ -87,14 +137,21 @@ def checked(function: Callable) -> Callable:
     signature = inspect.signature(function)
     contracts = {name: _arms(p.annotation) for name, p in signature.parameters.items()}
     contracts = {name: arms for name, arms in contracts.items() if arms}
+    optional = {n for n, p in signature.parameters.items() if type(None) in get_args(p.annotation)}
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         sizes: dict[str, Any] = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if name not in contracts or not hasattr(value, "dtype"):
+            scalar = isinstance(value, bool | int | float | complex)
+            if name not in contracts or scalar or (value is None and name in optional):
                 continue
             arm = contracts[name][0]
+            if not hasattr(value, "dtype"):
+                raise ValueError(
+                    f"{function.__name__}: {name} is of type {type(value).__name__}, expected an "
+                    f"array {arm.__name__.split('[')[0]}[{arm.dim_str}]"
+                )
             kinds = {dtype for a in contracts[name] for dtype in a.dtypes}
             if not _bind(arm.dim_str.split(), value.shape, sizes) or value.dtype.name not in kinds:
                 known = ", ".join(f"{k}={v}" for k, v in sizes.items())

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from stepprune_jax.policy.checks import is_integer, is_number
+
 # Values of each field that names a reading; what they mean is said at the field.
 CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
@@ -18,6 +20,29 @@ CHOICES = {
     "gate": ("vp", "scale", "gumbel"),
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
+
+# Least value of each field that counts something.
+_INTEGERS = {
+    "feature_width": 1,
+    "text_width": 0,
+    "width": 1,
+    "num_heads": 1,
+    "mlp_ratio": 1,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_steps": 1,
+    "min_tokens": 0,
+    "group": 1,
+}
+_OPTIONAL = ("width", "max_steps")
+_POSITIVE = (
+    "temperature",
+    "stop_temperature",
+    "polarisation_temperature",
+    "polarisation_start",
+    "probe_weight",
+    "gain_bound",
+)
 
 Number = float | int
 
@@ -132,24 +157,27 @@ class PolicyConfig:
     def __post_init__(self):
         for name, choices in CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
-        positive = ("feature_width", "num_heads", "mlp_ratio", "encoder_layers", "decoder_layers")
-        positive += ("group", "temperature", "stop_temperature")
-        positive += ("polarisation_temperature", "polarisation_start", "probe_weight", "gain_bound")
-        for name in positive:
-            self._require(name, getattr(self, name) > 0, "a positive number")
-        self._require("text_width", self.text_width >= 0, "0 (no text) or a width")
-        self._require("width", self.width is None or self.width > 0, "None or a positive width")
-        self._require("max_steps", self.max_steps is None or self.max_steps > 0, "None or >= 1")
-        self._require("min_tokens", self.min_tokens >= 0, "a count >= 0")
-        self._require("decay", 0 < self.decay <= 1, "a number in (0, 1]")
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            left_out = value is None and name in _OPTIONAL
+            holds = left_out or (is_integer(value) and value >= least)
+            none = "None or " if name in _OPTIONAL else ""
+            self._require(name, holds, f"{none}an integer from {least}")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            self._require(name, is_number(value) and value > 0, "a positive number")
         for name in ("length_weight", "price_range", "price_growth"):
-            self._require(name, getattr(self, name) >= 0, "a number >= 0")
-        share = 0 <= self.polarisation_share <= 1
-        self._require("polarisation_share", share, "a share from 0 to 1")
-        window = 0 <= self.probe_window <= 1
-        self._require("probe_window", window, "a share from 0 to 1")
-        low, high = self.random_budget
-        self._require("random_budget", 0 < low <= high <= 1, "fractions 0 < low <= high <= 1")
+            value = getattr(self, name)
+            self._require(name, is_number(value) and value >= 0, "a number >= 0")
+        for name in ("polarisation_share", "probe_window"):
+            value = getattr(self, name)
+            self._require(name, is_number(value) and 0 <= value <= 1, "a share from 0 to 1")
+        self._require("stop_bias", is_number(self.stop_bias), "a finite number")
+        self._require("decay", is_number(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
+        budget = self.random_budget
+        pair = isinstance(budget, tuple) and len(budget) == 2 and all(map(is_number, budget))
+        fractions = pair and 0 < budget[0] <= budget[1] <= 1
+        self._require("random_budget", fractions, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:
             raise ValueError(
                 f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "

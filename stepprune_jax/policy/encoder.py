@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.checks import checked, require, require_finite
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.params import Params
+from stepprune_jax.policy.params import Params, check_params
 
 
 def _block(
@@ -80,9 +80,10 @@ def encode(
       H in the compute dtype, zero at padded positions.
 
     Raises:
-      ValueError: A wrong rank, width or dtype, text given to a policy without text, or non-finite
-        features, where these can be read before tracing.
+      ValueError: Weights of another configuration, a wrong rank, width or dtype, text given to a
+        policy without text, or non-finite features, where these can be read before tracing.
     """
+    check_params(params, config, ("encoder",))
     b, n, width = image.shape
     require(width == config.feature_width, "width of image", width, str(config.feature_width))
     require(n > 0, "image", f"of shape {image.shape}", "at least one token")

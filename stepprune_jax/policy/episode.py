@@ -4,11 +4,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy import layers
-from stepprune_jax.policy.checks import require, require_count, require_finite
+from stepprune_jax.policy.checks import (
+    is_integer,
+    is_static,
+    require,
+    require_count,
+    require_finite,
+    require_row_numbers,
+)
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import Decoder
 from stepprune_jax.policy.params import Params
@@ -28,12 +36,17 @@ class Bounds(NamedTuple):
         """T_max and the limits of each row.
 
         Raises:
-          ValueError: T_max > N, a count out of range where it can be read, or a budget beside
-            another bound.
+          ValueError: T_max > N, a count out of range where it can be read, `min_tokens` above
+            `max_tokens`, or a budget beside another bound.
         """
         n, budget = num_tokens, self.budget
         steps = config.steps(n) if self.max_steps is None else self.max_steps
-        require(0 < steps <= n, "max_steps (T_max)", steps, f"within [1, {n}] for {n} image tokens")
+        require(
+            is_integer(steps) and 0 < steps <= n,
+            "max_steps (T_max)",
+            repr(steps),
+            f"within [1, {n}] for {n} image tokens",
+        )
         if budget is not None:
             require(
                 self.min_tokens is None and self.max_tokens is None,
@@ -46,7 +59,12 @@ class Bounds(NamedTuple):
         low = min(config.min_tokens, steps) if self.min_tokens is None else self.min_tokens
         high = steps if self.max_tokens is None else self.max_tokens
         most = require_count("max_tokens", high, 0, n, batch)
-        return steps, Limits(require_count("min_tokens", low, 0, steps, batch), most)
+        least = require_count("min_tokens", low, 0, steps, batch)
+        given = self.min_tokens is not None and self.max_tokens is not None
+        if given and is_static(low) and is_static(high):
+            above = bool((np.asarray(low) > np.asarray(high)).any())
+            require(not above, "min_tokens", low, f"at most max_tokens ({high})")
+        return steps, Limits(least, most)
 
     def tokens_a_step(self, config: PolicyConfig, num_tokens: int) -> int:
         """Tokens taken from one pointer distribution, N at most.
@@ -55,7 +73,7 @@ class Bounds(NamedTuple):
           ValueError: Fewer than one.
         """
         group = config.group if self.group is None else self.group
-        require(group >= 1, "group", group, "an integer from 1")
+        require(is_integer(group) and group >= 1, "group", repr(group), "an integer from 1")
         return min(group, num_tokens)
 
 
@@ -108,6 +126,7 @@ def prepare(
     # A row cannot keep more tokens than it has, whatever it was asked for.
     most = jnp.minimum(limits.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
     limits = Limits(jnp.minimum(limits.min_tokens, most), most)
+    require_row_numbers("stop_bias", stop_bias, b)
     slots = jnp.where(memory_mask[..., None], memory, 0)
     decoder = init_fn(params, config, slots, memory_mask, steps)
     bias = jnp.broadcast_to(jnp.asarray(stop_bias, layers.score_dtype(memory.dtype)), (b,))

@@ -16,7 +16,12 @@ from stepprune_jax.policy.budget import (
     soft_budget,
     update_running_count,
 )
-from stepprune_jax.policy.checks import checked, require_finite
+from stepprune_jax.policy.checks import (
+    checked,
+    require_finite,
+    require_finite_tree,
+    require_row_numbers,
+)
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
@@ -24,7 +29,7 @@ from stepprune_jax.policy.episode import Bounds
 from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, gather
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
-from stepprune_jax.policy.params import Params
+from stepprune_jax.policy.params import Params, check_params
 from stepprune_jax.policy.pick import pick
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.select import select, select_parallel
@@ -136,6 +141,7 @@ def gate(
     Returns:
       The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
     """
+    check_params(params, config)
     image = jnp.asarray(image)
     b, n, _ = image.shape
     budget_key, noise_key = jax.random.split(key)
@@ -309,10 +315,16 @@ def prune(
       The kept tokens in the smallest bucket that holds every row.
 
     Raises:
-      ValueError: As `encode` and `select`, before anything is compiled; as `choose_bucket`, once
-        the counts are known.
+      ValueError: As `encode` and `select`, or weights that are not the configuration's or not
+        finite, before anything is compiled; as `choose_bucket`, once the counts are known.
     """
+    check_params(params, config, ("encoder", "decoder", "stop"))
     require_finite("image", image, image_mask)
+    if text is not None:
+        require_finite("text", text, text_mask)
+    require_finite_tree("params", params)
+    require_finite_tree("stats", stats)
+    require_row_numbers("stop_bias", stop_bias, image.shape[0])
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     steps, limits = bounds.read(config, *image.shape[:2])
     exact = {"budget": limits.max_tokens}

@@ -2,15 +2,18 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from stepprune_jax.policy.checks import require
 from stepprune_jax.policy.config import PolicyConfig
 
 Params = dict[str, Any]
+PARTS = ("encoder", "decoder", "stop", "denoiser")
 
 
 class ParamSpec(NamedTuple):
@@ -172,6 +175,36 @@ def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32)
 def abstract_policy(config: PolicyConfig) -> Params:
     """Shapes and dtypes of `init_policy`, as `jax.ShapeDtypeStruct`s, without allocating."""
     return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
+
+
+def check_params(params: Params, config: PolicyConfig, parts: Sequence[str] = PARTS) -> None:
+    """Refuses weights of another shape than the configuration's, at no cost in a compiled program.
+
+    Args:
+      params: Weights; more of them than the configuration has are ignored.
+      config: Shapes and readings.
+      parts: The parts that are used, of `PARTS`.
+
+    Raises:
+      ValueError: A weight is missing or has another shape; the message names the first one.
+    """
+    specs = param_specs(config)
+    for part in parts:
+        _check_part(params, specs[part], (part,))
+
+
+def _check_part(params: Any, spec: Any, path: tuple[str, ...]) -> None:
+    name = "params" + "".join(f"[{key!r}]" for key in path)
+    there = isinstance(params, Mapping) and path[-1] in params
+    expected = f"float{list(spec.shape)}" if _is_spec(spec) else f"a dict with {', '.join(spec)}"
+    require(there, name, "missing", expected)
+    found = params[path[-1]]
+    if _is_spec(spec):
+        shape = getattr(found, "shape", None)
+        require(shape == spec.shape, name, f"of shape {shape}", expected)
+        return
+    for key, inner in spec.items():
+        _check_part(found, inner, (*path, key))
 
 
 def cast_weights(params: Params, dtype: Any) -> Params:

@@ -12,6 +12,7 @@ from stepprune_jax.pretrain.run import pretrain
 from stepprune_jax.pretrain.settings import Pretraining, read_pretraining
 from stepprune_jax.user_input import user_input
 from stepprune_jax.visualize.training import draw_training
+from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -24,9 +25,11 @@ def main() -> None:
     with user_input():
         settings = read_pretraining(_CONFIG.value)
         distributed.use_cores(settings.cpu_devices)
-        folder = _data(settings, workdir)
-    if pretrain(settings, workdir, folder) is not None:
-        draw_training(workdir / "language.png", workdir / "language" / METRICS)
+    with locked(workdir):
+        with user_input():
+            folder = _data(settings, workdir)
+        if pretrain(settings, workdir, folder) is not None:
+            draw_training(workdir / "language.png", workdir / "language" / METRICS)
 
 
 def _data(settings: Pretraining, workdir: Path) -> str | Path:

@@ -24,6 +24,7 @@ from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
+from stepprune_jax.settings import is_number
 
 # The only list of names: commands, configurations and tables take these.
 PRUNERS: dict[str, type[Pruner]] = {
@@ -106,6 +107,8 @@ def make_method(
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
     if stop_bias is not None and "own" not in kind.budgets:
         raise ValueError(f"{name} has no stop: a stop bias (--stop_bias) has no effect on it")
+    if stop_bias is not None and not is_number(stop_bias):
+        raise ValueError(f"stop_bias is {stop_bias!r}, expected a finite number (--stop_bias)")
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
     elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*(options or {})}:

@@ -9,7 +9,6 @@ world has not learned. The scores cannot be compared with published ones.
 
 import json
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 from stepprune_jax.benchmarks.pope import SPLITS
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.data.shapes import write_world
 
@@ -153,4 +152,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.studies.example", main)

@@ -7,13 +7,12 @@ A printed average does not follow if no scores that round to the printed ones gi
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.evaluation.table import average_retention
 
 DATA = Path(__file__).parents[1] / "assets" / "paper_tables.json"
@@ -242,4 +241,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.studies.paper_tables", main)

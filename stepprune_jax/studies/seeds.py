@@ -8,9 +8,9 @@ that are trained are evaluated; `--set eval.methods=all,random` says which other
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import Policy, load_policy
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.command_line import exit_with
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
@@ -47,6 +48,7 @@ from stepprune_jax.studies.spread import differences, summarise
 from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
 from stepprune_jax.training import read_run, train
 from stepprune_jax.workdir.checkpoints import claim
+from stepprune_jax.workdir.lock import locked
 
 RESULTS = "results.json"
 
@@ -96,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it touches
+    # Orbax reports every file it touches, and failures with a traceback before it raises them.
+    logging.set_verbosity(logging.FATAL)
     try:
         run_seeds(**vars(options))
     except (ValueError, OSError) as error:
@@ -141,17 +144,19 @@ def run_seeds(
     base = load_config(config, changes)
     evaluation = read_evaluation(base)
     planned = variant_configs(config, rows, changes)
-    places = split_folders(evaluation, workdir)
-    runs = plan(planned, workdir, seeds, places["validation"])
-    if processes > 1 and not train_only:
-        shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
-        shared += ["--set", *changes] if changes else []
-        todo = [run for run in runs if not run.policy_file.is_file()]
-        run_jobs([_job(run, shared) for run in todo], processes)
-    else:
-        for run in runs:
-            _train(run)
-    return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
+    # Processes that this one starts only write to the folders of their own runs.
+    with contextlib.nullcontext() if train_only else locked(workdir):
+        places = split_folders(evaluation, workdir)
+        runs = plan(planned, workdir, seeds, places["validation"])
+        if processes > 1 and not train_only:
+            shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
+            shared += ["--set", *changes] if changes else []
+            todo = [run for run in runs if not run.policy_file.is_file()]
+            run_jobs([_job(run, shared) for run in todo], processes)
+        else:
+            for run in runs:
+                _train(run)
+        return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
 
 
 def plan(
@@ -304,7 +309,7 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     """A saved table, if it is about the same questions, settings and policy."""
     if not path.is_file():
         return None
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = read_json_object(path)
     return saved["table"] if saved["mark"] == mark else None
 
 
@@ -314,4 +319,4 @@ def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.studies.seeds", main)

@@ -173,10 +173,12 @@ class Batches:
         """The pixels of a row; None if its image cannot be read and rows may be left out."""
         try:
             return self._pixels(self._corpus.image(row))
-        except (FileNotFoundError, ValueError) as error:
-            message = f'{self._corpus.where(row)}: "image": {error}'
+        except (FileNotFoundError, MemoryError, ValueError) as error:
+            reason = error if str(error) else "it needs more memory than there is"
+            message = f'{self._corpus.where(row)}: "image": {reason}'
             if not self._loading.skip_unreadable:
-                raise type(error)(message) from error
+                kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+                raise kind(message) from error
             print(f"{message}; left out", file=sys.stderr, flush=True)
             return None
 

@@ -1,6 +1,7 @@
 """The training loop, from the settings of a run to a trained selector's file."""
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,11 +9,18 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.checkpoints.frozen import image_bounds, model_dtype, model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.checkpoints.policy import Policy, config_metadata, save_policy
+from stepprune_jax.checkpoints.policy import (
+    Policy,
+    config_metadata,
+    load_policy,
+    save_policy,
+)
 from stepprune_jax.data.source import training_source
+from stepprune_jax.export import latest_policy
 from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
@@ -25,6 +33,7 @@ from stepprune_jax.training.settings import Run, make_mesh, make_setup
 from stepprune_jax.training.validation import Validation, read_questions
 from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.checkpoints import POLICY_FILE, Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import check_boards
 
 
@@ -71,8 +80,9 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
     Raises:
         FileNotFoundError: model, data or an image is missing.
-        ValueError: a bad configuration, bad data, or the folder of another run; too little memory;
-            or too many updates in a row without a finite loss and gradient.
+        ValueError: a bad configuration, bad data, the folder of another run, or one that another
+            process writes to; too little memory; or too many updates in a row without a finite loss
+            and gradient.
     """
     workdir = Path(workdir).expanduser().resolve()
     with user_input():
@@ -80,6 +90,15 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         check_boards(run.tensorboard, run.wandb)
         source = model_source(run)
         setup = make_setup(run, source.config, mesh)
+    with locked(workdir):
+        _train(run, workdir, window, source, setup)
+
+
+def _train(
+    run: Run, workdir: Path, window: tuple[int, int] | None, source: Source, setup: step.Setup
+) -> None:
+    """Trains in a folder that no other process writes to."""
+    with user_input():
         data = distributed.main_first(lambda: training_source(run, workdir))
         questions = read_questions(run, setup, workdir)
         identities = model_identity(source), file_identity(data.file)
@@ -88,11 +107,11 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            if checkpoints.latest == run.steps and (workdir / POLICY_FILE).is_file():
+            if checkpoints.latest == run.steps and _policy_is_there(workdir, run.steps):
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
-                rows = local_rows(mesh, run.batch_size)
+                rows = local_rows(setup.forward.mesh, run.batch_size)
                 batches = open_batches(run, data, identities[1], source, rows, distributed.say)
                 distributed.require_same(batches.identity, "the samples that can be trained on")
             if _stopped(interrupt):
@@ -109,6 +128,35 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
                 _loop(_Loop(*parts), about, window)
         finally:
             checkpoints.close()
+
+
+def _policy_is_there(workdir: Path, steps: int) -> bool:
+    """Whether the file of a finished run is there; one that is not what was learned is replaced."""
+    path = workdir / POLICY_FILE
+    if not path.is_file():
+        return False
+    try:
+        found, problem = load_policy(path), "it holds another policy"
+    except (OSError, ValueError) as error:
+        found, problem = None, str(error)
+    if jax.process_count() > 1:  # a checkpoint is read by all processes or by none
+        return not distributed.any_process(found is None)
+    with user_input():
+        step, policy, _ = latest_policy(workdir)
+    if step == steps and not _same(found, policy):
+        print(f"warning: {path} is written again: {problem}", file=sys.stderr, flush=True)
+        save_policy(policy, path)
+    return step == steps
+
+
+def _same(one: Policy | None, other: Policy) -> bool:
+    """Whether two policies are equal to the bit."""
+    if one is None or (one.config, one.stop_bias) != (other.config, other.stop_bias):
+        return False
+    leaves = map(jax.tree.leaves, (one, other))
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        np.array_equal(*pair) for pair in zip(*leaves, strict=True)
+    )
 
 
 def _stopped(interrupt: Interrupt) -> bool:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from stepprune_jax.command_line import exit_with
 from stepprune_jax.visualize.figures import redraw
 
 
@@ -28,4 +29,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("stepprune_jax.visualize", main)

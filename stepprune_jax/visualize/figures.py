@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.evaluation.report import MANIFEST, Report, read_report
 from stepprune_jax.visualize.accuracy import draw_accuracy, draw_families
 from stepprune_jax.visualize.animation import draw_selection
@@ -77,7 +78,7 @@ def redraw(folder: str | Path, *, command: str | None = None) -> Path:
         ValueError: the folder holds no finished report, or as `write_report`.
     """
     report = read_report(folder)
-    facts = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+    facts = read_json_object(Path(folder) / MANIFEST)
     shown = {name: value for name, value in facts.items() if name not in _NOT_SHOWN}
     config = json.dumps(shown, indent=1, ensure_ascii=False)
     return write_report(folder, report, command=command, config=config)

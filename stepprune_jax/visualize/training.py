@@ -1,6 +1,5 @@
 """Curves of a training run, of a policy or of a small model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
+from stepprune_jax.data.json_files import parse_json
 from stepprune_jax.visualize import style
 
 _ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
@@ -48,10 +48,7 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        row = parse_json(line, f"{path}, line {number}")
         if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
             raise ValueError(f"{path}, line {number}: expected an object with a number 'step'")
         rows.append(row)

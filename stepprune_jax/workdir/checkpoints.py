@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.parallel import distributed
 from stepprune_jax.settings import Settings
 from stepprune_jax.user_input import user_input
@@ -24,6 +26,8 @@ POLICY_FILE = "policy.safetensors"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
+# How TensorStore's messages call a full disk and missing permissions.
+_REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
 # Hashes of a checkpoint's files, stored among them.
 _HASHES = "files.json"
 
@@ -119,10 +123,10 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
                 "are of: give another --workdir, or remove the folder"
             )
         workdir.mkdir(parents=True, exist_ok=True)
-        _write(path, run)
+        write_json(path, run)
         return run
     try:
-        old = json.loads(path.read_text())
+        old = read_json_object(path)
         changes = config.changes(old["config"])
         changes += ["the frozen model"] if old["model"] != model else []
         changes += ["the training file"] if old["data"] != data else []
@@ -134,12 +138,6 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
             "it began with. These differ:\n  " + "\n  ".join(changes)
         )
     return run
-
-
-def _write(path: Path, value: dict[str, Any]):
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(partial, path)
 
 
 class Checkpoints:
@@ -174,16 +172,33 @@ class Checkpoints:
             step: updates done.
             saved: arrays; they may be donated as soon as this returns.
             about: what else belongs to the state, as JSON has it.
+
+        Raises:
+            OSError: this state or the one before cannot be written, as on a full disk.
         """
         if step == self.latest:
             return
-        self._manager.wait_until_finished()
-        self._writing = step
         beside = {"about": about or {}, "shapes": _shapes(saved)}
         parts = ocp.args.Composite(
             arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(beside)
         )
-        self._manager.save(step, args=parts)
+        with self._written():
+            self._manager.wait_until_finished()
+            self._writing = step
+            self._manager.save(step, args=parts)
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Reports what the disk refuses, now or in the background, in one line."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the latter from TensorStore
+            if not isinstance(error, OSError) and not any(code in str(error) for code in _REFUSED):
+                raise
+            reason = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
+            what = f"checkpoint {self._writing} cannot be written to {self._folder}"
+            with user_input():
+                raise OSError(f"{what}; those before it stay: {reason}") from error
 
     def _seal(self):
         """Notes the hashes of all files, when they are written and before they get their name."""
@@ -255,8 +270,13 @@ class Checkpoints:
         distributed.main_first(self._manager.reload)
 
     def close(self):
-        """Waits for what is being written."""
-        self._manager.close()
+        """Waits for what is being written.
+
+        Raises:
+            OSError: as `save`.
+        """
+        with self._written():
+            self._manager.close()
 
 
 @jax.jit
@@ -274,7 +294,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _damage(folder: Path) -> str:
     """What is wrong with the files of a checkpoint; empty if nothing is."""
     try:
-        hashes = json.loads((folder / "beside" / _HASHES).read_text())
+        hashes = read_json_object(folder / "beside" / _HASHES)
         for name, expected in hashes.items():
             if file_identity(folder / name) != expected:
                 return f"{name} is not what was written"

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+
+from stepprune_jax.data.json_files import file_named, parse_json, replace_file
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
@@ -81,7 +82,8 @@ class MetricsLog:
         """Adds a line to a file and shows it on the boards; the row as it was written."""
         # JSON has no NaN; None says that the number was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
-        with self._paths[name].open("a") as file:
+        path = self._paths[name]
+        with file_named(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         shown = {prefix + k: v for k, v in row.items() if k != "step" and v is not None}
         for board in self._boards:
@@ -133,8 +135,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         # A run that was killed may have cut its last line short.
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
+        with contextlib.suppress(ValueError):
+            row = parse_json(line, str(path))
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
@@ -145,9 +147,7 @@ def keep_until(path: Path, step: int):
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, path)
+    replace_file(path, "".join(kept).encode())
 
 
 class _TensorBoard:

@@ -117,10 +117,21 @@ def test_an_older_file_takes_the_defaults_of_new_fields(tmp_path, policy):
         (changed_config(colour="red", taste=1), r"unknown field\(s\) colour, taste"),
         (changed_config(stop="never"), r"p: PolicyConfig.stop is 'never'"),
         (changed_config(decay="much"), "p: "),
-        (lambda m: m.update(config="[1]"), r"\[1\], expected a JSON object"),
-        (lambda m: m.update(config="{"), "is not JSON"),
+        (
+            lambda m: m.update(config="[1]"),
+            "p: its PolicyConfig: expected a JSON object, got a",
+        ),
+        (lambda m: m.update(config="{"), "p: its PolicyConfig, column 2: not JSON"),
         (lambda m: m.update(version="9"), "format version 9, this package reads 1"),
-        (lambda m: m.update(stop_bias='"x"'), "stop_bias is not a number"),
+        (lambda m: m.update(stop_bias='"x"'), "stop_bias is 'x', expected a finite number"),
+        (lambda m: m.update(stop_bias="NaN"), "stop_bias is nan, expected a finite number"),
+        (lambda m: m.update(stop_bias="[" * 100_000), "p: stop_bias: not JSON .* nested too deep"),
+        (
+            changed_config(encoder_layers=10**9),
+            "encoder_layers is 1000000000, expected 105",
+        ),
+        (changed_config(feature_width=1 << 60), "feature_width is 1152921504606846976, expected 8"),
+        (changed_config(mlp_ratio=1 << 60), "mlp_ratio is 1152921504606846976, expected 8 at most"),
         (lambda m: m.pop("kind"), "not a policy: expected one written by save_policy"),
     ],
 )
@@ -129,6 +140,20 @@ def test_bad_metadata_is_named(tmp_path, policy, change, message):
     rewrite(path, change)
     with pytest.raises(ValueError, match=message):
         load_policy(path)
+
+
+def test_weights_and_statistics_have_to_be_finite(tmp_path, policy):
+    def spoil(name):
+        def change(tensors):
+            tensors[name].reshape(-1)[-1] = np.nan
+
+        return change
+
+    for name in ("encoder/block_0/mlp/up/kernel", "stats/var"):
+        path = save_policy(policy, tmp_path / "p")
+        rewrite(path, change=spoil(name))
+        with pytest.raises(ValueError, match=f"p: '{name}' holds NaN or infinity"):
+            load_policy(path)
 
 
 def test_files_of_other_kinds_are_refused(tmp_path, policy):

@@ -71,6 +71,8 @@ RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ((99).to_bytes(8, "little") + b"{}", "is truncated"),
         ((4).to_bytes(8, "little") + b"{]}}", "corrupt safetensors header"),
         ((2).to_bytes(8, "little") + b"[]", "corrupt safetensors header"),
+        ((50_000).to_bytes(8, "little") + b"[" * 50_000, "header: .* nested too deep"),
+        ((19).to_bytes(8, "little") + b'{"__metadata__":[]}', "header: expected a JSON object"),
     ],
 )
 def test_a_file_without_a_good_header_is_named(tmp_path, content, message):
@@ -89,6 +91,11 @@ def test_a_file_without_a_good_header_is_named(tmp_path, content, message):
         (RECORD | {"data_offsets": [0]}, 8, "record of 'w' is corrupt"),
         (RECORD | {"dtype": "F4"}, 8, "dtype 'F4'"),
         ({"dtype": "F32"}, 8, "record of 'w' is corrupt"),
+        (RECORD | {"shape": [-1, -2]}, 8, "record of 'w' is corrupt"),
+        (RECORD | {"shape": [2.5]}, 8, "record of 'w' is corrupt"),
+        (RECORD | {"shape": [10**30]}, 8, "'w' is corrupt"),
+        (RECORD | {"data_offsets": [-8, 0]}, 8, "record of 'w' is corrupt"),
+        ([], 8, "record of 'w' is corrupt"),
     ],
 )
 def test_a_tensor_that_cannot_be_there_is_named(tmp_path, record, size, message):
@@ -96,6 +103,31 @@ def test_a_tensor_that_cannot_be_there_is_named(tmp_path, record, size, message)
     with pytest.raises(ValueError, match=message) as error:
         ours.read_header(path)
     assert "shard.safetensors" in str(error.value)
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path):
+    header = {"w": RECORD, "v": RECORD | {"data_offsets": [4, 12]}}
+    path = _raw(tmp_path / "shard.safetensors", header, bytes(12))
+    with pytest.raises(ValueError, match=r"shard\.safetensors: corrupt .*: 'w' and 'v' overlap"):
+        ours.read_header(path)
+    header["v"] = RECORD | {"data_offsets": [8, 16]}
+    header["none"] = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
+    path = _raw(tmp_path / "shard.safetensors", header, bytes(16))
+    assert set(ours.read_header(path)) == {"w", "v", "none"}
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_numbers_that_are_not_finite_are_refused_whatever_their_dtype(tmp_path, dtype):
+    dtype = ours.DTYPES[dtype]
+    for value, good in ((-0.0, True), (-1.5, True), (np.nan, False), (-np.inf, False)):
+        tensor = np.array([[1, value], [0, 2]]).astype(dtype)
+        entry = ours.read_header(_write(tmp_path / "x.safetensors", w=tensor))["w"]
+        np.testing.assert_array_equal(ours.read_tensor(entry, (slice(1, 2),)), tensor[1:])
+        if good:
+            np.testing.assert_array_equal(ours.read_tensor(entry), tensor)
+        else:
+            with pytest.raises(ValueError, match=r"x\.safetensors: 'w' holds NaN or infinity"):
+                ours.read_tensor(entry)
 
 
 def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
@@ -118,8 +150,19 @@ def test_shards_are_found_through_the_index(tmp_path):
 def test_a_folder_with_a_bad_index_is_refused(tmp_path):
     index = tmp_path / ours.INDEX_NAME
     index.write_text("{")
-    with pytest.raises(ValueError, match="not a shard index"):
+    with pytest.raises(ValueError, match=r"index\.json, column 2: not JSON"):
         ours.read_folder(tmp_path)
+    for weight_map, message in (
+        (None, "weight_map: expected a JSON object, got null"),
+        ({}, "weight_map is empty"),
+        ({"a": 5}, "weight_map has 'a' in 5, expected the name of a file in the same folder"),
+        ({"a": "../one.safetensors"}, "weight_map has 'a' in '../one.safetensors', expected"),
+        ({"a": str(tmp_path / "one.safetensors")}, "weight_map has 'a' in '/.*', expected"),
+        ({"a": ".."}, "weight_map has 'a' in '..', expected"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=message):
+            ours.read_folder(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     _write(tmp_path / "one.safetensors", a=np.zeros(1, np.float32))
     with pytest.raises(FileNotFoundError, match=r"1 shard\(s\) .* two\.safetensors"):
@@ -127,6 +170,24 @@ def test_a_folder_with_a_bad_index_is_refused(tmp_path):
     _write(tmp_path / "two.safetensors", a=np.zeros(1, np.float32))
     with pytest.raises(ValueError, match="'a' is both in"):
         ours.read_folder(tmp_path)
+    _write(tmp_path / "one.safetensors", b=np.zeros(1, np.float32))
+    with pytest.raises(ValueError, match=r"'a' in one\.safetensors, but it is in two\.safetensors"):
+        ours.read_folder(tmp_path)
+    _write(tmp_path / "one.safetensors", c=np.zeros(1, np.float32))
+    _write(tmp_path / "two.safetensors", b=np.zeros(1, np.float32))
+    with pytest.raises(ValueError, match=r"'a' in one\.safetensors, but it is in no shard"):
+        ours.read_folder(tmp_path)
+
+
+def test_a_link_in_the_folder_may_lead_elsewhere(tmp_path):
+    """As in the hub's own folders."""
+    (tmp_path / "blobs").mkdir()
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    _write(tmp_path / "blobs" / "1", a=np.zeros(1, np.float32))
+    (folder / "one.safetensors").symlink_to("../blobs/1")
+    ours.write_index(folder, [("one.safetensors", ("a",))], 4)
+    assert list(ours.read_folder(folder)) == ["a"]
 
 
 def test_pickles_are_not_read_but_the_converter_is_named(tmp_path):

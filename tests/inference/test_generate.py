@@ -20,7 +20,7 @@ from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import generate, greedy, pipeline, read_request, stream
 from stepprune_jax.inference.answer import make_prompts
-from stepprune_jax.inference.decoding import RunOptions, run_decode
+from stepprune_jax.inference.decoding import RunOptions, check_finite, run_decode
 from stepprune_jax.inference.pipeline import read_images
 from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models import vlm
@@ -28,6 +28,7 @@ from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import PRUNERS, Method, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
+from stepprune_jax.user_input import is_user_error
 
 SHAPES = {
     "grouped": {},
@@ -190,6 +191,21 @@ def test_cached_decode_equals_recomputation(model):
     )
     logits = begin(model, asked, Method(pruner)).trace.logits
     np.testing.assert_array_equal(logits.argmax(-1), answer.token_ids)
+
+
+def test_logits_that_are_not_finite_are_an_error(model):
+    broken = model._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, model.params))
+    for on_token in (None, lambda *_: None):
+        with pytest.raises(
+            ValueError, match="prompt 0: the model's logits are not finite"
+        ) as error:
+            generate(broken, PROMPTS[:2], IMAGES[:2], max_tokens=4, on_token=on_token)
+        assert is_user_error(error.value)
+    # Of one row alone, and only after its first token.
+    finite = np.array([True, False])
+    with pytest.raises(ValueError, match="prompt 7: "):
+        check_finite(finite, np.array([3, 7]))
+    check_finite(finite[:1], np.array([3]))
 
 
 def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava):

@@ -229,12 +229,13 @@ def test_sampling_is_repeatable_from_the_command_line(files, capsys):
 
 
 def test_a_conversation_until_exit(files, capsys, monkeypatch):
-    lines = "What is this?\n\n<image> <image> dog\nred\nexit\nnot asked\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    lines = b"What is this?\n\n<image> <image> dog\nr\xffd\nred\nexit\nnot asked\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     assert main(command(files, "--interactive", "--positions", "compact")) == 0
     out, err = capsys.readouterr()
     assert out.count("[kept 9 of 9 visual tokens") == 2
     assert "2 <image>, but 1 image(s) are given" in err
+    assert "the prompt is not UTF-8 text: '\\udcff'" in err
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
     images, options = [files / "1.png"], {"max_tokens": 6, "positions": "compact"}
     (first,) = answer(model, ["What is this?"], images, **options)
@@ -303,6 +304,13 @@ MISTAKES = {
     "top_p": (["--prompt", "a", "--top_p", "2"], "top_p is 2.0"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),
     "max_tokens": (["--prompt", "a", "--max_tokens", "0"], "max_tokens is 0"),
+    "long": (
+        ["--prompt", "a", "--max_tokens", "1000000000"],
+        "an integer from 1 to 256, the",
+    ),
+    "seed": (["--prompt", "a", "--seed", str(2**70)], "expected an integer from 0, below 2**32"),
+    "bias": (["--prompt", "a", "--policy", "{}/policy", "--stop_bias", "nan"], "stop_bias is nan"),
+    "bytes": (["--prompt", "a\udcff"], "the prompt is not UTF-8 text: '\\udcff' at character 1"),
     "json talk": (["--json", "--interactive"], "not with --interactive"),
     "vision": (["--prompt", "a", "--vision_folder", "{}"], "whose tower lies elsewhere"),
 }

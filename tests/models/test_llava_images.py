@@ -1,9 +1,11 @@
 import json
+import math
 import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
@@ -145,6 +147,47 @@ def test_sixteen_bit_grey_keeps_its_upper_bits(tmp_path, mode):
         np.testing.assert_array_equal(np.asarray(open_image(tmp_path / "deep.png")), expected)
 
 
+def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
+    path = tmp_path / "grey.tif"
+    levels = np.array([[0, 0.25, 1]], np.float32)
+    Image.fromarray(levels).save(path)
+    with pytest.raises(
+        ValueError, match=r"grey\.tif has values from 0 to 1, expected 0 to 255, or"
+    ):
+        open_image(path)
+    for values in (levels, 1000 * levels - 200):
+        span = {340: float(values.min()), 341: float(values.max())}
+        Image.fromarray(values).save(path, tiffinfo=span)
+        assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 255]
+    Image.fromarray(np.array([[0, 300]], np.int32)).save(path)
+    with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 300"):
+        open_image(path)
+    Image.fromarray(np.array([[0, math.nan]], np.float32)).save(path)
+    with pytest.raises(ValueError, match=r"grey\.tif has values from nan to nan"):
+        open_image(path)
+    Image.fromarray(np.zeros((2, 2), np.float32)).save(path)
+    assert not np.asarray(open_image(path)).any()
+
+
+def test_very_long_sides_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    path = tmp_path / "long.png"
+    Image.new("1", (70_000, 1)).save(path)
+    monkeypatch.setattr(Image.Image, "load", None)
+    with pytest.raises(ValueError, match=r"long\.png has 70000 x 1 pixels, expected sides"):
+        open_image(path)
+
+
+def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypatch):
+    def refuse(_):
+        raise MemoryError
+
+    path = tmp_path / "large.png"
+    _picture(4, 4).save(path)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
+    with pytest.raises(ValueError, match=r"large\.png needs more memory than there is"):
+        open_image(path)
+
+
 def test_the_orientation_tag_is_left_alone(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -161,6 +204,12 @@ def test_broken_images_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"cut\.png is a damaged image"):
         open_image(cut)
     with pytest.raises(ValueError, match=r"text\.jpg is not an image"):
+        open_image(text)
+    # Pillow's own message has no name; nor has that of a decoder that stumbles.
+    info = PngInfo()
+    info.add_text("Comment", "x" * 2_000_000, zip=True)
+    _picture(4, 4).save(text, "PNG", pnginfo=info)
+    with pytest.raises(ValueError, match=r"text\.jpg is a damaged image: Decompressed data too"):
         open_image(text)
     with pytest.raises(FileNotFoundError, match=r"no image file at .*none\.png"):
         open_image(tmp_path / "none.png")
@@ -179,7 +228,7 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     settings = images.image_settings(tmp_path)
     assert settings.resize_to == 40 and settings.crop_to == (30, 30) and settings.std == (1, 1, 1)
     plain.write_text("[")
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json, column 2: not JSON"):
         images.image_settings(tmp_path)
 
 
@@ -188,8 +237,22 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     [
         ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor 'Qwen2VL"),
         ({"image_processor_type": "LlavaNextImageProcessor"}, "unsupported image processor"),
-        ({"size": {"longest_edge": 5}}, "size must be"),
-        ({"crop_size": "big"}, "crop_size='big'"),
+        (
+            {"size": {"longest_edge": 5}},
+            "size is {'longest_edge': 5}, expected a number, {shortest",
+        ),
+        ({"crop_size": "big"}, "crop_size is 'big', expected a number or {height, width}, of 1 to"),
+        ({"crop_size": 1_000_000}, "crop_size is 1000000, expected"),
+        ({"crop_size": {"height": 336}}, "crop_size is {'height': 336}, expected"),
+        ({"size": {"shortest_edge": 0.5}}, "size is {'shortest_edge': 0.5}, expected a number, "),
+        ({"image_std": [1, 0, 1]}, r"image_std is \[1, 0, 1\], expected three finite"),
+        ({"image_std": [1, math.nan, 1]}, "image_std is .*, expected three finite"),
+        ({"image_mean": [1, 1]}, "image_mean is .*, expected three finite"),
+        ({"image_mean": "x"}, "image_mean is 'x', expected three finite"),
+        ({"rescale_factor": "x"}, "rescale_factor is 'x', expected a finite number above 0"),
+        ({"rescale_factor": math.inf}, "rescale_factor is inf"),
+        ({"resample": 9}, "resample is 9; supported: 0, 1"),
+        ({"do_resize": "no"}, "do_resize is 'no'; supported: True, False"),
     ],
 )
 def test_other_processors_are_refused(config, message):

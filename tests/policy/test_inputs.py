@@ -1,6 +1,11 @@
 """Bad input is refused by name, shape and expectation, before anything runs."""
 
 import dataclasses
+import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +14,7 @@ import pytest
 from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig
 
+SCRIPT = pathlib.Path(__file__).with_name("wrong_types.py")
 CONFIG = PolicyConfig(feature_width=8, text_width=6, num_heads=2)
 IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
 
@@ -74,6 +80,11 @@ def test_non_finite_padding_is_nobodys_business(params):
         ({"budget": 1, "max_tokens": 2}, "budget is given with min_tokens or max_tokens"),
         ({"max_tokens": 6}, r"max_tokens is 6, expected within \[0, 5\]"),
         ({"min_tokens": 3}, r"min_tokens is 3, expected within \[0, 2\]"),
+        ({"min_tokens": 2, "max_tokens": 1}, r"min_tokens is 2, expected at most max_tokens \(1\)"),
+        ({"stop_bias": math.nan}, "stop_bias is nan, expected finite values"),
+        ({"stop_bias": jnp.array([1.0, jnp.inf])}, r"stop_bias is .*\(2,\) with 1 non-finite"),
+        ({"stop_bias": jnp.ones((2, 1))}, r"stop_bias is of shape \(2, 1\).* or float\[2\]"),
+        ({"stop_bias": jnp.ones(3)}, r"stop_bias is of shape \(3,\).*expected a number or float"),
         ({"image_mask": jnp.ones((2, 4), bool)}, r"image_mask is of shape \(2, 4\)"),
     ],
 )
@@ -128,6 +139,41 @@ def test_prune_refuses_before_compiling(params):
             policy.prune(params, CONFIG, IMAGE, TEXT, **options)
     with pytest.raises(ValueError, match=r"image is .* non-finite"):
         policy.prune(params, CONFIG, IMAGE * jnp.nan, TEXT)
+    with pytest.raises(ValueError, match=r"text is .* 1 non-finite"):
+        policy.prune(params, CONFIG, IMAGE, TEXT.at[0, 0, 0].set(jnp.inf))
+    with pytest.raises(ValueError, match="stop_bias is nan"):
+        policy.prune(params, CONFIG, IMAGE, TEXT, stop_bias=math.nan)
+
+
+def test_weights_of_another_kind_are_refused_by_name(params):
+    with pytest.raises(ValueError, match=r"params\['encoder'\] is missing, expected a dict with"):
+        policy.prune({}, CONFIG, IMAGE, TEXT)
+    wide = dataclasses.replace(CONFIG, width=12)
+    name = r"params\['encoder'\]\['block_0'\]\['norm1'\]\['scale'\]"
+    with pytest.raises(ValueError, match=name + r" is of shape \(8,\), expected float\[12\]"):
+        policy.prune(params, wide, IMAGE, TEXT)
+    with pytest.raises(ValueError, match=name):
+        jax.eval_shape(lambda p: policy.encode(p, wide, IMAGE, TEXT), params)
+    few = {name: part for name, part in params.items() if name != "denoiser"}
+    with pytest.raises(ValueError, match=r"params\['denoiser'\] is missing"):
+        policy.gate(few, CONFIG, jax.random.key(0), IMAGE, TEXT)
+    broken = jax.tree.map(lambda x: x, params)
+    broken["stop"] = broken["stop"].at[1].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"params\['stop'\] is of shape \(8,\) with 1 non-finite"):
+        policy.prune(broken, CONFIG, IMAGE, TEXT)
+    stats = policy.FeatureStats.start(8)
+    stats = stats._replace(mean=stats.mean.at[0].set(jnp.inf))
+    with pytest.raises(ValueError, match=r"stats.mean is of shape"):
+        policy.prune(params, CONFIG, IMAGE, TEXT, stats=stats)
+
+
+def test_arguments_of_a_wrong_type_are_named():
+    """In a process of its own: here, annotations are enforced before anything is called."""
+    place = {"PYTHONPATH": str(SCRIPT.parents[2])}
+    command = [sys.executable, SCRIPT]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "named\n"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +186,9 @@ def test_prune_refuses_before_compiling(params):
         ("max_steps", 0, "max_steps is 0"),
         ("min_tokens", -1, "min_tokens is -1"),
         ("random_budget", (0.5, 0.1), "random_budget is"),
+        ("stop_bias", math.nan, "stop_bias is nan, expected a finite number"),
+        ("temperature", math.inf, "temperature is inf, expected a positive number"),
+        ("random_budget", (0.1, math.nan), "random_budget is"),
         ("credit", "straight_through", "needs score_space='linear'"),
     ],
 )

@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
 from stepprune_jax import load_policy, testing
+from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.training import train
 from stepprune_jax.workdir.metrics import MetricsLog
 
@@ -125,6 +127,21 @@ def test_a_finished_run_says_so(world, whole, capsys):
     train(make_run(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
     assert "has finished its 6 steps" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
+    path = whole / "policy.safetensors"
+    policy, good = load_policy(path), path.read_bytes()
+    for content, problem in (
+        (b"not a policy", "is not a safetensors file"),
+        (good[:-8], "is truncated"),
+        (None, "it holds another policy"),
+    ):
+        if content is None:
+            save_policy(policy._replace(params=jax.tree.map(lambda x: x + 1, policy.params)), path)
+        else:
+            path.write_bytes(content)
+        train(make_run(*world), whole)
+        said = capsys.readouterr()
+        assert "policy.safetensors is written again: " in said.err and problem in said.err
+        assert "has finished its 6 steps" in said.out and path.read_bytes() == good
 
 
 def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):

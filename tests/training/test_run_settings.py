@@ -39,6 +39,8 @@ def build(config):
         ),
         ({"data.workers": -1}, "config.data.workers is -1, expected an integer from 0"),
         ({"data.policy_text_limit": 0}, "config.data.policy_text_limit is 0"),
+        ({"steps": 10**12}, "config.steps is 1000000000000, expected an integer from 1, below 2"),
+        ({"seed": 2**70}, "config.seed is 1180591620717411303424, expected an integer from 0, bel"),
         ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
         ({"batch_size": -1}, "config.batch_size is -1"),
         ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number above 0"),

@@ -13,6 +13,8 @@ from tiny_run import make_run, metrics, write_data
 from stepprune_jax import testing
 from stepprune_jax.training import run, train
 from stepprune_jax.training.failures import memory_advice
+from stepprune_jax.user_input import is_user_error
+from stepprune_jax.workdir.lock import LOCK_FILE, locked
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,13 @@ def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, mo
 
 def metrics_file(workdir):
     return workdir / "metrics.jsonl"
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_written(world, tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="is in use by process") as refused:
+        train(make_run(*world), tmp_path)
+    assert is_user_error(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
 def exhaust(*_, **__):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.shapes.scene import GRID, SIDE
 from stepprune_jax.data.shapes.world import preview, write_world
 
@@ -34,4 +34,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.data.shapes", main)

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
 from stepprune_jax.data.shapes.questions import Query, ask
 from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
@@ -218,8 +219,8 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
             )
         return False
     try:
-        written = json.loads(manifest.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        written = read_json_object(manifest)
+    except ValueError as error:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
     # Older worlds do not say what was then the only size.
     written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written

@@ -4,7 +4,16 @@ import dataclasses
 from importlib import import_module
 from typing import Any
 
-from stepprune_jax.models.config import LlamaConfig, checked, positive, square, token_ids
+from stepprune_jax.models.config import (
+    MOST_LAYERS,
+    LlamaConfig,
+    checked,
+    positive,
+    real,
+    square,
+    token_id,
+    token_ids,
+)
 
 ACTIVATIONS = ("quick_gelu", "gelu")
 
@@ -70,11 +79,11 @@ class ClipConfig:
         return cls(
             hidden_size=positive(config, "hidden_size", 768, where),
             intermediate_size=positive(config, "intermediate_size", 3072, where),
-            num_layers=positive(config, "num_hidden_layers", 12, where),
+            num_layers=positive(config, "num_hidden_layers", 12, where, MOST_LAYERS),
             num_heads=positive(config, "num_attention_heads", 12, where),
             image_size=square(config, "image_size", 224, where),
             patch_size=square(config, "patch_size", 32, where),
-            layer_norm_eps=float(config.get("layer_norm_eps", 1e-5)),
+            layer_norm_eps=real(config, "layer_norm_eps", 1e-5, where),
             activation=checked(config, "hidden_act", "quick_gelu", ACTIVATIONS, where),
         )
 
@@ -168,9 +177,8 @@ class LlavaConfig:
             if not isinstance(config.get(part), dict):
                 raise ValueError(f"{where}: {part} is missing or is not an object")
         checked(config, "multimodal_projector_bias", True, (True,), where)
-        layer = config.get("vision_feature_layer", -2)
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ValueError(f"{where}: vision_feature_layer is {layer!r}, expected one integer")
+        layer = _layer(config, "vision_feature_layer", where)
+        image = config.get("image_token_id", config.get("image_token_index", 32000))
         # Ids may stand at the top (newer files) or in the text part; Llama's are the last resort.
         text = {**config["text_config"]}
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -183,7 +191,7 @@ class LlavaConfig:
         return cls(
             vision=ClipConfig.from_hf(config["vision_config"]),
             text=LlamaConfig.from_hf(text),
-            image_token_id=config.get("image_token_id", config.get("image_token_index", 32000)),
+            image_token_id=token_id(image, "image_token_index", where),
             feature_layer=layer,
             feature_select=checked(
                 config, "vision_feature_select_strategy", "default", ("default", "full"), where
@@ -191,9 +199,9 @@ class LlavaConfig:
             projector_activation=checked(
                 config, "projector_hidden_act", "gelu", ACTIVATIONS, where
             ),
-            bos_token_id=ids["bos_token_id"],
-            eos_token_ids=token_ids(ids["eos_token_id"]),
-            pad_token_id=ids["pad_token_id"],
+            bos_token_id=token_id(ids["bos_token_id"], "bos_token_id", where),
+            eos_token_ids=token_ids(ids["eos_token_id"], "eos_token_id", where),
+            pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
         )
 
     @classmethod
@@ -212,17 +220,26 @@ class LlavaConfig:
         """
         where = "config.json"
         checked(config, "mm_projector_type", "linear", ("mlp2x_gelu",), where)
+        layer = _layer(config, "mm_vision_select_layer", where)
         select = checked(config, "mm_vision_select_feature", "patch", ("patch", "cls_patch"), where)
         return cls(
             vision=ClipConfig.from_hf(vision),
             text=LlamaConfig.from_hf(config),
             image_token_id=None,
-            feature_layer=int(config.get("mm_vision_select_layer", -2)),
+            feature_layer=layer,
             feature_select="default" if select == "patch" else "full",
-            bos_token_id=config.get("bos_token_id", 1),
-            eos_token_ids=token_ids(config.get("eos_token_id", 2)),
-            pad_token_id=config.get("pad_token_id"),
+            bos_token_id=token_id(config.get("bos_token_id", 1), "bos_token_id", where),
+            eos_token_ids=token_ids(config.get("eos_token_id", 2), "eos_token_id", where),
+            pad_token_id=token_id(config.get("pad_token_id"), "pad_token_id", where),
         )
+
+
+def _layer(config: dict[str, Any], field: str, where: str) -> int:
+    """Which hidden state is projected."""
+    layer = config.get(field, -2)
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise ValueError(f"{where}: {field} is {layer!r}, expected one integer")
+    return layer
 
 
 def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Every number equals that of the Pillow image processor of ``transformers``, bit 
 Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,14 @@ from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, read_processor
+from stepprune_jax.models.config import LONGEST_SIDE, checked, real
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    read_channels,
+    read_filter,
+    read_processor,
+)
 from stepprune_jax.models.llava.config import LlavaConfig
 
 # An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
@@ -113,41 +121,59 @@ def settings_from_hf(
             f"{source}: unsupported image processor {kind!r}; supported: CLIPImageProcessor, "
             "LlavaImageProcessor"
         )
-    try:
-        normalise = config.get("do_normalize", True)
-        return ImageSettings(
-            resize_to=_edge(config.get("size", 224)) if config.get("do_resize", True) else None,
-            crop_to=_pair(config.get("crop_size", 224))
-            if config.get("do_center_crop", True)
-            else None,
-            rescale=config.get("rescale_factor", 1 / 255)
-            if config.get("do_rescale", True)
-            else None,
-            mean=tuple(config.get("image_mean", CLIP_MEAN)) if normalise else None,
-            std=tuple(config.get("image_std", CLIP_STD)) if normalise else None,
-            resample=int(config.get("resample", 3)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: size must be a number, {{shortest_edge}} or {{height, width}}, crop_size a "
-            f"number or {{height, width}}, resample a number; got size={config.get('size')!r}, "
-            f"crop_size={config.get('crop_size')!r}, resample={config.get('resample')!r}"
-        ) from error
+    normalise = _switch(config, "do_normalize", source)
+    rescale = _switch(config, "do_rescale", source)
+    return ImageSettings(
+        resize_to=_edge(config, source) if _switch(config, "do_resize", source) else None,
+        crop_to=_crop(config, source) if _switch(config, "do_center_crop", source) else None,
+        rescale=real(config, "rescale_factor", 1 / 255, source) if rescale else None,
+        mean=read_channels(config, "image_mean", CLIP_MEAN, -math.inf, source)
+        if normalise
+        else None,
+        std=read_channels(config, "image_std", CLIP_STD, 0, source) if normalise else None,
+        resample=read_filter(config, source),
+    )
 
 
-def _edge(size: Any) -> int | tuple[int, int]:
+def _switch(config: dict[str, Any], field: str, source: str) -> bool:
+    """A step of the processor, which is done unless the file says otherwise."""
+    return checked(config, field, True, (True, False, None), source) is not False
+
+
+def _edge(config: dict[str, Any], source: str) -> int | tuple[int, int]:
     """The resize target: a shorter edge, or (height, width)."""
+    size = config.get("size", 224)
+    if isinstance(size, dict) and size.get("shortest_edge"):
+        return _side(size["shortest_edge"], config, "size", source)
     if isinstance(size, dict):
-        edge = size.get("shortest_edge")
-        return int(edge) if edge else (int(size["height"]), int(size["width"]))
-    return int(size)
+        return _height_width(size, config, "size", source)
+    return _side(size, config, "size", source)
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    """A (height, width) from a dict or one number."""
+def _crop(config: dict[str, Any], source: str) -> tuple[int, int]:
+    """The (height, width) of the crop, from an object or one number."""
+    size = config.get("crop_size", 224)
     if isinstance(size, dict):
-        return int(size["height"]), int(size["width"])
-    return int(size), int(size)
+        return _height_width(size, config, "crop_size", source)
+    return (_side(size, config, "crop_size", source),) * 2
+
+
+def _height_width(
+    size: dict[str, Any], config: dict[str, Any], field: str, source: str
+) -> tuple[int, int]:
+    height, width = (_side(size.get(name), config, field, source) for name in ("height", "width"))
+    return height, width
+
+
+def _side(value: Any, config: dict[str, Any], field: str, source: str) -> int:
+    """A side in pixels that a tower could have."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST_SIDE:
+        edge = ", {shortest_edge}" if field == "size" else ""
+        raise ValueError(
+            f"{source}: {field} is {config.get(field)!r}, expected a number{edge} or "
+            f"{{height, width}}, of 1 to {LONGEST_SIDE} pixels"
+        )
+    return value
 
 
 def preprocess_clip(

@@ -5,7 +5,17 @@ import math
 from importlib import import_module
 from typing import Any
 
-from stepprune_jax.models.config import LlamaConfig, checked, positive, read_rope, token_ids
+from stepprune_jax.models.config import (
+    LONGEST_SIDE,
+    MOST_LAYERS,
+    LlamaConfig,
+    checked,
+    positive,
+    read_rope,
+    real,
+    token_id,
+    token_ids,
+)
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
@@ -94,9 +104,9 @@ class QwenVisionConfig:
         return cls(
             hidden_size=positive(config, "hidden_size", 3584, where),
             intermediate_size=positive(config, "intermediate_size", 3420, where),
-            num_layers=positive(config, "depth", 32, where),
+            num_layers=positive(config, "depth", 32, where, MOST_LAYERS),
             num_heads=positive(config, "num_heads", 16, where),
-            patch_size=positive(config, "patch_size", 14, where),
+            patch_size=positive(config, "patch_size", 14, where, LONGEST_SIDE),
             temporal_patch_size=positive(config, "temporal_patch_size", 2, where),
             merge_size=positive(config, "spatial_merge_size", 2, where),
             window_size=positive(config, "window_size", 112, where),
@@ -202,7 +212,9 @@ class QwenConfig:
         checked(config, "model_type", None, ("qwen2_5_vl",), where)
         if not isinstance(config.get("vision_config"), dict):
             raise ValueError(f"{where}: vision_config is missing or is not an object")
-        text = {**(config.get("text_config") or config)}
+        text = config.get("text_config") or config
+        if not isinstance(text, dict):
+            raise ValueError(f"{where}: text_config is {text!r}, expected an object")
         tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
         ids = {
             name: text.get(name) if config.get(name) is None else config[name]
@@ -210,14 +222,15 @@ class QwenConfig:
         }
         # What the file calls the begin of a sequence is <|endoftext|>, which no prompt begins with
         # and which ends an answer, too.
-        end = 151645 if ids["eos_token_id"] is None else ids["eos_token_id"]
-        begin = 151643 if ids["bos_token_id"] is None else ids["bos_token_id"]
+        ends = token_ids(ids["eos_token_id"], "eos_token_id", where) or (151645,)
+        ends += token_ids(ids["bos_token_id"], "bos_token_id", where) or (151643,)
+        image = config.get("image_token_id", 151655)
         return cls(
             vision=QwenVisionConfig.from_hf(config["vision_config"]),
             text=_text_config(text, bool(tied)),
-            image_token_id=config.get("image_token_id", 151655),
-            eos_token_ids=tuple(dict.fromkeys((*token_ids(end), begin))),
-            pad_token_id=ids["pad_token_id"],
+            image_token_id=token_id(image, "image_token_id", where),
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
         )
 
 
@@ -229,10 +242,12 @@ def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
     hidden_size = positive(config, "hidden_size", 8192, where)
     num_heads = positive(config, "num_attention_heads", 64, where)
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = {**(config.get(field) or {})}
+    rope = config.get(field) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{where}: {field} is {rope!r}, expected an object with mrope_section")
     # Once the three position ids were a kind of scaling; now the kind is the frequencies' alone.
     kind = rope.get("rope_type", rope.get("type", "mrope"))
-    rope["rope_type"] = "default" if kind == "mrope" else kind
+    rope = rope | {"rope_type": "default" if kind == "mrope" else kind}
     sections = rope.get("mrope_section", (16, 24, 24))
     if not isinstance(sections, list | tuple) or not all(type(x) is int for x in sections):
         raise ValueError(f"{where}: mrope_section is {sections!r}, expected three integers")
@@ -241,12 +256,12 @@ def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
         vocab_size=positive(config, "vocab_size", 152064, where),
         hidden_size=hidden_size,
         intermediate_size=positive(config, "intermediate_size", 29568, where),
-        num_layers=positive(config, "num_hidden_layers", 80, where),
+        num_layers=positive(config, "num_hidden_layers", 80, where, MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=positive(config, "num_key_value_heads", num_heads, where),
         head_dim=hidden_size // num_heads,
         rope_theta=theta,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+        rms_norm_eps=real(config, "rms_norm_eps", 1e-5, where),
         max_positions=positive(config, "max_position_embeddings", 32768, where),
         tie_embeddings=tied,
         rope_scaling=scaling,

@@ -18,8 +18,16 @@ from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
-from stepprune_jax.models.config import checked
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, ByteCache, read_processor, stack_images
+from stepprune_jax.models.config import checked, positive, real
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ByteCache,
+    read_channels,
+    read_filter,
+    read_processor,
+    stack_images,
+)
 from stepprune_jax.models.qwen2_5_vl.config import MAX_ASPECT, QwenConfig, QwenVisionConfig
 from stepprune_jax.user_input import user_input
 
@@ -29,6 +37,8 @@ _KINDS = (
     "Qwen2VLImageProcessorPil",
     "Qwen2_5_VLImageProcessor",
 )
+# As many as Pillow opens.
+MOST_PIXELS = 2 * 89_478_485
 # Tokens that an image is padded to a multiple of: as many patches are a block of the tower's
 # attention.
 BLOCK_TOKENS = 16
@@ -96,24 +106,12 @@ def _settings_from_hf(config: dict[str, Any], source: str) -> ImageSettings:
         )
     for field in ("do_resize", "do_rescale", "do_normalize"):
         checked(config, field, True, (True,), source)
-    try:
-        settings = ImageSettings(
-            rescale=float(config.get("rescale_factor", 1 / 255)),
-            mean=tuple(map(float, config.get("image_mean", CLIP_MEAN))),
-            std=tuple(map(float, config.get("image_std", CLIP_STD))),
-            resample=int(config.get("resample", 3)),
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: rescale_factor and resample must be numbers, image_mean and image_std "
-            f"lists of three: {error}"
-        ) from error
-    if len(settings.mean) != 3 or len(settings.std) != 3 or not all(settings.std):
-        raise ValueError(
-            f"{source}: image_mean {list(settings.mean)} and image_std {list(settings.std)}, "
-            "expected three numbers each, and none of the latter 0"
-        )
-    return settings
+    return ImageSettings(
+        rescale=real(config, "rescale_factor", 1 / 255, source),
+        mean=read_channels(config, "image_mean", CLIP_MEAN, -math.inf, source),
+        std=read_channels(config, "image_std", CLIP_STD, 0, source),
+        resample=read_filter(config, source),
+    )
 
 
 def bound_images(
@@ -158,12 +156,17 @@ def _processor_bounds(
     ):
         checked(processor, field, value, (value,), source)
     # The defaults are those of the processor's class, which the published files do not rely on.
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (
-        processor.get("size") or {}
-    )
-    least = processor.get("min_pixels") or size.get("min_pixels") or size["shortest_edge"]
-    most = processor.get("max_pixels") or size.get("max_pixels") or size["longest_edge"]
-    return int(least), int(most)
+    bounds, size = [], processor.get("size") or {}
+    if not isinstance(size, dict):
+        raise ValueError(f"{source}: size is {size!r}, expected an object")
+    for name, edge, default in (
+        ("min_pixels", "shortest_edge", 56 * 56),
+        ("max_pixels", "longest_edge", 28 * 28 * 1280),
+    ):
+        given = next((x for x in (processor.get(name), size.get(name)) if x is not None), None)
+        area = positive(size, edge, default, source, MOST_PIXELS) if given is None else given
+        bounds.append(positive({name: area}, name, default, source, MOST_PIXELS))
+    return bounds[0], bounds[1]
 
 
 def hf_processor(config: QwenConfig, settings: ImageSettings) -> dict[str, dict[str, Any]]:

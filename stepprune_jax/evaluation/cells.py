@@ -1,0 +1,62 @@
+"""Texts from outside in the cells of a table: shown as they are, in Markdown and in CSV."""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+# Markdown's own characters; an underscore within a word is none.
+_MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")
+# What a spreadsheet takes for the start of a formula, blanks in front of it left out.
+_FORMULA = re.compile(r"[\s\0]*[=+\-@]")
+
+
+def markdown_cell(value: Any) -> str:
+    """Formats a value as a cell of a Markdown table, whose text is no markup.
+
+    Args:
+        value: None for an empty cell, a number or a text.
+
+    Returns:
+        One line. Markdown's own characters are escaped, those of HTML are entities.
+    """
+    text = "" if value is None else " ".join(str(value).split())
+    return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
+
+
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Formats a Markdown table; columns of numbers are right-aligned.
+
+    Args:
+        header: a text a column.
+        rows: at least one; a text, a number or None a column.
+
+    Returns:
+        The lines.
+    """
+    aligned = ["---" if isinstance(value, str) else "---:" for value in rows[0]]
+    lines = [[markdown_cell(name) for name in header], aligned]
+    lines += [[markdown_cell(value) for value in row] for row in rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def csv_table(table: Sequence[dict[str, Any]]) -> str:
+    """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula.
+
+    Args:
+        table: the objects; a text that would be a formula gets an apostrophe in front.
+
+    Returns:
+        The lines, the first of which names the fields.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in (list(table[0]), *(row.values() for row in table)):
+        writer.writerow([_no_formula(value) for value in row])
+    return out.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value

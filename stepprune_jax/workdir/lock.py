@@ -1,0 +1,58 @@
+"""One program at a time in a run's folder."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepprune_jax.parallel import distributed
+from stepprune_jax.user_input import user_input
+
+LOCK_FILE = "run.lock"
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Holds a folder, so that a second program that writes there is refused.
+
+    The lock is the system's and ends with the process, however that ends; the file that it is on
+    stays and says who holds the lock, or held it last. Of several processes of one run the main one
+    holds it, and all of them have to ask.
+
+    Args:
+        workdir: the folder; created if needed.
+
+    Raises:
+        ValueError: another process holds it; the message names its host and number.
+        OSError: the folder cannot be written to.
+    """
+    with contextlib.ExitStack() as stack:
+        with user_input():
+            distributed.main_first(lambda: distributed.is_main() and _take(workdir, stack))
+        yield
+
+
+def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
+    """Takes the lock, until the stack is closed."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / LOCK_FILE
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    stack.callback(os.close, file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+        raise ValueError(
+            f"{workdir} is in use by {holder}: wait for its end, or give another --workdir"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warning = f"warning: {path} cannot be locked ({error.strerror}): run one program at a time"
+        print(f"{warning} in this folder", file=sys.stderr, flush=True)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,0 +1,56 @@
+"""Calls the policy with arguments of wrong types; prints "named" if each error names its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from stepprune_jax import policy
+
+CONFIG = policy.PolicyConfig(feature_width=8, text_width=6, num_heads=2)
+IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
+
+
+def refused(said, call, *arguments, **options):
+    try:
+        call(*arguments, **options)
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(f"not refused: {said}")
+
+
+def main():
+    params = policy.init_policy(jax.random.key(0), CONFIG)
+    slots = jnp.ones((2, 6, 8))
+    refused("prune: image is of type list", policy.prune, params, CONFIG, IMAGE.tolist(), TEXT)
+    refused("prune: image is of type NoneType", policy.prune, params, CONFIG, None, TEXT)
+    refused("prune: text is of type str", policy.prune, params, CONFIG, IMAGE, "red")
+    refused("params['encoder'] is missing", policy.prune, None, CONFIG, IMAGE, TEXT)
+    for options, said in (
+        ({"max_steps": "3"}, "max_steps (T_max) is '3', expected within [1, 5]"),
+        ({"max_steps": 2.0}, "max_steps (T_max) is 2.0"),
+        ({"group": "2"}, "group is '2', expected an integer from 1"),
+        ({"stop_bias": "1"}, "stop_bias is '1', expected a number or float[2]"),
+        ({"stop_bias": None}, "stop_bias is None, expected a number or float[2]"),
+        ({"budget": "2"}, "budget is of shape () and dtype <U1, expected an integer or int[2]"),
+    ):
+        refused(said, policy.prune, params, CONFIG, IMAGE, TEXT, **options)
+        refused(said, policy.select, params, CONFIG, slots, **options)
+    for field, value, expected in (
+        ("feature_width", 16.5, "an integer from 1"),
+        ("feature_width", "16", "an integer from 1"),
+        ("encoder_layers", True, "an integer from 1"),
+        ("max_steps", 2.5, "None or an integer from 1"),
+        ("decay", "x", "a number in (0, 1]"),
+        ("random_budget", 0.2, "fractions 0 < low <= high <= 1"),
+        ("dtype", "banana", "one of "),
+        ("stop", ["hazard"], "one of "),
+    ):
+        said = f"PolicyConfig.{field} is {value!r}, expected {expected}"
+        refused(said, dataclasses.replace, CONFIG, **{field: value})
+    print("named")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What a full or read-only disk does to the files of a run."""
+
+import errno
+import json
+import os
+
+import jax.numpy as jnp
+import pytest
+
+from stepprune_jax.user_input import is_user_error
+from stepprune_jax.workdir.checkpoints import Checkpoints
+from stepprune_jax.workdir.metrics import MetricsLog, read_rows
+
+
+def refuse(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_names_the_metrics(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path, 0, 2, 1)
+    log.write(1, {"loss": 1.0})
+    monkeypatch.setattr(json, "dumps", refuse)  # stands for the write behind it
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        log.write(2, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, background):
+    """In the caller's thread, or in that which writes while training continues."""
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(1, {"x": jnp.ones(3)})
+    checkpoints._manager.wait_until_finished()
+    if background:
+        monkeypatch.setattr(checkpoints, "_seal", refuse)
+        monkeypatch.setattr("stepprune_jax.workdir.checkpoints.file_identity", refuse)
+    else:
+        monkeypatch.setattr(checkpoints._manager, "save", refuse)
+    with pytest.raises(OSError) as error:
+        checkpoints.save(2, {"x": jnp.ones(3)})
+        checkpoints.close()
+    said = str(error.value)
+    assert said.startswith(
+        f"checkpoint 2 cannot be written to {tmp_path}/checkpoints; those before"
+    )
+    assert "No space left on device" in said and "\n" not in said and is_user_error(error.value)
+
+
+def test_a_line_nested_too_deep_is_a_broken_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -1,0 +1,55 @@
+"""A folder belongs to one process at a time, and a kill frees it."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from stepprune_jax.user_input import is_user_error
+from stepprune_jax.workdir.lock import LOCK_FILE, locked
+
+HOLD = (
+    "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX);"
+    "print('held', flush=True); time.sleep(60)"
+)
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
+    folder = tmp_path / "a" / "run"
+    with locked(folder):
+        with pytest.raises(ValueError) as refused, locked(folder):
+            pass
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        assert str(refused.value).startswith(f"{folder} is in use by {me}: wait")
+        assert is_user_error(refused.value)
+        with locked(tmp_path):  # another folder
+            pass
+    with locked(folder):
+        pass
+
+
+def test_a_lock_left_by_a_kill_does_not_block(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("process 1 on elsewhere\n")
+    command = [sys.executable, "-S", "-c", HOLD, tmp_path / LOCK_FILE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"), locked(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+    with locked(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text().split()[1] == str(os.getpid())
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path):
+        pass
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
