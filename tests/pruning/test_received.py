@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from quick import quick_or_slow
 
 from stepprune_jax import PolicyConfig, policy, testing
 from stepprune_jax.checkpoints import Policy, load_vlm
@@ -18,7 +19,9 @@ from stepprune_jax.pruning.visionzip import VisionZip
 
 SIZES = (23, 40, 12)
 SHARE = "1/3"
-WITHOUT_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
+NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
+# One of each kind: before the language model, between its layers, merging, trained.
+QUICK = ("random", "fastv", "sparsevlm", "visionzip", "holov", "stepprune")
 LAYERS = {"fastv": {"layer": 1}, "topv": {"layer": 1}, "dart": {"layer": 1}}
 FREE = {"average": False}
 OPTIONS = LAYERS | {name: FREE for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
@@ -160,7 +163,9 @@ def learned(name):
     return None
 
 
-@pytest.mark.parametrize("name", [name for name in PRUNERS if name not in WITHOUT_CLASS_TOKEN])
+@pytest.mark.parametrize(
+    "name", quick_or_slow([name for name in PRUNERS if name not in NEED_CLASS_TOKEN], QUICK)
+)
 def test_images_of_different_sizes_keep_the_same_share(model, name):
     """Of 35 and 22 tokens; where a row stands changes nothing."""
     images, seen = [image(50, 70), image(20, 90)], []
@@ -193,7 +198,7 @@ def test_images_of_different_sizes_keep_the_same_share(model, name):
     assert position[:, -1].tolist() == [start + 7 + position.shape[1] - 1 - slot[-1] - 1] * 3
 
 
-@pytest.mark.parametrize("name", WITHOUT_CLASS_TOKEN)
+@pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
 def test_pruners_that_need_a_class_token_are_refused_by_name(model, name):
     method = make_method(name, None if name == "prumerge" else SHARE)
     with pytest.raises(ValueError, match=rf"^{name}: the model's tower has no \[CLS\] attention"):

@@ -13,6 +13,7 @@ from stepprune_jax import testing
 from stepprune_jax.bench.memory import model_config
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import read_run, train
 from stepprune_jax.training.batches import Batches, Loading
@@ -58,20 +59,20 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     whole = open_tiny(run, tmp_path)
     setup = make_setup(run, inspect_folder(world[0]).config)
     batch = whole[0]
-    assert batch.pixels.values.shape[1] in (4 * 32, 4 * 48)
+    assert batch.pixels.values.shape[1] == 4 * padded_tokens(max(TOKENS))
     largest = setup.model.family.max_pixels(setup.model, 1)
     parts = [
         Batches(
             whole._corpus,
             whole._pixels,
             whole._grids,
-            4,
+            12,
             run.seed,
             64,
             loading=Loading(local=rows),
             largest=largest,
         )[0]
-        for rows in (slice(0, 2), slice(2, 4))
+        for rows in (slice(0, 6), slice(6, 12))
     ]
     joined = np.concatenate([part.pixels.values for part in parts])
     assert joined.shape[1] == largest.values.shape[1]
