@@ -117,15 +117,8 @@ def keep_in_crops(
     Returns:
         [r, n] True = kept, `count` of each row.
     """
-    n = tokens.shape[1]
-    total = jnp.sum(real, axis=1)
-    crops = jnp.clip(16 * total // (9 * jnp.maximum(count, 1)), 1, jnp.maximum(total, 1))
-    # As `np.array_split` cuts: the first crops are one token longer.
-    least, longer = total // crops, total % crops
-    edge, place = longer * (least + 1), jnp.arange(n)
-    behind = longer[:, None] + (place - edge[:, None]) // jnp.maximum(least, 1)[:, None]
-    crop = jnp.where(place < edge[:, None], place // (least + 1)[:, None], behind)
-    member = (crop[..., None] == place) & real[..., None]  # [r, token, crop]
+    n, crop = tokens.shape[1], _crops_of(real, count)
+    member = (crop[..., None] == jnp.arange(n)) & real[..., None]  # [r, token, crop]
     size = jnp.sum(member, axis=1)
 
     def over_crop(values, whole):
@@ -156,6 +149,17 @@ def keep_in_crops(
     more = jnp.clip(left - (jnp.cumsum(room, axis=1) - room), 0, room)
     share += jnp.take_along_axis(more, jnp.argsort(by_crop, axis=1), axis=1)
     return real & keep_best(received, jnp.where(real, crop, -1), share)
+
+
+def _crops_of(real: Bool[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r n"]:
+    """The crop of each token, where so many are to be kept: 16 / 9 of n / k of them, at least 1."""
+    total = jnp.sum(real, axis=1)
+    crops = jnp.clip(16 * total // (9 * jnp.maximum(count, 1)), 1, jnp.maximum(total, 1))
+    # As `np.array_split` cuts: the first crops are one token longer.
+    least, longer = (x[:, None] for x in (total // crops, total % crops))
+    edge, place = longer * (least + 1), jnp.arange(real.shape[1])
+    behind = longer + (place - edge) // jnp.maximum(least, 1)
+    return jnp.where(place < edge, place // (least + 1), behind)
 
 
 def shares(

@@ -9,7 +9,7 @@ has. Rows of patches are cut into blocks of that length: what a patch attends to
 lies in its own block and the two beside it, wherever the windows begin. No window is padded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -167,14 +167,22 @@ def _attend_in_windows(
     return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
 
 
-def _map_queries(function: Any, query: Float[Array, "i h m c"]) -> Array:
-    """Applies a function of queries to a few at a time; results are stacked along a new axis."""
-    m = query.shape[2]
+def _map_queries(
+    function: Callable[[Array, Array], Array], query: Float[Array, "i h m c"], context: Context
+) -> Array:
+    """Applies a function of queries, and which of them are real, to a few queries at a time.
+
+    Results are stacked along a new first axis.
+    """
+    real, m = context.window >= 0, query.shape[2]
     if m <= _QUERIES:
-        return function(query)[None]
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, -m % _QUERIES), (0, 0)))
-    parts = query.reshape(*query.shape[:2], -1, _QUERIES, query.shape[3])
-    return jax.lax.map(function, jnp.moveaxis(parts, 2, 0))
+        return function(query, real)[None]
+    missing = -m % _QUERIES
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    query = query.reshape(*query.shape[:2], -1, _QUERIES, query.shape[3])
+    real = jnp.pad(real, ((0, 0), (0, missing))).reshape(len(real), -1, _QUERIES)
+    parts = (jnp.moveaxis(query, 2, 0), jnp.moveaxis(real, 1, 0))
+    return jax.lax.map(lambda part: function(*part), parts)
 
 
 def _attend_to_all(
@@ -188,7 +196,8 @@ def _attend_to_all(
     if attention != "matmul":
         return fused_attend(query, key, value, False, attention, context.length)
     keys = [Segment(key, value, context.valid)]
-    parts = jnp.moveaxis(_map_queries(lambda part: attend(part, keys), query), 0, 2)
+    parts = _map_queries(lambda part, _: attend(part, keys), query, context)
+    parts = jnp.moveaxis(parts, 0, 2)
     return parts.reshape(*query.shape[:2], -1, query.shape[3])[:, :, : query.shape[2]]
 
 
@@ -205,18 +214,15 @@ def received_attention(
     Returns:
         [i, m] float32; 0 in the padding.
     """
-    keys, i = [Segment(key, key, context.valid)], len(query)
-    # A padded query is marked by a channel of its own, as queries are taken a few at a time.
-    real = jnp.broadcast_to(context.valid[..., None], (*query.shape[:3], 1))
-    marked = jnp.concatenate([query, real.astype(query.dtype)], axis=3)
+    keys = [Segment(key, key, context.valid)]
 
-    def given(part):
-        weights = attention_weights(part[..., :-1], keys)
-        return jnp.sum(weights * part[..., -1:].astype(jnp.float32), axis=(1, 2))
+    def given(query, real):
+        weights = attention_weights(query, keys)
+        return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
 
-    total = _map_queries(given, marked).sum(0)
+    total = _map_queries(given, query, context).sum(0)
     count = query.shape[1] * jnp.maximum(context.length, 1)
-    return jnp.where(context.window >= 0, total / count[:, None], 0).reshape(i, -1)
+    return jnp.where(context.window >= 0, total / count[:, None], 0)
 
 
 class QwenVisionAttention(nn.Module):
