@@ -1,6 +1,7 @@
 """What lies in a checkpoint folder besides the weights: its kind, configuration and tokenizer."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 # left out, as they are never read.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
+# Owners of published checkpoints: their ids cannot be mistyped paths.
+KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
+HUB = "hub:"
 
 
 class Source(NamedTuple):
@@ -35,7 +39,8 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
     """Returns a local folder, downloading from the hub when the argument is not a folder.
 
     Args:
-        folder_or_hub_id: a folder, or a hub id such as ``llava-hf/llava-1.5-7b-hf``.
+        folder_or_hub_id: a folder, or a hub id such as ``llava-hf/llava-1.5-7b-hf``; with ``hub:``
+            in front if its owner is none of `KNOWN_OWNERS`.
         patterns: the files to download.
 
     Returns:
@@ -50,9 +55,18 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
         return folder
     if folder.exists():
         raise NotADirectoryError(f"{folder} is a file: give the folder it lies in")
-    name = str(folder_or_hub_id)
+    name = str(folder_or_hub_id).removeprefix(HUB)
     if name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise FileNotFoundError(f"no folder {name}, and it is not a hub id (owner/name)")
+    owner = name.partition("/")[0]
+    if name == str(folder_or_hub_id) and owner not in KNOWN_OWNERS:
+        # A mistyped path must not fetch whatever a stranger has put under that name.
+        raise FileNotFoundError(
+            f"no folder {name}. If a repository of the Hugging Face hub is meant, say {HUB}{name}; "
+            f"only those of {', '.join(KNOWN_OWNERS)} are asked for without"
+        )
+    if patterns == SMALL_FILES:
+        print(f"{name} is not a folder here; asking the Hugging Face hub for it", file=sys.stderr)
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:

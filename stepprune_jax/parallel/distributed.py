@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
+
+from stepprune_jax.parallel.peers import watch
 
 T = TypeVar("T")
 
@@ -52,6 +55,9 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
         jax.distributed.initialize(**settings)
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not find each other: {error}") from error
+    # No public name leads to the client, which the checkpoints' library uses as well.
+    state = jax_distributed.global_state
+    watch(state.client, state.process_id, state.num_processes)
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ class MetricsLog:
             boards: other destinations; closed with the log.
         """
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
+        if step and not self._paths[METRICS].exists():
+            warning = f"{self._paths[METRICS]} is not there: it will begin after step {step}"
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         for path in self._paths.values():
             keep_until(path, step)
         self._steps, self._batch_size, self._boards = steps, batch_size, boards

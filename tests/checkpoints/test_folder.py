@@ -15,7 +15,7 @@ def _config(folder, **fields):
     return folder
 
 
-def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch):
+def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch, capsys):
     here = testing.tiny_llava(tmp_path / "here")
     asked = []
 
@@ -25,18 +25,24 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert folders.find_folder(here) == here and asked == []
-    model = load_vlm("owner/name", progress=False)
+    model = load_vlm("hub:owner/name", progress=False)
     assert model.folder == here
     assert [name for name, _ in asked] == ["owner/name", "owner/name"]
     # The weights come last, and pickles never.
     assert asked[1][1] == ["*.safetensors"] and "*.safetensors" not in asked[0][1]
+    said = "owner/name is not a folder here; asking the Hugging Face hub for it\n"
+    assert capsys.readouterr().err == said
+    assert folders.find_folder("llava-hf/llava-1.5-7b-hf") == here
+    with pytest.raises(FileNotFoundError, match=r"no folder owner/name\. .* say hub:owner/name;"):
+        folders.find_folder("owner/name")
+    assert len(asked) == 3
     assert not any(pattern.endswith((".bin", ".pt")) for _, given in asked for pattern in given)
 
 
 def test_a_hub_out_of_reach_is_explained(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"'owner/none' is not a folder.*hub failed"):
-        folders.find_folder("owner/none")
+        folders.find_folder("hub:owner/none")
 
 
 def test_paths_are_not_taken_for_hub_ids(tmp_path):

@@ -134,5 +134,5 @@ def test_both_estimators_and_pick_agree_with_groups(layers, stop, group):
 def test_fewer_than_one_token_a_step_is_refused():
     with pytest.raises(ValueError, match="group is 0, expected an integer from 1"):
         worked(0)
-    with pytest.raises(ValueError, match=r"PolicyConfig.group is 0, expected a positive number"):
+    with pytest.raises(ValueError, match=r"PolicyConfig.group is 0, expected an integer from 1"):
         PolicyConfig(group=0)

@@ -45,6 +45,16 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, 
     assert "No space left on device" in said and "\n" not in said and is_user_error(error.value)
 
 
+def test_metrics_that_were_deleted_before_resuming_are_missed(tmp_path, capsys):
+    MetricsLog(tmp_path, 0, 9, 1).write(3, {"loss": 1.0})
+    MetricsLog(tmp_path, 3, 9, 1)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "metrics.jsonl").unlink()
+    MetricsLog(tmp_path, 3, 9, 1)
+    said = "metrics.jsonl is not there: it will begin after step 3\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_line_nested_too_deep_is_a_broken_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -1,0 +1,147 @@
+"""Memory and compiled programs of one process that answers for long, whatever it is asked.
+
+    python -m stepprune_jax.bench.soak --generations 3000
+
+Each generation has another batch size, number and sizes of images, lengths of prompts, pruner and
+budget. Both figures have to level off: shapes are padded to buckets, and nothing
+is kept of what has been answered.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.bench.timing import machine
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import Policy, load_policy
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.inference import generate
+from stepprune_jax.inference.programs import num_compiled
+
+ASSETS = Path(__file__).parents[1] / "assets"
+# Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
+MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
+LONGEST_ANSWER = 8
+# What keeps tokens, and whether it is given a budget.
+PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", False))
+
+
+class Asked(NamedTuple):
+    """What one generation is asked.
+
+    Attributes:
+        prompts: of the batch.
+        images: of each prompt.
+        options: further arguments of `generate`.
+    """
+
+    prompts: list[str]
+    images: list[list[Image.Image]]
+    options: dict[str, Any]
+
+
+class Look(NamedTuple):
+    """What a process holds.
+
+    Attributes:
+        generations: so far.
+        programs: compiled.
+        megabytes: resident memory, in MiB.
+        seconds: since the start.
+    """
+
+    generations: int
+    programs: int
+    megabytes: float
+    seconds: float
+
+
+def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iterator[Asked]:
+    """Yields random requests without end.
+
+    Args:
+        seed: of the draws.
+        words: that prompts are made of.
+        policy: of the pruner "stepprune".
+        most: the largest budget.
+    """
+    random = np.random.default_rng(seed)
+    while True:
+        pruner, given = PRUNERS[random.integers(len(PRUNERS))]
+        options: dict[str, Any] = {"pruner": pruner, "max_tokens": LONGEST_ANSWER}
+        if pruner == "stepprune":
+            options["policy"] = policy
+        if given:
+            options["budget"] = int(random.integers(1, most + 1))
+        prompts, images = [], []
+        for _ in range(random.integers(1, MOST_PROMPTS + 1)):
+            count = int(MOST_WORDS ** random.random())
+            prompts.append(" ".join(random.choice(words, count)))
+            images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
+        yield Asked(prompts, images, options)
+
+
+def _image(random: np.random.Generator) -> Image.Image:
+    """Noise of any size, the same over blocks of pixels."""
+    size = (MOST_PIXELS ** random.random(2)).astype(int)
+    small = random.integers(0, 256, (*np.maximum(size // 16, 1), 3), np.uint8)
+    return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
+
+
+def resident_megabytes() -> float:
+    """Resident memory of this process in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
+    """Answers random requests with the shipped model in this process.
+
+    Args:
+        generations: how many.
+        seed: of the requests.
+        looks: how often memory and programs are looked at.
+
+    Yields:
+        What the process holds, at the start and then `looks` times.
+    """
+    model = load_vlm(ASSETS / "shapes_llava", dtype=jnp.float32, progress=False)
+    policy = load_policy(ASSETS / "policies" / "literal.safetensors")
+    words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
+    most = policy.config.steps(model.config.max_image_tokens)
+    begin = time.perf_counter()
+    yield Look(0, num_compiled(), resident_megabytes(), 0.0)
+    asked = itertools.islice(requests(seed, words, policy, most), generations)
+    for number, (prompts, images, options) in enumerate(asked, start=1):
+        generate(model, prompts, images, warm_up=False, **options)
+        if number * looks // generations > (number - 1) * looks // generations:
+            seconds = time.perf_counter() - begin
+            yield Look(number, num_compiled(), resident_megabytes(), seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a line each time memory and programs are looked at."""
+    parser = Parser(prog="stepprune_jax.bench.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--generations", type=int, default=3000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    arguments = parser.parse_args(argv)
+    if arguments.generations < 1 or arguments.seed < 0:
+        parser.error("--generations is from 1 on, --seed from 0")
+    print(f"{machine()}, seed {arguments.seed}\n", flush=True)
+    print(
+        "| generations | programs | resident MiB | s |\n| ---: | ---: | ---: | ---: |", flush=True
+    )
+    for look in soak(arguments.generations, arguments.seed):
+        done, programs, megabytes, seconds = look
+        print(f"| {done:,} | {programs} | {megabytes:,.0f} | {seconds:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    exit_with("stepprune_jax.bench.soak", main)

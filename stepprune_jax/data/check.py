@@ -1,0 +1,150 @@
+"""Checks a data folder before anything is trained on it: `python -m stepprune_jax.data.check DIR`.
+
+Reads `train.json` and the questions, answers and scenes of each split there is, and decodes every
+image that they name. Prints a count for each file and the first faults; the exit status is 1 if
+there are any.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.image_files import existing_image
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.json_files import read_json_list
+from stepprune_jax.data.llava import (
+    parse_conversation,
+    read_answers,
+    read_questions,
+    read_scenes,
+)
+from stepprune_jax.data.source import IMAGES, TRAIN_FILE
+
+SPLITS = ("validation", "test")
+
+
+class Checked(NamedTuple):
+    """What was found in a file, or in the images.
+
+    Attributes:
+        name: of the file.
+        count: entries that are good.
+        kind: what they are, in the plural.
+        faults: a line each.
+    """
+
+    name: str
+    count: int
+    kind: str
+    faults: list[str]
+
+
+def check_folder(folder: str | Path) -> list[Checked]:
+    """Reads all files of a data folder, images too.
+
+    Args:
+        folder: with train.json, or SPLIT.jsonl and SPLIT_answers.jsonl, and images/.
+
+    Returns:
+        What was found, file by file, the images last.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+    """
+    folder, images = Path(folder).expanduser(), set()
+    checked = [_conversations(folder, images)] if (folder / TRAIN_FILE).is_file() else []
+    for split in SPLITS:
+        if (folder / f"{split}.jsonl").is_file():
+            checked += _split(folder, split, images)
+    if not checked:
+        names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
+        raise FileNotFoundError(f"{folder} has no file to check, expected some of {names}")
+    return [*checked, _decoded(sorted(images))]
+
+
+def _conversations(folder: Path, images: set[Path]) -> Checked:
+    """Checks the training file, sample by sample, and notes its images."""
+    file, faults, good = folder / TRAIN_FILE, [], 0
+    try:
+        entries = read_json_list(file, "sample")
+    except ValueError as error:
+        return Checked(TRAIN_FILE, 0, "samples", [str(error)])
+    for index, entry in enumerate(entries):
+        where = f"{file}: sample {index}"
+        try:
+            image = parse_conversation(entry, index, where).image
+            if image is not None:
+                images.add(existing_image(folder / IMAGES, image, where))
+        except (OSError, ValueError) as error:
+            faults.append(str(error))
+        else:
+            good += 1
+    return Checked(TRAIN_FILE, good, "samples", faults)
+
+
+def _split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
+    """Checks a split's questions, answers and scenes, each up to its first fault."""
+    questions: list[Any] = []
+
+    def ask() -> list[Any]:
+        questions.extend(read_questions(folder / f"{split}.jsonl", folder / IMAGES))
+        return questions
+
+    checked = [_whole(f"{split}.jsonl", "questions", ask)]
+    images.update(question.image for question in questions)
+    for kind, read in (("answers", read_answers), ("scenes", read_scenes)):
+        file = folder / f"{split}_{kind}.jsonl"
+        if questions and (kind == "answers" or file.is_file()):
+            checked.append(_whole(file.name, kind, partial(read, file, questions)))
+    return checked
+
+
+def _whole(name: str, kind: str, read: Callable[[], Sequence[Any]]) -> Checked:
+    """Checks a file that is read as a whole."""
+    try:
+        return Checked(name, len(read()), kind, [])
+    except (OSError, ValueError) as error:
+        return Checked(name, 0, kind, [str(error)])
+
+
+def _decoded(paths: Iterable[Path]) -> Checked:
+    """Decodes images."""
+
+    def fault(path: Path) -> str:
+        try:
+            open_image(path)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(fault, paths))
+    faults = [line for line in found if line]
+    return Checked(IMAGES, len(found) - len(faults), "images decoded", faults)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what was found.
+
+    Returns:
+        The exit status: 0, or 1 if there are faults.
+    """
+    parser = Parser(prog="stepprune_jax.data.check", description=__doc__.partition(":")[0])
+    parser.add_argument("folder", help="with train.json or SPLIT.jsonl, and images/")
+    parser.add_argument("--faults", type=int, default=10, help="faults shown of each file")
+    arguments = parser.parse_args(argv)
+    try:
+        checked = check_folder(arguments.folder)
+    except OSError as error:
+        parser.error(str(error))
+    for name, count, kind, faults in checked:
+        print(f"{name}: {count:,} {kind}" + (f", {len(faults):,} faults" if faults else ""))
+        print("".join(f"  {line}\n" for line in faults[: arguments.faults]), end="")
+    return int(any(part.faults for part in checked))
+
+
+if __name__ == "__main__":
+    exit_with("stepprune_jax.data.check", main)

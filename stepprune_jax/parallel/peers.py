@@ -1,0 +1,130 @@
+"""Says which process of a run was lost.
+
+A process that is stopped or whose machine is gone leaves the others waiting, until jax ends them
+with a report that is about its own service. Each process tells the others that it is there, through
+the store that they found each other by, and says of whom it has not heard.
+"""
+
+import atexit
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+_BEAT_SECONDS, _SILENT_SECONDS = 5.0, 30.0
+_DONE = "done"
+
+
+@runtime_checkable
+class Store(Protocol):
+    """The part of jax's client of its coordination service that is used here."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Sets a value that all processes can read."""
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns a value, or raises if there is none."""
+
+
+class Peers:
+    """What one process knows of the others."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: int,
+        count: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Begins to count silence from now on.
+
+        Args:
+            store: that all processes share.
+            index: of this process.
+            count: of processes.
+            say: takes a line about a process.
+            clock: seconds that pass.
+        """
+        self._store, self._index, self._say, self._clock = store, index, say, clock
+        self._me = f"on {socket.gethostname()}"
+        self._beats = 0
+        self._heard = {peer: ("", clock()) for peer in range(count) if peer != index}
+        self._lost: set[int] = set()
+
+    def beat(self) -> None:
+        """Tells the others that this process is there, and reports those that are silent.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        self._beats += 1
+        self._store.key_value_set(_key(self._index), f"{self._beats} {self._me}", True)
+        for peer, (before, since) in self._heard.items():
+            try:
+                value = self._store.key_value_try_get(_key(peer))
+            except RuntimeError as error:
+                if "NOT_FOUND" not in str(error):
+                    raise
+                value = ""
+            if value != before:
+                self._heard[peer] = (value, self._clock())
+                if peer in self._lost:
+                    self._lost.remove(peer)
+                    self._say(f"process {peer} of this run is there again")
+            elif value != _DONE and peer not in self._lost:
+                silent = self._clock() - since
+                if silent >= _SILENT_SECONDS:
+                    self._lost.add(peer)
+                    where = before.partition(" ")[2] or "on an unknown host"
+                    self._say(
+                        f"process {peer} of this run, {where}, has not been heard of for "
+                        f"{silent:.0f} s: it was stopped, or lost. Without it this process will "
+                        "end, too; the same command resumes from the last checkpoint"
+                    )
+
+    def leave(self) -> None:
+        """Tells the others that this process ends as it should."""
+        self._store.key_value_set(_key(self._index), _DONE, True)
+
+
+def watch(store: Store, index: int, count: int) -> None:
+    """Beats in the background until this process ends.
+
+    Args:
+        store: that all processes share.
+        index: of this process.
+        count: of processes.
+    """
+
+    def say(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    peers, ended = Peers(store, index, count, say), threading.Event()
+
+    def run() -> None:
+        try:
+            while not ended.wait(_BEAT_SECONDS):
+                peers.beat()
+            peers.leave()
+        except RuntimeError as error:
+            if not ended.is_set():
+                reason = " ".join(str(error).split())[:200]
+                say(
+                    f"process 0 of this run, by which the others find each other, is lost: {reason}"
+                )
+
+    thread = threading.Thread(target=run, name="peers", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        ended.set()
+        thread.join(_BEAT_SECONDS)
+
+    atexit.register(stop)  # after jax's own, so before it
+
+
+def _key(process: int) -> str:
+    return f"stepprune_jax/alive/{process}"

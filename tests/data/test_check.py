@@ -1,0 +1,40 @@
+"""The command that checks a data folder finds what training would find, and damaged images."""
+
+import json
+
+from PIL import Image
+
+from stepprune_jax.data.check import check_folder, main
+from stepprune_jax.data.shapes import write_world
+
+
+def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):
+    write_world(tmp_path / "w", seed=0, train=3, validation=1, test=2)
+    assert main([str(tmp_path / "w")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "train.json: 3 samples" and lines[-1] == "images: 6 images decoded"
+    names = [line.partition(":")[0] for line in lines[1:-1]]
+    kinds = ("", "_answers", "_scenes")
+    assert names == [f"{s}{kind}.jsonl" for s in ("validation", "test") for kind in kinds]
+
+
+def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=4, validation=0, test=2)
+    samples = json.loads((folder / "train.json").read_text())
+    samples[0]["image"] = "../out.png"
+    samples[1]["image"] = "gone.png"
+    samples[2]["conversations"] = "none"
+    (folder / "train.json").write_text(json.dumps(samples))
+    image = folder / "images" / samples[3]["image"]
+    image.write_bytes(image.read_bytes()[:-30])
+    Image.new("1", (70_000, 1)).save(next((folder / "images").glob("test_*")))
+    (folder / "test_answers.jsonl").write_text("[" * 100_000)
+    found = {part.name: part for part in check_folder(folder)}
+    assert (found["train.json"].count, len(found["train.json"].faults)) == (1, 3)
+    assert (found["images"].count, len(found["images"].faults)) == (1, 2)
+    assert "nested too deep" in found["test_answers.jsonl"].faults[0]
+    assert main([str(folder), "--faults", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "train.json: 1 samples, 3 faults\n" in out and "sample 0" in out and "gone" not in out
+    (folder / "train.json").write_text("{}")
+    assert "expected a JSON list" in check_folder(folder)[0].faults[0]

@@ -1,0 +1,116 @@
+"""Configurations of models, image processors, policies and runs: taken, or refused by field."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hostile import VALUES, cases, changed, damaged, one_line
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_run import make_config
+
+from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava.images import ImageSettings, hf_processor, settings_from_hf
+from stepprune_jax.policy import PolicyConfig, init_policy
+from stepprune_jax.pruning import Budget
+from stepprune_jax.testing import tiny_hf_config
+from stepprune_jax.training import read_run
+
+MODEL = tiny_hf_config()
+
+
+@cases(150)
+@given(raw=changed(MODEL))
+def test_models(raw):
+    with one_line():
+        config = LlavaConfig.from_hf(raw)
+        numbers = (config.text.rope_theta, config.text.rms_norm_eps, config.vision.layer_norm_eps)
+        assert all(math.isfinite(number) and number > 0 for number in numbers)
+        assert max(config.text.num_layers, config.vision.num_layers) <= 1024
+
+
+@cases(40)
+@given(raw=changed(MODEL | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}))
+def test_folders(tmp_path_factory, raw):
+    folder = tmp_path_factory.getbasetemp() / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    with one_line():
+        inspect_folder(folder)
+
+
+PROCESSOR = hf_processor(LlavaConfig.from_hf(MODEL), ImageSettings())["preprocessor_config.json"]
+
+
+@cases(120)
+@given(raw=changed(PROCESSOR))
+def test_image_processors(raw):
+    with one_line("here: "):
+        found = settings_from_hf(raw, "here")
+        assert found.std is None or all(math.isfinite(x) and x > 0 for x in found.std)
+        assert found.crop_to is None or max(found.crop_to) <= 8192
+
+
+CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    config = dataclasses.replace(CONFIG, decoder_layers=1)
+    params = jax.tree.map(jnp.ones_like, init_policy(jax.random.key(0), config))
+    path = save_policy(Policy(params, config), tmp_path_factory.mktemp("policy") / "p")
+    entries, metadata = safetensors.read_contents(path)
+    tensors = [safetensors.read_tensor(entry) for entry in entries.values()]
+    specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    return path, specs, tensors, metadata
+
+
+@cases(12)
+@given(data=st.data())
+def test_policies(policy, data):
+    path, specs, tensors, metadata = policy
+    fields = data.draw(changed(json.loads(metadata["config"])))
+    other = metadata | {"config": json.dumps(fields)}
+    if data.draw(st.booleans()):
+        other["stop_bias"] = json.dumps(data.draw(VALUES))
+    file = path.with_name("changed")
+    safetensors.write_file(file, specs, tensors, other)
+    if not data.draw(st.integers(0, 3)):
+        file.write_bytes(data.draw(damaged(file.read_bytes())))
+    try:
+        found = load_policy(file)
+    except ValueError as error:  # weights that do not fit are a list
+        assert str(file) in str(error)
+    else:
+        assert math.isfinite(found.stop_bias)
+
+
+FIELDS = sorted(make_config("m", "d").to_dict())
+
+
+@cases(60)
+@given(raw=changed({name: value for name, value in make_config("m", "d").to_dict().items()}))
+def test_runs(raw):
+    config = make_config("m", "d")
+    config.unlock()
+    for name in FIELDS:
+        if name not in raw:
+            del config[name]
+        elif config[name] != raw[name]:
+            config.update({name: raw[name]}) if not isinstance(raw[name], dict) else None
+    with one_line("config"):
+        read_run(config)
+
+
+@cases(150)
+@given(text=st.text(max_size=8) | st.from_regex(r"-?[0-9./%e]{1,8}", fullmatch=True))
+def test_budgets(text):
+    with one_line():
+        budget = Budget.parse(text)
+        assert budget.kind
