@@ -120,9 +120,10 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
 
 def test_biases_meet_the_mean_on_the_questions_they_are_computed_on(margins):
     policy = stepprune()
-    assert margins.shape == (9, STEPS)
+    assert margins.margin.shape == (9, STEPS)
     for mean, bias in zip((3, 2), stop_biases(policy, margins, [3, 2]), strict=True):
-        count = np.asarray(count_at_bias(jnp.asarray(margins), bias, policy.config.min_tokens))
+        margin, least = jnp.asarray(margins.margin), policy.config.min_tokens
+        count = np.asarray(count_at_bias(margin, bias, least))
         assert count.mean() == pytest.approx(mean, abs=0.25) and count.std() > 0
 
 
