@@ -25,6 +25,7 @@ from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
+from stepprune_jax.pruning import Budget
 from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.lock import locked
 
@@ -110,12 +111,13 @@ def _report_shapes(
     labels = [label for label in settings.labels if settings.wants(label)]
     if DEFAULT in labels:
         labels.append(own_stop(DEFAULT))
-    files = [
-        f
-        for f in read_files(folder)
-        if f.provenance.method in labels
-        and f.provenance.budget in (None, f.provenance.num_tokens, *settings.budgets)
-    ]
+    budgets = [Budget.parse(budget) for budget in settings.budgets]
+    files = []
+    for file in read_files(folder):
+        n = file.provenance.num_tokens
+        counts = (None, n, *(budget.count(n) for budget in budgets))
+        if file.provenance.method in labels and file.provenance.budget in counts:
+            files.append(file)
     open_ends = [f for f in files if _answered(f) < f.provenance.asked]
     if open_ends or ALL not in [f.provenance.method for f in files]:
         what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"

@@ -32,7 +32,7 @@ from stepprune_jax.inference.answer import (
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import POSITIONS, PRUNERS
+from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
 
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.
@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="checkpoint folder or Hugging Face hub id")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--image", action="append", default=[], help="image; may be given several times")
+    add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
+    add("--max_pixels", type=int, help="largest area of a resized image, likewise")
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
     add("--pruner", help=f"what keeps visual tokens: {', '.join(PRUNERS)}")
@@ -76,7 +78,12 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     if arguments.trace is not None:
         _check_trace(arguments)
     images = [open_image(path) for path in arguments.image]
-    source = folders.inspect_folder(arguments.model, arguments.vision_folder)
+    source = folders.inspect_folder(
+        arguments.model,
+        arguments.vision_folder,
+        min_pixels=arguments.min_pixels,
+        max_pixels=arguments.max_pixels,
+    )
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     options = Options(

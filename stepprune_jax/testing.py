@@ -9,8 +9,10 @@ import numpy as np
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models import llava, vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.weights import is_vision_name, weight_targets
+from stepprune_jax.models.llava.weights import is_vision_name
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 
 Layout = Literal["hf", "hf_new", "original"]
 
@@ -189,8 +191,150 @@ _ORIGINAL_FIELDS = {
 }
 
 
+def qwen_tokenizer() -> Any:
+    """Builds a small tokenizer with the rules of Qwen's.
+
+    Byte-level byte-pair encoding without a begin-of-sequence token; the template's tokens are its
+    last ones.
+
+    Returns:
+        A `transformers` tokenizer.
+    """
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_TOKENS)})
+    return tokenizer
+
+
+_QWEN_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+def tiny_qwen_config(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    """Describes a Qwen2.5-VL small enough to run in milliseconds.
+
+    Args:
+        tokenizer: from `qwen_tokenizer`, whose ids it has.
+        **changes: fields to change in it.
+
+    Returns:
+        A Hugging Face ``config.json`` dict, in the form of the published files.
+    """
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _QWEN_TOKENS}
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vocab_size": len(tokenizer),
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vision_config": {
+            "depth": 3,
+            "hidden_size": 32,
+            "hidden_act": "silu",
+            "intermediate_size": 52,
+            "num_heads": 2,
+            "in_chans": 3,
+            "out_hidden_size": 48,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [0, 2],
+        },
+        **changes,
+    }
+
+
+def tiny_qwen(
+    folder: str | Path,
+    *,
+    new_names: bool = False,
+    min_pixels: int = 256,
+    max_pixels: int = 2304,
+    dtype: Any = np.float32,
+    max_shard_bytes: int = 1 << 30,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Writes a tiny Qwen2.5-VL with random weights as a checkpoint folder.
+
+    Args:
+        folder: where; created if needed.
+        new_names: whether weights have the names of newer `transformers`.
+        min_pixels: least area of a resized image; a token is 64 pixels.
+        max_pixels: largest area of a resized image.
+        dtype: dtype of the tensors in the files.
+        max_shard_bytes: above this many bytes the weights are split over several files.
+        seed: of the weights.
+        **changes: fields to change in the config.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = qwen_tokenizer()
+    tokenizer.save_pretrained(folder)
+    raw = tiny_qwen_config(tokenizer, **changes)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
+        "patch_size": raw["vision_config"]["patch_size"],
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
+    if new_names:
+        tensors = {_new_qwen_name(name): tensor for name, tensor in tensors.items()}
+    _write_json(folder / "preprocessor_config.json", processor)
+    _write_json(folder / "config.json", raw)
+    write_tensors(folder, tensors, max_shard_bytes)
+    return folder
+
+
+def _new_qwen_name(name: str) -> str:
+    """A published name as newer versions of `transformers` call the weight."""
+    if name.startswith("model."):
+        return "model.language_model." + name.removeprefix("model.")
+    return "model." + name if name.startswith("visual.") else name
+
+
 def random_tensors(
-    config: LlavaConfig, dtype: Any = np.float32, seed: int = 0
+    config: ModelConfig, dtype: Any = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
     """Draws weights under the published Hugging Face names and in the files' axes.
 
@@ -204,7 +348,7 @@ def random_tensors(
     """
     random = np.random.default_rng(seed)
     tensors = {}
-    for target in weight_targets(vlm.abstract_params(config), config):
+    for target in config.family.weight_targets(vlm.abstract_params(config), config):
         mean = 1.0 if target.path.endswith("scale") else 0.0
         for name in target.names:
             draw = random.standard_normal(target.tensor_shape, np.float32)

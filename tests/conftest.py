@@ -36,5 +36,6 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the folders that take longest first: else one worker has them left at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("training", "policy"))
+    """Puts what takes longest first: else one worker has it left at the end."""
+    longest = ("training", "policy", "pruning")
+    items.sort(key=lambda item: item.path.parent.name not in longest)

@@ -11,15 +11,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax import policy
-from stepprune_jax.bench.memory import MODELS
-from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.bench.memory import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.checkpoints.frozen import image_bounds, model_source
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
 from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
@@ -63,12 +61,13 @@ def load_run(name: str) -> Run:
 
 
 def model_of(run: Run) -> ModelConfig:
-    """Returns the shape of a run's model; the published LLaVA-v1.5 need no folder."""
+    """Returns the shape of a run's model; published ones need no folder."""
     name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
-    name = name.replace("llava-1.5", "llava")
-    if name in MODELS:
-        return LlavaConfig.from_hf(MODELS[name])
-    return inspect_folder(*model_folders(run)).config
+    name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
+    if name not in MODELS | QWEN_MODELS:
+        return model_source(run).config
+    config = model_config(name)
+    return config.family.bound_images(config, None, **image_bounds(run))
 
 
 class Programs:
@@ -214,9 +213,9 @@ class Programs:
         return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
 
     def _statistics(self) -> Any:
-        real = self._by_rows(_shape((self._rows,), bool))
+        tokens = self._by_rows(_shape((self._rows,)))
         return step.gather_stats.trace(
-            self._trained_through, self._stats, self._pixels(self._rows), real, setup=self._setup
+            self._trained_through, self._stats, self._pixels(self._rows), tokens, setup=self._setup
         )
 
     def _validation(self) -> Any:

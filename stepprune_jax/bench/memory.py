@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig, find_family
 from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
 from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
@@ -64,10 +64,41 @@ MODELS = {
     "llava-13b": {"model_type": "llava", "vision_config": _VISION, "text_config": _TEXT | _WIDE},
     "mid": {"model_type": "llava", "vision_config": _SMALL_VISION, "text_config": _TEXT | _SMALL},
 }
+_QWEN_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+}
+_QWEN = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": _QWEN_VISION,
+    "vocab_size": 152064,
+}
+_QWEN_SMALL = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vision_config": _QWEN_VISION | {"out_hidden_size": 2048},
+    "vocab_size": 151936,
+}
+QWEN_MODELS = {"qwen2.5-vl-7b": _QWEN, "qwen2.5-vl-3b": _QWEN | _QWEN_SMALL}
 
 
 def compiled_programs(
-    config: LlavaConfig,
+    config: ModelConfig,
     mesh: Mesh,
     batch: int,
     length: int,
@@ -78,7 +109,7 @@ def compiled_programs(
     """Compiles the backbone's programs for a mesh from shapes only.
 
     Args:
-        config: the model's shape.
+        config: the model's shape; images are as large as it says.
         mesh: from `build_mesh`.
         batch: rows, one image each; divisible by the mesh's "data" and "fsdp" axes.
         length: tokens of the assembled sequence.
@@ -92,14 +123,14 @@ def compiled_programs(
     Raises:
         ValueError: a sharded dimension that the mesh does not divide.
     """
-    text, side = config.text, config.vision.image_size
+    text = config.text
     slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
     shape = jax.ShapeDtypeStruct
     row = shape((batch,), jnp.int32)
     hidden = shape((batch, length, text.hidden_size), dtype)
     sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, row)
     cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
-    pixels = shape((batch, 3, side, side), jnp.float32)
+    pixels = config.family.max_pixels(config, batch)
 
     def encode(params, pixels):
         return vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
@@ -139,15 +170,20 @@ def compiled_programs(
     return compiled
 
 
-def model_config(name: str) -> LlavaConfig:
+def model_config(name: str) -> ModelConfig:
     """The config of a known model or of a folder or file in the Hugging Face layout."""
-    if name in MODELS:
-        return LlavaConfig.from_hf(MODELS[name])
+    known = MODELS | QWEN_MODELS
+    if name in known:
+        return find_family(known[name]).read_config(known[name], None)
     path = pathlib.Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"--model {name!r} is neither a file nor one of {', '.join(MODELS)}")
-    return LlavaConfig.from_hf(json.loads(path.read_text()))
+        raise ValueError(f"--model {name!r} is neither a file nor one of {', '.join(known)}")
+    raw = json.loads(path.read_text())
+    family = find_family(raw)
+    if family is None:
+        raise ValueError(f"--model {name!r}: model_type {raw.get('model_type')!r} is not supported")
+    return family.read_config(raw, None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -76,19 +76,29 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
         ) from error
 
 
-def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | None = None) -> Source:
+def inspect_folder(
+    folder_or_hub_id: str | Path,
+    vision_folder: str | Path | None = None,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> Source:
     """Finds out what kind of checkpoint a folder is and reads its configuration, not its weights.
 
     Args:
         folder_or_hub_id: as in `find_folder`.
         vision_folder: the folder or hub id of the image tower, where that lies elsewhere, in place
             of the one that ``config.json`` names.
+        min_pixels: least area of a resized image, in place of that of the folder's processor; for
+            models that take images of any size.
+        max_pixels: largest area, likewise.
 
     Returns:
         The folder, its configuration, and the folder of the tower if that is another one.
 
     Raises:
-        FileNotFoundError: a folder or its ``config.json`` is missing.
+        FileNotFoundError: a folder or its ``config.json`` is missing, or the description of its
+            image processor where images may have any size.
         ValueError: the folder is of another kind, or the architecture is not supported.
     """
     folder = find_folder(folder_or_hub_id)
@@ -100,17 +110,18 @@ def inspect_folder(folder_or_hub_id: str | Path, vision_folder: str | Path | Non
             f"{folder}: unsupported architecture: model_type {raw.get('model_type')!r}, "
             f"architectures {raw.get('architectures')!r}; supported: {supported}"
         )
-    configured = family.vision_folder(raw)
+    configured, bounds = family.vision_folder(raw), (min_pixels, max_pixels)
     if configured is not None:
         vision, origin = _vision_folder(folder, configured, vision_folder)
-        config = family.read_config(raw, _read_config(vision))
+        config = family.bound_images(family.read_config(raw, _read_config(vision)), vision, *bounds)
         return Source(folder, config, vision, (str(folder_or_hub_id), origin))
     if vision_folder is not None:
         raise ValueError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "whose tower lies elsewhere, such as the original LLaVA-v1.5"
         )
-    return Source(folder, family.read_config(raw, None), None, (str(folder_or_hub_id),))
+    config = family.bound_images(family.read_config(raw, None), folder, *bounds)
+    return Source(folder, config, None, (str(folder_or_hub_id),))
 
 
 def fetch_weights(source: Source) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.settings import Settings, choice, count, switch, text
 
@@ -26,6 +27,9 @@ class ModelSettings(Settings, group="model"):
         attention: implementation of attention, of `models.stack.ATTENTIONS`.
         remat: whether the backward pass recomputes the language model's blocks.
         rows_at_once: rows that it runs at a time on each device; 0 for all of them.
+        min_pixels: least area of a resized image, for models that take images of any size; None for
+            that of the folder's image processor.
+        max_pixels: largest area, likewise.
     """
 
     folder: str = text(free=True)
@@ -34,6 +38,8 @@ class ModelSettings(Settings, group="model"):
     attention: str = choice(ATTENTIONS)
     remat: bool = switch()
     rows_at_once: int = count(0)
+    min_pixels: int | None = count(optional=True)
+    max_pixels: int | None = count(optional=True)
 
     @property
     def execution(self) -> Execution:
@@ -56,6 +62,28 @@ def model_folders(settings: HasModel) -> tuple[str, str | None]:
     Without a folder it is the model of the shapes world.
     """
     return settings.model.folder or str(SHAPES_MODEL), settings.model.vision_folder or None
+
+
+def model_source(settings: HasModel) -> Source:
+    """Looks at the frozen model's folder.
+
+    Args:
+        settings: that name it.
+
+    Returns:
+        The folder and the model's configuration.
+
+    Raises:
+        FileNotFoundError: as `inspect_folder`.
+        ValueError: as `inspect_folder`.
+    """
+    return inspect_folder(*model_folders(settings), **image_bounds(settings))
+
+
+def image_bounds(settings: HasModel) -> dict[str, int | None]:
+    """Returns the bounds of images, as keyword arguments of `inspect_folder` and `load_vlm`."""
+    model = settings.model
+    return {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
 
 
 def model_dtype(settings: HasModel) -> Any:

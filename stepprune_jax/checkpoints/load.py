@@ -83,14 +83,17 @@ def load_vlm(
     dtype: Any = jnp.bfloat16,
     *,
     vision_folder: str | Path | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
     layers: str = "auto",
     progress: bool = True,
 ) -> VLM:
     """Loads a checkpoint with everything needed to answer.
 
     LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
-    CLIP folder), from safetensors files. Configuration, tokenizer and every tensor's name and shape
-    are checked before the first weight is read.
+    CLIP folder), Qwen2.5-VL with the names of its published files and with those of newer
+    `transformers`; all from safetensors files. Configuration, tokenizer and every tensor's name
+    and shape are checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, or a Hugging Face hub id.
@@ -98,6 +101,9 @@ def load_vlm(
         dtype: floating dtype of the parameters.
         vision_folder: for checkpoints whose tower lies elsewhere: its folder, in place of the
             configured one.
+        min_pixels: least area of a resized image, in place of that of the folder's image processor;
+            for models that take images of any size.
+        max_pixels: largest area, likewise.
         layers: where the weights of layers lie: "stacked", to train through the model; "apart"; or
             "auto", apart where layers are large. See `models.stack`.
         progress: whether to show a progress bar on stderr.
@@ -110,7 +116,9 @@ def load_vlm(
         ValueError: an unsupported or damaged checkpoint; weights that do not fit are listed all in
             one message.
     """
-    source = folders.inspect_folder(folder_or_hub_id, vision_folder)
+    source = folders.inspect_folder(
+        folder_or_hub_id, vision_folder, min_pixels=min_pixels, max_pixels=max_pixels
+    )
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     params = load_params(source, mesh, dtype, layers=layers, progress=progress)

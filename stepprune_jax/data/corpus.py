@@ -12,7 +12,6 @@ from jaxtyping import Int
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded
 from stepprune_jax.data.index import Index, row_turns
 from stepprune_jax.data.json_array import JsonEntries
-from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 # A fast tokenizer must not be asked by two threads at once.
 _TOKENIZER = threading.Lock()
@@ -22,7 +21,7 @@ class Limits(NamedTuple):
     """How long a row may be.
 
     Attributes:
-        image_tokens: visual tokens of an image.
+        image_tokens: visual tokens of the largest image.
         context: embeddings of a conversation with those of its image; the end is cut off.
         policy_text: tokens of the user's words that the policy sees; the end is cut off.
     """
@@ -43,7 +42,7 @@ class Row(NamedTuple):
     Attributes:
         ids: with `IMAGE_TOKEN` at the image.
         text: ids of the human words.
-        place: indices in the expanded sequence at which supervised tokens are predicted.
+        place: indices of the ids before the supervised ones, at which these are predicted.
         target: the supervised tokens.
     """
 
@@ -54,7 +53,7 @@ class Row(NamedTuple):
 
 
 def make_row(encoded: Encoded, limits: Limits) -> Row:
-    """Cuts a conversation with one image, and finds where its supervised tokens are predicted.
+    """Cuts a conversation with one image, and finds what is supervised in it.
 
     Args:
         encoded: the conversation.
@@ -66,10 +65,8 @@ def make_row(encoded: Encoded, limits: Limits) -> Row:
     ids = np.array(encoded.ids[: limits.ids], np.int32)
     labels = np.array(encoded.labels[: limits.ids], np.int32)
     at = np.flatnonzero(labels[1:] != IGNORE) + 1
-    # A token is predicted one place before its own; the image takes N places and not one.
-    place = at - 1 + (limits.image_tokens - 1) * np.cumsum(ids == IMAGE_TOKEN)[at]
     text = np.array(encoded.text[: limits.policy_text], np.int32)
-    return Row(ids, text, place.astype(np.int32), labels[at])
+    return Row(ids, text, (at - 1).astype(np.int32), labels[at])
 
 
 class Lengths(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
@@ -27,7 +27,7 @@ from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruning import Budget, make_method
 
 FILE = "stop_biases.json"
 # Row name to what is known of each policy that the row has had.
@@ -47,6 +47,18 @@ class Sample(NamedTuple):
     about: Mapping[str, Any]
     questions: Sequence[Question | BenchmarkQuestion]
     decimals: int | None = None
+
+
+class Margins(NamedTuple):
+    """Rollouts of a policy that does not stop, on some questions.
+
+    Attributes:
+        margin: [q, t] stop margins before each step; infinite where no token may be chosen.
+        sizes: [q] tokens of each question's image.
+    """
+
+    margin: Float[np.ndarray, "q t"]
+    sizes: Int[np.ndarray, "q"]
 
 
 class StopBiases:
@@ -70,7 +82,7 @@ class StopBiases:
         self._policies, self._budgets = policies, settings.budgets
         self._settings = settings
 
-    def known(self, about: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    def known(self, about: Mapping[str, Any]) -> dict[str, dict[int | str, float]]:
         """Reads the biases of rows that have one for every budget.
 
         Args:
@@ -97,7 +109,7 @@ class StopBiases:
         sample: Sample,
         execution: Execution,
         size: int,
-    ) -> dict[str, dict[int, float]]:
+    ) -> dict[str, dict[int | str, float]]:
         """Computes what is not known yet.
 
         Args:
@@ -114,15 +126,15 @@ class StopBiases:
             ValueError: the file is not one of stop biases, or the sample is empty.
         """
 
-        def run() -> dict[str, dict[int, float]]:
+        def run() -> dict[str, dict[int | str, float]]:
             entries = self._read()
             for name in self._policies:
                 entry = self._entry(entries, name, sample.about)
                 missing = [b for b in self._budgets if str(b) not in entry["biases"]]
                 if not missing or not distributed.is_main():
                     continue
-                margin = stop_margins(name, model, policies[name], sample, execution, size)
-                biases = stop_biases(policies[name], margin, missing)
+                margins = stop_margins(name, model, policies[name], sample, execution, size)
+                biases = stop_biases(policies[name], margins, missing)
                 if sample.decimals is not None:
                     biases = [round(bias, sample.decimals) for bias in biases]
                 entry["biases"] |= {str(b): v for b, v in zip(missing, biases, strict=True)}
@@ -187,7 +199,7 @@ def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[
 
 def stop_margins(
     name: str, model: VLM, policy: Policy, sample: Sample, execution: Execution, size: int
-) -> Float[np.ndarray, "q t"]:
+) -> Margins:
     """Rolls a policy out on each question of a sample.
 
     Args:
@@ -199,12 +211,12 @@ def stop_margins(
         size: questions at a time.
 
     Returns:
-        [q, t] stop margins before each step.
+        Its stop margins.
     """
     method = place_method(model, make_method(policy=policy))
     steps = method.pruner.most(model.config.max_image_tokens)
-    questions = sample.questions
-    progress, margins = Progress(len(questions)), []
+    questions, sizes = sample.questions, []
+    progress, parts = Progress(len(questions)), []
     report = progress.task(f"stop biases, {name}", len(questions), len(questions))
     chunk = chunk_size(model, size)
     for first in range(0, len(questions), chunk):
@@ -213,29 +225,37 @@ def stop_margins(
         ranking, _ = rank_all(
             model, method, encoded.prompts, encoded.images, steps=steps, batch_size=size
         )
-        margins.append(ranking.margin)
+        own = encoded.images.sizes[encoded.prompts.image_of[:, 0]]
+        longest = np.array([min(size, method.pruner.most(int(size))) for size in own])
+        reached = np.arange(ranking.margin.shape[1]) < longest[:, None]
+        margin = np.full((len(own), steps), np.inf, ranking.margin.dtype)
+        margin[:, : reached.shape[1]] = np.where(reached, ranking.margin, np.inf)
+        parts.append(margin)
+        sizes.append(own)
         report(first + len(part))
     progress.close()
-    return np.concatenate(margins)
+    return Margins(np.concatenate(parts), np.concatenate(sizes))
 
 
-def stop_biases(
-    policy: Policy, margin: Float[np.ndarray, "q t"], budgets: Sequence[int]
-) -> list[float]:
+def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
     """Computes the stop biases at which a policy keeps so many tokens on average.
 
     Args:
         policy: StepPrune's.
-        margin: its stop margins on some questions.
-        budgets: mean numbers of tokens wanted.
+        margins: from `stop_margins`.
+        budgets: mean numbers of tokens wanted, or shares of the images' tokens, as `Budget.parse`
+            takes them.
 
     Returns:
         A bias for each budget.
     """
-    least = min(policy.config.min_tokens, margin.shape[1])
-    margin = jnp.asarray(margin)
-    bound = float(jnp.max(jnp.abs(margin))) + 1
-    return [
-        float(calibrate_stop_bias(margin, budget, min_tokens=least, max_bias=bound))
+    least = min(policy.config.min_tokens, margins.margin.shape[1])
+    margin = jnp.asarray(margins.margin)
+    bound = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
+    means = [
+        np.mean([Budget.parse(budget).count(int(size)) for size in margins.sizes])
         for budget in budgets
+    ]
+    return [
+        float(calibrate_stop_bias(margin, mean, min_tokens=least, max_bias=bound)) for mean in means
     ]

@@ -19,6 +19,7 @@ from stepprune_jax.inference.pipeline import Images, Prompts, Vision, encode, re
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
+from stepprune_jax.models.images import join_images
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
@@ -127,7 +128,7 @@ def encode_questions(
         _fill(ids, words, without, _request(model, [questions[row] for row in without]))
     if not parts:
         parts = [_no_images(model)]
-    images = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    images = join_images(parts)
     prompt, said = (pad_batch(rows, multiple=_width(rows)) for rows in (ids, words))
     image_of = np.array([places.get(question.image, -1) for question in questions], np.int32)
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)

@@ -28,8 +28,8 @@ from stepprune_jax.benchmarks.answer_files import (
     outstanding,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import Policy
@@ -154,7 +154,7 @@ def generate_answers(
     folder, settings = answers_folder(run, workdir), run.eval
     with user_input():
         policies = _policies(settings, workdir, policy)
-        source = inspect_folder(*model_folders(run))
+        source = model_source(run)
         check_policies(policies, source.config, settings)
         benchmarks = read_benchmarks(run, workdir, policies)
     return answer_benchmarks(run, benchmarks, policies, source, folder)
@@ -272,6 +272,7 @@ def answer_benchmarks(
         seed=run.seed,
         settings=settings,
         policies=digests,
+        min_pixels=source.config.min_pixels if source.config.sizes_vary else None,
     )
     stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
     biases = StopBiases(folder, conditions.weights, stopping, settings)
@@ -355,6 +356,8 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
     chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
     most = len(shown) if benchmark.keep_order else min(stage.settings.samples, len(shown))
+    # Samples are drawn on the one grid of all images.
+    most = 0 if stage.model.config.sizes_vary else most
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
     return Task(benchmark, rows, files, missing, chunks, samples)
 
@@ -496,8 +499,9 @@ def _answer(
 ) -> Answers:
     """Answers questions by one method."""
     settings, name = stage.settings, task.benchmark.name
-    n = stage.conditions.num_tokens
-    sizes = {row.steps(n) for row in task.rows}
+    n, sizes = stage.conditions.num_tokens, None
+    if not stage.model.config.sizes_vary:  # else what a budget leaves is padded to a ladder
+        sizes = tuple(sorted({row.steps(n) for row in task.rows} | {n}))
     longest = settings.longest_answer(BENCHMARKS[name])
     options = RunOptions(settings.positions, stage.execution, max_tokens=longest)
     return answer_all(
@@ -506,7 +510,7 @@ def _answer(
         seen.prompts,
         seen.images,
         options,
-        Batching(stage.batch_size, tuple(sorted(sizes | {n})), WIDTHS),
+        Batching(stage.batch_size, sizes, WIDTHS),
         ranking=ranking,
         report=report,
     )

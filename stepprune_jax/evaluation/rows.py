@@ -66,7 +66,7 @@ def plan_rows(
     settings: EvalSettings,
     config: Any,
     policies: Mapping[str, Policy],
-    biases: Mapping[str, Mapping[int, float]],
+    biases: Mapping[str, Mapping[int | str, float]],
     seed: int,
     untrained: bool = True,
 ) -> list[TableRow]:
@@ -85,7 +85,7 @@ def plan_rows(
         and for the default one where it stops by itself. Methods that need what the model does not
         have are left out.
     """
-    budgets = [Budget("count", count) for count in settings.budgets]
+    budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
     for name, kind in PRUNERS.items() if untrained else ():
         if kind.config_type is not None:
@@ -104,8 +104,8 @@ def plan_rows(
         rows += [TableRow(name, b, make_method(None, b, policy=policy), name) for b in budgets]
         if name not in biases:
             continue
-        for count in settings.budgets:
-            budget, bias = Budget("mean", count), biases[name][count]
+        for asked, exact in zip(settings.budgets, budgets, strict=True):
+            budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
             method = make_method(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, method, name))
         if name == DEFAULT:
@@ -124,6 +124,7 @@ class Conditions:
         weights: its fingerprint.
         dtype: of its weights.
         num_tokens: N of its largest image.
+        min_pixels: least area of a resized image, for a model that takes images of any size.
         seed: of the random rows.
         settings: of the evaluation.
         policies: the fingerprint of each, by row name.
@@ -136,6 +137,7 @@ class Conditions:
     seed: int
     settings: EvalSettings
     policies: Mapping[str, str]
+    min_pixels: int | None = None
 
     def files(
         self,
@@ -189,6 +191,10 @@ class Conditions:
                 made[field.name] = getattr(pruner, field.name)
         if pruner.version > 1:
             made["version"] = pruner.version
+        if self.min_pixels is not None:
+            made["min_pixels"] = self.min_pixels
+        if row.budget.kind == "rate":
+            made["share"] = str(row.budget)
         return Provenance(
             benchmark=benchmark,
             questions=questions,

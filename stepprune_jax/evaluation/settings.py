@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
+from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, read_options
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -32,10 +32,20 @@ POLICY_FILE = "policy.safetensors"
 _PACKAGE = Path(__file__).parents[1]
 
 
-def _distinct_counts(value: Any) -> bool:
-    """Whether a value is some integers from 1, each once."""
-    good = isinstance(value, tuple) and bool(value) and all(map(is_count, value))
-    return good and len(set(value)) == len(value)
+def _distinct_budgets(value: Any) -> bool:
+    """Whether a value is some integers from 1 or shares, each once."""
+    good = isinstance(value, tuple) and bool(value)
+    return good and all(map(_is_budget, value)) and len(set(value)) == len(value)
+
+
+def _is_budget(value: Any) -> bool:
+    """Whether a value is an integer from 1, or the text of a share."""
+    if not isinstance(value, str):
+        return is_count(value)
+    try:
+        return Budget.parse(value).kind == "rate"
+    except ValueError:
+        return False
 
 
 def _policy_files() -> Any:
@@ -73,7 +83,8 @@ class EvalSettings(Settings, group="eval"):
         options: of untrained pruners, in place of their defaults, as "fastv layer=3
             average=False; holov crops=8".
         samples: questions of each public benchmark whose selections are kept to be drawn.
-        budgets: exact numbers of tokens, and mean ones for a learned stop.
+        budgets: exact numbers of tokens, and mean ones for a learned stop; or shares of each
+            image's tokens, as "1/3" or "33.3%".
         batch_size: questions that go through a program together.
         max_new_tokens: longest answer; None for what the benchmark's own program allows.
         positions: position ids of kept tokens, "original", "compact", or "own" for those of each
@@ -96,8 +107,10 @@ class EvalSettings(Settings, group="eval"):
     methods: str = text(default="")
     options: str = text(default="")
     samples: int = count(0, default=12)
-    budgets: tuple[int, ...] = setting(
-        "distinct integers from 1", _distinct_counts, default=(48, 32, 16)
+    budgets: tuple[int | str, ...] = setting(
+        "distinct integers from 1, or shares such as 1/3",
+        _distinct_budgets,
+        default=(48, 32, 16),
     )
     batch_size: int = count(default=32)
     max_new_tokens: int | None = count(optional=True)
@@ -285,9 +298,17 @@ def check_policies(policies: Mapping[str, Policy], config: Any, settings: EvalSe
         ValueError: which row, and what is wrong.
     """
     n = config.max_image_tokens
-    most = max(settings.budgets)
-    if most > n:
-        raise ValueError(f"config.eval.budgets holds {most}, the model has {n} visual tokens")
+    if config.sizes_vary and SHAPES in settings.benchmark_names:
+        raise ValueError(
+            f"config.eval.benchmarks holds {SHAPES!r}, whose report draws images of one size, but "
+            "those of this model differ: name other benchmarks"
+        )
+    counts = [budget for budget in settings.budgets if isinstance(budget, int)]
+    if max(counts, default=0) > n:
+        raise ValueError(
+            f"config.eval.budgets holds {max(counts)}, the model has {n} visual tokens"
+        )
+    most = max(Budget.parse(budget).count(n) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
             check_fits(policy, config)

@@ -11,8 +11,7 @@ import numpy as np
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, digest
 from stepprune_jax.benchmarks.answers import read_answers
-from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation import report as reports
@@ -57,7 +56,7 @@ def write_report(
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
     save_records(report / RECORDS, records)
-    source = inspect_folder(*model_folders(run))
+    source = model_source(run)
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),

@@ -320,7 +320,9 @@ def prepare(
     else:
         most = [choose_bucket(counts, fitting), *(int(c.max(initial=0)) for c in left[1:])]
         slots = [padding.width + j * count for count in most]
-    positions = method.pruner.positions if options.positions == "own" else options.positions
+    positions = options.positions
+    if positions == "own":
+        positions = method.pruner.own_positions(config)
     projected = len(rows.image) > 0 and method.pruner.after_projector
     stages = Stages(tuple(slots), projected=projected)
     if cuts:

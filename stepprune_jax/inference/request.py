@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
@@ -22,13 +21,13 @@ class Request(NamedTuple):
     Attributes:
         ids: of each prompt, -200 where an image stands.
         question_ids: of each prompt's user words alone, for the policy.
-        pixels: float32 [i, 3, H, W] of the distinct images, or None.
+        pixels: of the distinct images, as the family's preprocessing makes them, or None.
         image_of: for each prompt, the row in `pixels` of each of its images.
     """
 
     ids: tuple[tuple[int, ...], ...]
     question_ids: tuple[tuple[int, ...], ...]
-    pixels: np.ndarray | None
+    pixels: Any
     image_of: tuple[tuple[int, ...], ...]
 
 

@@ -73,7 +73,7 @@ def rank_all(
         method: the ranker, from `place_method`.
         prompts: each with one image.
         vision: of all images, on the host.
-        steps: length of the order.
+        steps: length of the order; at most as many as the largest image has tokens.
         batch_size: prompts at a time.
         report: called with the number of prompts done at each batch.
 
@@ -81,6 +81,7 @@ def rank_all(
         The ranking, on the host, and the mean seconds of a prompt.
     """
     parts, seconds = [], 0.0
+    steps = min(steps, vision.features.shape[1])
     for rows, count in batches(len(prompts.length), batch_size):
 
         def run(rows=rows):

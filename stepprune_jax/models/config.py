@@ -57,6 +57,13 @@ def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
     return positive({field: value}, field, default, where, LONGEST_SIDE)
 
 
+def token_id(value: Any, field: str, where: str) -> int | None:
+    """A token id field that may be absent."""
+    if not (value is None or is_count(value, 0)):
+        raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
+    return value
+
+
 def token_ids(value: Any, field: str, where: str) -> tuple[int, ...]:
     """A token id field that may be absent, one id or several, as a tuple."""
     if value is None:
@@ -87,8 +94,12 @@ class RopeScaling:
     original_max_positions: int = 8192
 
 
-def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from either generation of field names."""
+def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Reads base and scaling of the rotary embedding, from either generation of field names.
+
+    Raises:
+        ValueError: an unsupported kind of scaling, or a field that is missing or no such value.
+    """
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
     if not isinstance(rope, dict):
@@ -124,7 +135,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama language model.
+    """Shape of a language model of Llama's kind.
 
     Attributes:
         vocab_size: number v of token embeddings.
@@ -139,6 +150,9 @@ class LlamaConfig:
         max_positions: pretrained length in tokens.
         tie_embeddings: the output head is the transposed embedding.
         rope_scaling: None or a supported stretching.
+        rope_sections: for tokens with several position ids, how many pairs of channels each of them
+            turns; empty for one id.
+        qkv_bias: whether the projections to queries, keys and values have biases.
     """
 
     vocab_size: int
@@ -153,6 +167,8 @@ class LlamaConfig:
     max_positions: int = 2048
     tie_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    rope_sections: tuple[int, ...] = ()
+    qkv_bias: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -162,6 +178,11 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"text: head_dim {self.head_dim} must be even for rotary positions")
+        if self.rope_sections and 2 * sum(self.rope_sections) != self.head_dim:
+            raise ValueError(
+                f"text: mrope_section {list(self.rope_sections)} does not add up to half of "
+                f"head_dim {self.head_dim}"
+            )
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
@@ -185,7 +206,7 @@ class LlamaConfig:
         checked(config, "mlp_bias", False, (False,), where)
         hidden_size = positive(config, "hidden_size", 4096, where)
         num_heads = positive(config, "num_attention_heads", 32, where)
-        theta, scaling = _rope(config, where)
+        theta, scaling = read_rope(config, where)
         return cls(
             vocab_size=positive(config, "vocab_size", 32000, where),
             hidden_size=hidden_size,

@@ -1,7 +1,8 @@
-"""The Llama language model in stages of layers, as pure functions over stacked weights.
+"""A language model of Llama's kind in stages of layers, as pure functions over stacked weights.
 
 Touvron and others, "Llama 2" (https://arxiv.org/abs/2307.09288): pre-norm blocks with rotary
-positions (https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs.
+positions (https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. Biases of queries,
+keys and values, and several position ids a token, are options of the configuration.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
 
     Attributes:
         hidden: [b, s, e] the residual stream.
-        position: [b, s] int32 position ids; [b, p, s] for a family with p ids a token.
+        position: [b, s] int32 position ids, or [b, p, s] where a token has p of them.
         valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
             and for the fused kernels, which see the causal order only.
         segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
@@ -138,9 +139,10 @@ class LlamaAttention(nn.Module):
         """Returns the projected result as `hidden`, with queries, keys and values."""
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        query = split_heads(Dense(heads * c, use_bias=False, name="query")(x), heads)
-        key = split_heads(Dense(kv_heads * c, use_bias=False, name="key")(x), kv_heads)
-        value = split_heads(Dense(kv_heads * c, use_bias=False, name="value")(x), kv_heads)
+        bias = config.qkv_bias
+        query = split_heads(Dense(heads * c, use_bias=bias, name="query")(x), heads)
+        key = split_heads(Dense(kv_heads * c, use_bias=bias, name="key")(x), kv_heads)
+        value = split_heads(Dense(kv_heads * c, use_bias=bias, name="value")(x), kv_heads)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
@@ -257,7 +259,8 @@ def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b
     result of the last layer.
     """
     count = rows.valid.sum(-1, dtype=jnp.int32)
-    following = jnp.where(rows.valid, rows.position + 1, 0).max(-1).astype(jnp.int32)
+    ids = rows.position.reshape(len(count), -1, rows.valid.shape[1])
+    following = jnp.where(rows.valid[:, None], ids + 1, 0).max((1, 2)).astype(jnp.int32)
     if cache is None:
         return Cache(new.key, new.value, count, following)
     slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
@@ -274,7 +277,7 @@ def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b
 
 def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Context:
     """Builds the angles and masks of a stage."""
-    s = rows.position.shape[1]
+    s = rows.valid.shape[1]
     mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
     if rows.segment is not None:
         mask &= (rows.segment[:, None] == 0) | (rows.segment[:, None] == rows.segment[..., None])
@@ -325,7 +328,7 @@ def run_layers(
     Args:
         params: the language model's weights; see `stack` for where those of layers lie.
         config: the model's shape.
-        rows: what enters block `span[0]`, with position ids [b, s].
+        rows: what enters block `span[0]`.
         span: first block, and the one to stop before.
         cache: this stage's earlier keys and values, to attend to and to extend.
         wanted: what to return besides the hidden states.

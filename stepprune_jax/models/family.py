@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.models import llava
+from stepprune_jax.models import llava, qwen2_5_vl
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
@@ -56,8 +56,20 @@ class ModelConfig(Protocol):
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
 
     @property
+    def sizes_vary(self) -> bool:
+        """Whether images may differ in their number of visual tokens."""
+
+    @property
     def class_token_block(self) -> int | None:
         """The tower's block whose class token ranks patches by attention; None without one."""
+
+    @property
+    def received_block(self) -> int | None:
+        """The tower's block that offers taps "received" and "keys", a value a visual token.
+
+        None without one. "received" [i, n] is how much a token is attended to by all of its image;
+        "keys" [i, n, c] by what tokens are alike.
+        """
 
 
 @runtime_checkable
@@ -142,6 +154,30 @@ class Family(Protocol):
         Raises:
             FileNotFoundError: the folder does not say.
             ValueError: it describes another kind of processor.
+        """
+
+    def bound_images(
+        self,
+        config: ModelConfig,
+        folder: str | Path | None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> ModelConfig:
+        """Bounds the area of resized images as the folder's processor does, or the user.
+
+        Args:
+            config: the model's.
+            folder: that says how images are processed; None for the bounds that the configuration
+                has.
+            min_pixels: least area, in place of the folder's.
+            max_pixels: largest area, in place of the folder's.
+
+        Returns:
+            The configuration, whose `max_image_tokens` follows.
+
+        Raises:
+            FileNotFoundError: the folder does not say.
+            ValueError: bounds that no image meets, or bounds of images that all have one size.
         """
 
     def preprocess(self, config: ModelConfig, settings: Any, images: Sequence[Image.Image]) -> Any:
@@ -269,7 +305,7 @@ class Family(Protocol):
         """Counts the operations of the `tower` and the `projector` for an image of this grid."""
 
 
-FAMILIES: dict[str, Any] = {"llava": llava}
+FAMILIES: dict[str, Any] = {"llava": llava, "qwen2_5_vl": qwen2_5_vl}
 
 
 def find_family(raw: dict[str, Any]) -> Any:

@@ -246,6 +246,7 @@ def fused_attend(
     value: Float[Array, "b g t c"],
     causal: bool,
     implementation: str,
+    length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
     """Attention of a sequence to itself by `jax.nn.dot_product_attention`.
 
@@ -256,13 +257,21 @@ def fused_attend(
         causal: attend to the own and earlier slots only. No other mask is applied: with padding at
             the right end the causal order alone keeps valid tokens clear of it.
         implementation: "xla", or "cudnn" for the fused kernel (GPU, bfloat16 or float16).
+        length: [b] slots of each row that may be attended to; None for all. What stands behind
+            them has no meaning in the result.
 
     Returns:
         [b, h, t, c].
     """
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     result = jax.nn.dot_product_attention(
-        query, key, value, is_causal=causal, implementation=implementation
+        query,
+        key,
+        value,
+        is_causal=causal,
+        query_seq_lengths=length,
+        key_value_seq_lengths=length,
+        implementation=implementation,
     )
     return result.swapaxes(1, 2)
 

@@ -1,10 +1,29 @@
 """Rotary positions (https://arxiv.org/abs/2104.09864) in the half-split channel order of Llama."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models.config import LlamaConfig
+
+
+def inverse_powers(base: float, channels: int) -> np.ndarray:
+    """Angle per position of each of `channels / 2` pairs of channels, unstretched.
+
+    Args:
+        base: of the powers.
+        channels: c; pair i turns by base^(-2 i / c).
+
+    Returns:
+        [c / 2] float32 radians, from fast to slow.
+    """
+    exponent = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
+    # The reference raises to the power and inverts in float32; at position 600 one last bit of a
+    # frequency already turns the angle by 4e-5, so the same roundings are made here.
+    power = (np.float64(base) ** exponent.astype(np.float64)).astype(np.float32)
+    return np.float32(1) / power
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -16,11 +35,7 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
     Returns:
         [c / 2] float32 radians, from fast to slow.
     """
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    # The reference raises to the power and inverts in float32; at position 600 one last bit of a
-    # frequency already turns the angle by 4e-5, so the same roundings are made here.
-    power = (np.float64(config.rope_theta) ** exponent.astype(np.float64)).astype(np.float32)
-    frequency = np.float32(1) / power
+    frequency = inverse_powers(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
@@ -34,11 +49,39 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rotary(
-    config: LlamaConfig, position: Int[Array, "b s"]
+    config: LlamaConfig, position: Int[Array, "b *p s"]
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
-    """Cosine and sine of the rotary angles, float32 [b, s, c], for integer positions [b, s]."""
-    angle = position[..., None].astype(jnp.float32) * rotary_frequencies(config)
-    angle = jnp.concatenate([angle, angle], axis=-1)
+    """Cosine and sine of the rotary angles of integer positions.
+
+    Args:
+        config: the model's shape; `rope_sections` says how many pairs of channels each of the p
+            position ids turns.
+        position: [b, s], or [b, p, s] where a token has p ids.
+
+    Returns:
+        Float32 [b, s, c] each.
+    """
+    if position.ndim == 2:
+        position = position[:, None]
+    sections = np.cumsum(config.rope_sections)[:-1]  # without any, one part is all
+    return axial_rotary(np.split(rotary_frequencies(config), sections), position)
+
+
+def axial_rotary(
+    frequencies: Sequence[np.ndarray], position: Int[Array, "b p s"]
+) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
+    """Cosine and sine of angles whose pairs of channels are shared out among position ids.
+
+    Args:
+        frequencies: of the pairs that each of the p ids turns, in the order of the channels.
+        position: [b, p, s].
+
+    Returns:
+        Float32 [b, s, c] each, c twice the number of frequencies.
+    """
+    wide = position[..., None].astype(jnp.float32)
+    parts = [wide[:, axis] * part for axis, part in enumerate(frequencies)]
+    angle = jnp.concatenate([*parts, *parts], axis=-1)
     return jnp.cos(angle), jnp.sin(angle)
 
 

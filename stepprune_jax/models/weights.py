@@ -45,6 +45,12 @@ class Target(NamedTuple):
     stacked: bool
 
 
+def linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
+    """Returns the rules of one linear layer: its kernel, and its bias if it has one."""
+    kernel = Rule(f"{path}/kernel", f"{name}.weight", "transpose")
+    return (kernel, Rule(f"{path}/bias", f"{name}.bias")) if bias else (kernel,)
+
+
 def flatten(tree: Mapping) -> dict[str, object]:
     """Flattens a nested dict of leaves to paths joined by slashes.
 

@@ -16,7 +16,7 @@ def draw_limits(
     key: Array,
     config: PolicyConfig,
     num_tokens: Int[Array, "b"],
-    steps: int,
+    steps: Int[Array, "b"] | int,
 ) -> tuple[Limits, Bool[Array, "b"]]:
     """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
 
@@ -29,7 +29,7 @@ def draw_limits(
       key: PRNG key; consumed.
       config: Policy configuration.
       num_tokens: N of each row, without its padding.
-      steps: T_max.
+      steps: T_max, of all rows or of each.
     """
     batch = num_tokens.shape[0]
     low, high = (math.log(share) for share in config.random_budget)
@@ -42,7 +42,7 @@ def draw_limits(
         "mix": jnp.arange(batch) % 2 == 0,
     }[config.batch_budget]
     free = own & (config.batch_budget != "probe")
-    least = jnp.where(free, min(config.min_tokens, steps), drawn)
+    least = jnp.where(free, jnp.minimum(config.min_tokens, steps), drawn)
     return Limits(least, jnp.where(free, steps, drawn)), own
 
 

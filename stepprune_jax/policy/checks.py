@@ -45,20 +45,22 @@ def require_finite(name: str, value: Any, mask: Any = None):
 
 
 @jax.jit
-def _nonfinite(leaves: list[Any]) -> list[jax.Array]:
-    return [jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves]
+def _nonfinite(leaves: list[Any]) -> jax.Array:
+    return jnp.stack([jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves])
 
 
 def require_finite_tree(name: str, tree: Any):
     """`require_finite` for the leaves of a tree, in one program; the first broken one is named."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not all(is_static(leaf) for _, leaf in leaves):
+    if not leaves or not all(is_static(leaf) for _, leaf in leaves):
         return
-    for (path, leaf), count in zip(leaves, _nonfinite([leaf for _, leaf in leaves]), strict=True):
+    # One look at the device, however many leaves there are.
+    counts = np.asarray(_nonfinite([leaf for _, leaf in leaves])).tolist()
+    for (path, leaf), count in zip(leaves, counts, strict=True):
         require(
-            int(count) == 0,
+            count == 0,
             name + jax.tree_util.keystr(path),
-            f"of shape {np.shape(leaf)} with {int(count)} non-finite values",
+            f"of shape {np.shape(leaf)} with {count} non-finite values",
             "finite values",
         )
 

@@ -134,7 +134,7 @@ def gate(
       stats: Statistics of the features; `None` gates them as they are.
       running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
       stop_bias: Added to the stop logits.
-      max_steps: T_max; default `config.steps(n)`.
+      max_steps: T_max; default `config.steps` of each row's real tokens.
       progress: Share of training done, in [0, 1]; sets the temperature of SoftTopK where
         `config.polarisation_share` is above 0.
 
@@ -149,7 +149,10 @@ def gate(
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     steps = config.steps(n) if max_steps is None else max_steps
     count = jnp.sum(real, axis=1)
-    limits, own = draw_limits(budget_key, config, count, steps)
+    # T_max of a smaller image is that of its own tokens.
+    halved = max_steps is None and config.max_steps is None
+    longest = jnp.maximum(1, count // 2) if halved else steps
+    limits, own = draw_limits(budget_key, config, count, longest)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
     chooser = select if config.estimator == "straight_through" else select_parallel
     trajectory = chooser(

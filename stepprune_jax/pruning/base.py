@@ -23,7 +23,7 @@ from stepprune_jax.policy import FeatureStats
 
 EXACT = ("count", "rate")
 KINDS = ("all", *EXACT, "mean", "own")
-# Position ids of kept tokens that a user may ask for; "own" is `Pruner.positions`.
+# Position ids of kept tokens that a user may ask for; "own" is `own_positions`.
 POSITIONS = (*vlm.POSITIONS, "own")
 
 
@@ -229,7 +229,8 @@ class Pruner:
     exact_when_full: ClassVar[bool] = True
     # Options that say how many tokens are left, so that no budget has to.
     schedules: ClassVar[tuple[str, ...]] = ()
-    # Position ids of kept tokens in its authors' program; see `vlm.assemble`.
+    # Position ids of kept tokens in its authors' program, where a token has one; see
+    # `own_positions`.
     positions: ClassVar[str] = "original"
 
     def check(self, config: Any, num_tokens: int) -> None:
@@ -259,6 +260,13 @@ class Pruner:
                 f"budget is {self.budget}, expected a share that is at most {most} of {num_tokens} "
                 f"visual tokens, as many as {self.name} can keep"
             )
+
+    def own_positions(self, config: Any) -> str:
+        """Returns the position ids of kept tokens in its authors' program for such a model.
+
+        They are those of `vlm.assemble`. Where a token has several ids, all programs keep them.
+        """
+        return self.positions if config.family.POSITION_AXES == 1 else "original"
 
     def most(self, num_tokens: int) -> int:
         """Returns the largest count that it can keep of an image of so many tokens."""
@@ -558,11 +566,29 @@ def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "
     return pool & (up_to > before)
 
 
-def tower_block(config: Any) -> int:
+def ranking_block(config: Any, name: str) -> int:
+    """Finds the tower's block that tells which tokens matter, by its class token or without one.
+
+    Args:
+        config: the model's.
+        name: of the pruner that needs it, for the message.
+
+    Returns:
+        The block.
+
+    Raises:
+        ValueError: the tower has neither a class token nor a block that offers what tokens receive.
+    """
+    received = config.received_block
+    return tower_block(config, name) if received is None else received
+
+
+def tower_block(config: Any, name: str) -> int:
     """Finds the tower's block whose output a model projects, if its class token ranks patches.
 
     Args:
         config: the model's.
+        name: of the pruner that needs it, for the message.
 
     Returns:
         The block, as taps of kind "attention" and "keys" name it.
@@ -572,5 +598,5 @@ def tower_block(config: Any) -> int:
     """
     block = config.class_token_block
     if block is None:
-        raise ValueError("the model's tower has no [CLS] attention to rank patches by")
+        raise ValueError(f"{name}: the model's tower has no [CLS] attention to rank patches by")
     return block

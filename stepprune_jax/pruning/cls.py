@@ -22,11 +22,11 @@ class Cls(Ranker):
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses models without a class token, too."""
         super().check(config, num_tokens)
-        tower_block(config)
+        tower_block(config, self.name)
 
     def taps(self, config: Any) -> tuple[Tap, ...]:
         """Returns the class token's row of attention."""
-        return (Tap("attention", tower_block(config)),)
+        return (Tap("attention", tower_block(config, self.name)),)
 
     def rank(self, params: Any, view: View, steps: int) -> Ranking:
         """Orders patches by attention; a class token among the features comes first."""

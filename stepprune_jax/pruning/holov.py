@@ -4,6 +4,10 @@ Zou and others (https://arxiv.org/abs/2510.02912), as in the authors' program fo
 sequence of projected tokens is split into crops. A token's score is the class token's attention and
 how much its likeness to the others of its crop varies; a crop's share of the budget is that of its
 mean score. Within a crop the tokens that the class token attends to most are kept.
+
+In a model without a class token, what the image attends to takes its place. There the kept tokens
+stand in raster order, and what a crop does not have is given to the next best ones, in place of the
+authors' program, which leaves scores in the order of the tower's windows.
 """
 
 import dataclasses
@@ -12,11 +16,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, tower_block
+from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, keep_best, ranking_block, take
 
+_EXACT = lax.Precision.HIGHEST
 # Keeps divisions finite, as in the authors' program.
 _SMALL = 1e-6
 
@@ -25,12 +30,13 @@ _SMALL = 1e-6
 class HoloV(Pruner):
     """Shares the budget out among crops of the image.
 
-    It is not the unpruned model at any budget: tokens that a crop does not have are made up for by
-    zero vectors, and the others stand crop by crop in the order of attention.
+    With a class token it is not the unpruned model at any budget: tokens that a crop does not have
+    are made up for by zero vectors, and the others stand crop by crop in the order of attention.
 
     Attributes:
         crops: parts of the sequence, the first ones one token longer where it does not divide; the
-            authors' `num_patches`.
+            authors' `num_patches`. In a model without a class token there are 16 / 9 of n / k,
+            rounded down, as the authors have it there.
         alpha: weight of the likeness's variance.
     """
 
@@ -45,19 +51,25 @@ class HoloV(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: Any, num_tokens: int) -> None:
-        """Refuses models without a class token, and no crops."""
+        """Refuses models that do not rank patches, and no crops."""
         super().check(config, num_tokens)
-        tower_block(config)
+        ranking_block(config, self.name)
         if self.crops < 1:
             raise ValueError(f"holov: crops is {self.crops}, expected an integer from 1")
 
     def taps(self, config: Any) -> tuple[Tap, ...]:
-        """Returns the class token's row of attention."""
-        return (Tap("attention", tower_block(config)),)
+        """Returns the class token's row of attention, or what tokens receive."""
+        kind = "attention" if config.received_block is None else "received"
+        return (Tap(kind, ranking_block(config, self.name)),)
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
-        """Returns the tokens crop by crop, in each by attention; then zero vectors."""
+        """Returns the tokens crop by crop, in each by attention; then zero vectors.
+
+        Without a class token, the tokens in raster order.
+        """
         del params
+        if view.taps[0].ndim == 2:
+            return self._select_received(view, capacity)
         attention = view.taps[0].astype(jnp.float32).mean(1)[:, 1:]
         r, n = attention.shape
         first = view.tokens.shape[1] - n  # a class token among the features is never kept
@@ -76,6 +88,78 @@ class HoloV(Pruner):
             valid=valid,
             count=view.count,
         )
+
+    def _select_received(self, view: View, capacity: int) -> Kept:
+        """Chooses in a model without a class token; images may differ in size."""
+        received = view.taps[0]
+        real = jnp.ones(received.shape, bool) if view.valid is None else view.valid
+        kept = keep_in_crops(view.tokens, received, real, view.count, self.alpha)
+        order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
+        return take(view.tokens, order, view.count, capacity)
+
+
+def keep_in_crops(
+    tokens: Float[Array, "r n e"],
+    received: Float[Array, "r n"],
+    real: Bool[Array, "r n"],
+    count: Int[Array, "r"],
+    alpha: float,
+) -> Bool[Array, "r n"]:
+    """Shares a count out among crops of images of any size, and chooses in each.
+
+    Args:
+        tokens: [r, n, e] the tokens.
+        received: [r, n] attention that each receives.
+        real: [r, n] True = token, a prefix of each row.
+        count: [r] tokens to keep, at most as many as there are.
+        alpha: weight of the likeness's variance.
+
+    Returns:
+        [r, n] True = kept, `count` of each row.
+    """
+    n, crop = tokens.shape[1], _crops_of(real, count)
+    member = (crop[..., None] == jnp.arange(n)) & real[..., None]  # [r, token, crop]
+    size = jnp.sum(member, axis=1)
+
+    def over_crop(values, whole):
+        """Means of a value over each crop, or over the crop of each token."""
+        sums = jnp.einsum("rn,rnc->rc", values, member.astype(jnp.float32), precision=_EXACT)
+        mean = sums / jnp.maximum(size, 1)
+        return mean if whole else jnp.take_along_axis(mean, jnp.minimum(crop, n - 1), axis=1)
+
+    wide = jnp.where(real[..., None], tokens.astype(jnp.float32), 0)
+    unit = wide / (jnp.linalg.norm(wide, axis=2, keepdims=True) + _SMALL)
+    same = (crop[:, None] == crop[..., None]) & real[:, None] & real[..., None]
+    likeness = jnp.einsum("rne,rme->rnm", unit, unit, precision=_EXACT)
+    likeness = jnp.where(same & ~np.eye(n, dtype=bool), likeness, 0)
+    others = jnp.maximum(jnp.sum(same, axis=2) - 1, 1)
+    mean = likeness.sum(2) / others
+    off = jnp.where(same, likeness - mean[..., None], 0)
+    variance = jnp.square(off).sum(2) / others
+    received = jnp.where(real, received.astype(jnp.float32), 0)
+    factor = over_crop(1000 * received, False) / (over_crop(variance, False) + _SMALL)
+    scores = over_crop(1000 * received + alpha * factor * variance, True)
+    # A crop of one token has its attention as it is.
+    scores = jnp.where(size > 1, scores, over_crop(received, True))
+    share = jnp.minimum(_allotted(jnp.where(size > 0, scores, 0), count), size)
+    # What full crops leave over goes to the best of those with room.
+    by_crop = jnp.argsort(-jnp.where(size > 0, scores, -1), axis=1, stable=True)
+    room = jnp.take_along_axis(size - share, by_crop, axis=1)
+    left = (count - share.sum(1))[:, None]
+    more = jnp.clip(left - (jnp.cumsum(room, axis=1) - room), 0, room)
+    share += jnp.take_along_axis(more, jnp.argsort(by_crop, axis=1), axis=1)
+    return real & keep_best(received, jnp.where(real, crop, -1), share)
+
+
+def _crops_of(real: Bool[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r n"]:
+    """The crop of each token, where so many are to be kept: 16 / 9 of n / k of them, at least 1."""
+    total = jnp.sum(real, axis=1)
+    crops = jnp.clip(16 * total // (9 * jnp.maximum(count, 1)), 1, jnp.maximum(total, 1))
+    # As `np.array_split` cuts: the first crops are one token longer.
+    least, longer = (x[:, None] for x in (total // crops, total % crops))
+    edge, place = longer * (least + 1), jnp.arange(real.shape[1])
+    behind = longer + (place - edge) // jnp.maximum(least, 1)
+    return jnp.where(place < edge, place // (least + 1), behind)
 
 
 def shares(

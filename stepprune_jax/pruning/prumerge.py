@@ -48,7 +48,7 @@ class PruMerge(Pruner):
     def check(self, config: Any, num_tokens: int) -> None:
         """Refuses models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
-        tower_block(config)
+        tower_block(config, self.name)
         if self.neighbours < 0:
             raise ValueError(
                 f"{self.name}: neighbours is {self.neighbours}, expected an integer from 0"

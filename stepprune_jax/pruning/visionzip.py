@@ -4,6 +4,10 @@ Yang and others (https://arxiv.org/abs/2412.04467). Of K tokens some are *domina
 itself and the patches that it attends to most, summed over heads. The others are *contextual*:
 every so many of the patches that are left is a target, and each of the rest is added to the target
 whose key is most like its own. Both signals are those of the block whose output is projected.
+
+In a model without a class token, whose tower merges patches, the dominant tokens are those that are
+attended to most by the image; contextual ones take the places of their targets, and all stand in
+raster order. Both are tokens as the language model gets them.
 """
 
 import dataclasses
@@ -11,18 +15,18 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, tower_block
+from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, ranking_block, take
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionZip(Pruner):
     """Keeps dominant tokens and merges the rest.
 
-    It is not the unpruned model at any budget: the class token is always among its tokens, and the
-    last ones are always merged.
+    It is not the unpruned model at any budget: the class token, where there is one, is always among
+    its tokens, and the last ones are always merged.
 
     Attributes:
         contextual: merged tokens; None for 5 of 32, as the authors have it: 10 of 64, 20 of 128, 30
@@ -38,9 +42,9 @@ class VisionZip(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: Any, num_tokens: int) -> None:
-        """Refuses models without a class token, and budgets without room for both kinds."""
+        """Refuses models that do not rank patches, and budgets without room for both kinds."""
         super().check(config, num_tokens)
-        tower_block(config)
+        ranking_block(config, self.name)
         dominant, contextual = self.split(self.budget.count(num_tokens))
         if dominant < 1 or not 1 <= contextual <= num_tokens - dominant:
             raise ValueError(
@@ -60,13 +64,20 @@ class VisionZip(Pruner):
         return self
 
     def taps(self, config: Any) -> tuple[Tap, ...]:
-        """Returns the class token's attention, the keys, and the output of the same block."""
-        block = tower_block(config)
+        """Returns what ranks tokens, the keys, and with a class token the same block's output."""
+        block = ranking_block(config, self.name)
+        if config.received_block is not None:
+            return Tap("received", block), Tap("keys", block)
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1)
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
-        """Returns dominant tokens in raster order, the class token first; then the merged ones."""
+        """Returns dominant tokens in raster order, the class token first; then the merged ones.
+
+        Without a class token, all in raster order.
+        """
         del params
+        if len(view.taps) == 2:
+            return self._select_received(view, capacity)
         attention, keys, hidden = view.taps
         r, n = view.tokens.shape[:2]
         dominant, contextual = self.split(self.budget.count(n))
@@ -91,6 +102,69 @@ class VisionZip(Pruner):
         count = jnp.full(r, dominant + contextual, jnp.int32)
         tokens = padded(tokens.astype(view.tokens.dtype), 0)
         return Kept(padded(index, -1), padded(place, 0), tokens, valid, count)
+
+    def _select_received(self, view: View, capacity: int) -> Kept:
+        """Chooses and merges in a model without a class token; images may differ in size."""
+        received, keys = view.taps
+        real = jnp.ones(received.shape, bool) if view.valid is None else view.valid
+        contextual = self._contextual(view.count)
+        dominant, target, tokens = merge_received(
+            received, keys, view.tokens, real, view.count - contextual, contextual
+        )
+        order = jnp.argsort(~(dominant | target), axis=1, stable=True).astype(jnp.int32)
+        kept = take(tokens.astype(view.tokens.dtype), order, view.count, capacity)
+        merged = jnp.take_along_axis(target, kept.place, axis=1) & kept.valid
+        return kept._replace(index=jnp.where(merged, -1, kept.index))
+
+    def _contextual(self, count: Int[Array, "r"]) -> Int[Array, "r"]:
+        """How many of so many tokens are contextual, as `split` has it."""
+        if self.contextual is not None:
+            return jnp.minimum(self.contextual, count - 1)
+        # Halves to even, as Python rounds.
+        return jnp.maximum(1, jnp.round(5 * count / 32).astype(jnp.int32))
+
+
+def merge_received(
+    received: Float[Array, "r n"],
+    keys: Float[Array, "r n c"],
+    tokens: Float[Array, "r n d"],
+    real: Bool[Array, "r n"],
+    dominant: Int[Array, "r"],
+    contextual: Int[Array, "r"],
+) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
+    """Chooses the tokens that receive most attention, and merges the others.
+
+    Args:
+        received: [r, n] attention that each token receives.
+        keys: [r, n, c] by whose cosine tokens are merged.
+        tokens: [r, n, d] the tokens.
+        real: [r, n] True = token, a prefix of each row.
+        dominant: [r] tokens to keep as they are.
+        contextual: [r] tokens to merge the others into.
+
+    Returns:
+        [r, n] which are dominant, and which targets; [r, n, d] the tokens in float32, those of
+        targets merged: the target plus the mean of those assigned to it.
+    """
+    rank = jnp.argsort(by_score(received, real), axis=1)
+    chosen = real & (rank < dominant[:, None])
+    rest = real & ~chosen
+    number = jnp.cumsum(rest, axis=1) - 1
+    size = jnp.sum(real, axis=1) - dominant
+    step = jnp.maximum(1, size // jnp.maximum(contextual, 1))[:, None]
+    target = rest & (number % step == 0) & (number // step < contextual[:, None])
+    keys = keys.astype(jnp.float32)
+    norm = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    metric = keys / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    exact = jax.lax.Precision.HIGHEST
+    likeness = jnp.einsum("rxc,rtc->rxt", metric, metric, precision=exact)
+    nearest = jnp.argmax(jnp.where(target[:, None], likeness, -2), axis=2)
+    moved = (rest & ~target)[..., None]
+    share = jnp.where(moved, jax.nn.one_hot(nearest, tokens.shape[1]), 0)
+    wide = tokens.astype(jnp.float32)
+    total = jnp.einsum("rxt,rxd->rtd", share, wide, precision=exact)
+    mean = total / jnp.maximum(1, share.sum(1))[..., None]
+    return chosen, target, jnp.where(target[..., None], wide + mean, wide)
 
 
 def merge(

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders
+from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import Policy, load_policy
 from stepprune_jax.command_line import exit_with
@@ -257,7 +257,7 @@ def _evaluate_missing(
 ) -> None:
     """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
     settings = base.eval
-    model, source = load_model(base), inspect_folder(*model_folders(base))
+    model, source = load_model(base), model_source(base)
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
+import jax
 import numpy as np
 from absl import flags
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from stepprune_jax.checkpoints.folder import Source as ModelSource
 from stepprune_jax.checkpoints.folder import load_tokenizer
@@ -17,6 +18,7 @@ from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.survey import Source, open_corpus
+from stepprune_jax.models.images import join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Batch
@@ -62,13 +64,14 @@ class Batches:
     def __init__(
         self,
         corpus: Corpus,
-        pixels: Callable[[Path], np.ndarray],
-        grids: Callable[[np.ndarray], Int[np.ndarray, "r 2"]],
+        pixels: Callable[[Path], Any],
+        grids: Callable[[Any], Int[np.ndarray, "r 2"]],
         batch_size: int,
         seed: int,
         multiple: int,
         group: int = 1,
         loading: Loading | None = None,
+        largest: Any = None,
     ):
         """Plans the shapes.
 
@@ -81,9 +84,13 @@ class Batches:
             multiple: of the width of ids and text.
             group: batches whose rows are sorted by width together; see `Order`.
             loading: how batches are made; by default with the defaults of `Loading`.
+            largest: shapes of the pixels of the largest image, with any number of images, which
+                those of a batch are padded to where hosts make parts of it and must agree; None
+                where all images have one size.
         """
-        self._pixels, self._grids = pixels, grids
+        self._pixels, self._grids, self._largest = pixels, grids, largest
         self._corpus, self._loading = corpus, loading or Loading()
+        self._shared = len(range(batch_size)[self._loading.local]) < batch_size
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
         self._bucket = np.searchsorted(widths, corpus.lengths.ids).astype(np.int32)
@@ -102,7 +109,7 @@ class Batches:
         """What the rows of batch `step` are, over all hosts; see `Corpus.describe`."""
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
-    def first_images(self, count: int) -> Iterator[Float[np.ndarray, "3 H W"]]:
+    def first_images(self, count: int) -> Iterator[Any]:
         """Yields up to `count` distinct images that can be read, in the order of training.
 
         Raises:
@@ -141,10 +148,8 @@ class Batches:
         return Batch(pixels, text, text_length, targets)
 
     @user_input()
-    def _readable(
-        self, indices: Int[np.ndarray, " b"]
-    ) -> tuple[list[int], Float[np.ndarray, "r 3 H W"]]:
-        """The rows to make here, and their images."""
+    def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Any]:
+        """The rows to make here, and the pixels of their images."""
         numbers, pixels = [], []
         for place in range(len(indices))[self._loading.local]:
             # On every host the same row takes the place of one that cannot be read.
@@ -157,10 +162,14 @@ class Batches:
                 raise ValueError(f"{where}: no image of its whole batch can be read")
             numbers.append(row)
             pixels.append(image)
-        return numbers, np.stack(pixels)
+        pixels = stack_images(pixels)
+        if self._shared and self._largest is not None:
+            none = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self._largest)
+            pixels = join_images([none, pixels])
+        return numbers, pixels
 
     @user_input()  # images are read while training continues
-    def _read(self, row: int) -> Float[np.ndarray, "3 H W"] | None:
+    def _read(self, row: int) -> Any:
         """The pixels of a row; None if its image cannot be read and rows may be left out."""
         try:
             return self._pixels(self._corpus.image(row))
@@ -323,6 +332,7 @@ def open_batches(
         multiple=data.length_multiple,
         group=data.length_group,
         loading=Loading(data.threads, data.workers, local, data.missing == "skip"),
+        largest=family.max_pixels(config, 1),
     )
 
 

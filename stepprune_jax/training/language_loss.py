@@ -28,7 +28,7 @@ class Targets(NamedTuple):
     Attributes:
         ids: the conversation with `IMAGE_TOKEN` at the image, right-padded.
         length: ids of each row.
-        place: where, in the expanded sequence, each supervised token is predicted.
+        place: index of the id before each supervised token, which it is predicted at.
         target: the supervised tokens.
         supervised: True at real targets.
         grid: rows and columns of each image's visual tokens.
@@ -145,7 +145,8 @@ def _whole_rows(
     """`row_losses` of rows that have all N tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
-    pruned = Pruned(index, tokens, index >= 0, index[:, 0] + n)
+    count = model.family.num_tokens(model, targets.grid)
+    pruned = Pruned(index, tokens, index < count[:, None], count)
     return row_losses(params, model, options, pruned, targets)
 
 
@@ -163,8 +164,7 @@ def row_losses(
         model: its configuration.
         options: how it is run; all rows at once.
         kept: visual tokens of each row, in the tower's space; read at their original positions.
-        targets: conversations and what is supervised. `place` is counted as if as many visual
-            tokens were there as `kept` has room for.
+        targets: conversations, each with an image before its first answer, and what is supervised.
 
     Returns:
         In nats, float32, summed over each row's supervised tokens.
@@ -185,7 +185,7 @@ def row_losses(
     hidden = vlm.run_layers(params, model, sequence.rows, span, execution=options.execution).hidden
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
-    place = jnp.maximum(targets.place - (k - kept.count)[:, None], 0)
+    place = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
     hidden = jnp.take_along_axis(hidden, place[..., None], axis=1)
     log_prob = jax.nn.log_softmax(vlm.logits(params, model, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.frozen import model_dtype, model_source
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
@@ -206,7 +205,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
         mesh = make_mesh(run, devices)
         if compiler and mesh is None:  # a mesh says which device it is
             mesh = build_mesh("single", devices)
-        source = inspect_folder(*model_folders(run))
+        source = model_source(run)
         setup = make_setup(run, source.config, mesh)
         data = training_source(run, Path(workdir).expanduser().resolve())
         batches = open_batches(run, data, file_identity(data.file), source)

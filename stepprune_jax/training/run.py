@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
-from stepprune_jax.checkpoints.frozen import model_dtype, model_folders
+from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.frozen import image_bounds, model_dtype, model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import (
@@ -21,6 +21,7 @@ from stepprune_jax.checkpoints.policy import (
 )
 from stepprune_jax.data.source import training_source
 from stepprune_jax.export import latest_policy
+from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
@@ -87,7 +88,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     with user_input():
         mesh = make_mesh(run)
         check_boards(run.tensorboard, run.wandb)
-        source = inspect_folder(*model_folders(run))
+        source = model_source(run)
         setup = make_setup(run, source.config, mesh)
     with locked(workdir):
         _train(run, workdir, window, source, setup)
@@ -171,7 +172,13 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
     folder, vision_folder = model_folders(run)
     mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
     model = load_vlm(
-        folder, mesh, dtype, vision_folder=vision_folder, layers="stacked", progress=progress
+        folder,
+        mesh,
+        dtype,
+        vision_folder=vision_folder,
+        layers="stacked",
+        progress=progress,
+        **image_bounds(run),
     )
     distributed.say(
         f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {run.steps} steps "
@@ -203,9 +210,11 @@ def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:
     images = loop.batches.first_images(loop.run.data.stats_images)
     while part := list(itertools.islice(images, size)):
         real = np.arange(size) < len(part)
-        part += part[:1] * (size - len(part))
-        pixels, real = place_rows(setup.forward.mesh, (np.stack(part), real))
-        stats = step.gather_stats(loop.model.params, stats, pixels, real, setup=setup)
+        pixels = stack_images([*part, *part[:1] * (size - len(part))])
+        family = setup.model.family
+        tokens = family.num_tokens(setup.model, family.grids(setup.model, pixels))
+        pixels, tokens = place_rows(setup.forward.mesh, (pixels, np.where(real, tokens, 0)))
+        stats = step.gather_stats(loop.model.params, stats, pixels, tokens, setup=setup)
     return stats
 
 

@@ -34,11 +34,13 @@ class Inputs(NamedTuple):
         image: features of the frozen tower.
         text: word embeddings of the human turns.
         text_mask: True at real words.
+        image_mask: True at real tokens; None where all images have as many.
     """
 
     image: Float[Array, "b n d"]
     text: Float[Array, "b l e"]
     text_mask: Bool[Array, "b l"]
+    image_mask: Bool[Array, "b n"] | None = None
 
 
 class Progress(NamedTuple):
@@ -81,6 +83,11 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
             f"{nearest(unknown[0], known)}"
         )
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    if model.sizes_vary and values.get("max_steps") is not None:
+        raise ValueError(
+            f"config.{group}.max_steps is {values['max_steps']!r}, expected None, half of each "
+            "image's tokens: images of this model differ in their number"
+        )
     text = values.pop("text", True)
     if not isinstance(text, bool):
         raise ValueError(f"config.{group}.text is {text!r}, expected True or False")
@@ -147,14 +154,16 @@ def train_loss(
         The loss, and {"running_count": scalar, "metrics": scalars by name}.
     """
     text = (inputs.text, inputs.text_mask) if selector.text_width else (None, None)
-    options = {"text_mask": text[1], "text_gate": progress.text_gate, "stats": stats}
+    real = inputs.image_mask
+    options = {"text_gate": progress.text_gate, "stats": stats}
+    options |= {"text_mask": text[1], "image_mask": real}
     arguments = (params, selector, key, inputs.image, text[0], lm_loss_fn)
     if isinstance(selector, PolicyConfig):
         loss, gated = policy.train_loss(
             *arguments, **options, running_count=progress.running_count, progress=progress.share
         )
-        metrics, running_count = policy.policy_metrics(gated), gated.running_count
+        metrics, running_count = policy.policy_metrics(gated, real), gated.running_count
     else:
         loss, gated = autoselect.train_loss(*arguments, **options, progress=progress.share)
-        metrics, running_count = autoselect.metrics(gated), progress.running_count
+        metrics, running_count = autoselect.metrics(gated, real), progress.running_count
     return loss, jax.lax.stop_gradient({"metrics": metrics, "running_count": running_count})

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
@@ -45,13 +45,13 @@ class Batch(NamedTuple):
     """Rows of conversations with one image each.
 
     Attributes:
-        pixels: normalised images.
+        pixels: normalised images, as the family's preprocessing makes them.
         text: the human words alone, right-padded.
         text_length: of each row.
         targets: the conversations, and what is supervised in them.
     """
 
-    pixels: Float[np.ndarray | Array, "b 3 H W"]
+    pixels: Any
     text: Int[np.ndarray | Array, "b t"]
     text_length: Int[np.ndarray | Array, " b"]
     targets: Targets
@@ -87,9 +87,7 @@ def init_state(key: Array, setup: Setup) -> State:
     return State(params, moments, jnp.zeros(()), none, none)
 
 
-def encode_rows(
-    params: dict[str, Any], setup: Setup, pixels: Float[Array, "b 3 H W"]
-) -> Float[Array, "b n d"]:
+def encode_rows(params: dict[str, Any], setup: Setup, pixels: Any) -> Float[Array, "b n d"]:
     """Computes features of images, as many at a time as the frozen model may run."""
 
     def encode(pixels):
@@ -113,7 +111,11 @@ def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Input
     features = encode_rows(params, setup, batch.pixels)
     text = vlm.embed_text(params, setup.model, batch.text)
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
-    return Inputs(*constrain_rows(setup.forward.mesh, (features, text, mask)))
+    image_mask = None
+    if setup.model.sizes_vary:
+        tokens = setup.model.family.num_tokens(setup.model, batch.targets.grid)
+        image_mask = jnp.arange(features.shape[1]) < tokens[:, None]
+    return Inputs(*constrain_rows(setup.forward.mesh, (features, text, mask, image_mask)))
 
 
 def _norm_at_stop(grads: Any) -> Float[Array, ""]:
@@ -203,13 +205,13 @@ def learn(
 def _gather_stats(
     params: dict[str, Any],
     stats: FeatureStats,
-    pixels: Float[Array, "b 3 H W"],
-    real: Bool[Array, " b"],
+    pixels: Any,
+    tokens: Int[Array, " b"],
     setup: Setup,
 ) -> FeatureStats:
-    """Extends statistics of features by a batch of images, of which only the `real` ones count."""
+    """Extends statistics of features by a batch of images, of each so many `tokens`."""
     features = encode_rows(params, setup, pixels)
-    return update_stats(stats, features, jnp.broadcast_to(real[:, None], features.shape[:2]))
+    return update_stats(stats, features, jnp.arange(features.shape[1]) < tokens[:, None])
 
 
 update = jit_for_weights(_update, ("setup",), ("state",))

@@ -1,6 +1,7 @@
 """Looking at a policy while it is trained, on a few questions that it is not trained on."""
 
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,7 @@ class Validation:
         )
 
     def _read_answers(self, limits: Limits) -> Targets:
-        """Questions with their right answers, places counted with all visual tokens."""
+        """Questions with their right answers."""
         family = self._model.config.family
         encoder = ConversationEncoder(
             self._model.tokenizer, family.place_images, family.conversation
@@ -162,9 +163,8 @@ class Validation:
             The answers, and what was kept.
         """
         n, budget = self._model.config.max_image_tokens, self._settings.budget
-        if not budget and policy.method != "stepprune":
-            budget = -(-n // 4)
-        kept = Budget("count", budget) if budget else Budget("own")
+        free = Budget("own") if policy.method == "stepprune" else Budget("rate", Fraction(1, 4))
+        kept = Budget("count", budget) if budget else free
         method = place_method(self._model, make_method(None, kept, policy=policy))
         prompts, images = self._encoded.prompts, self._encoded.images
         ranking, _ = rank_all(
@@ -172,7 +172,7 @@ class Validation:
             method,
             prompts,
             images,
-            steps=budget or method.pruner.most(n),
+            steps=method.pruner.entering(n) or method.pruner.most(n),
             batch_size=self._size,
         )
         answers = answer_all(
@@ -190,13 +190,11 @@ class Validation:
         """Cross-entropy of the right answers after what was kept, in nats, summed for each."""
         losses, vision = [], self._encoded.images
         image_of = self._encoded.prompts.image_of[:, 0]
-        mesh, n = self._options.mesh, vision.features.shape[1]
+        mesh = self._options.mesh
         for rows, real in batches(len(image_of), self._size):
             order, count = selection.order[rows], selection.count[rows].astype(np.int32)
             capacity = choose_bucket(count, self._batching.sizes)
-            # Their places are counted with all tokens, and here with those there is room for.
             targets = Targets(*(part[rows] for part in self._targets))
-            targets = targets._replace(place=targets.place - (n - capacity))
             arrays = place_rows(mesh, (vision.features[image_of[rows]], order, count, targets))
             features, order, count, targets = arrays
             kept = run_take(features, order, count, capacity=capacity)
@@ -215,12 +213,13 @@ class Validation:
         # Imported here: it brings matplotlib, which a run without overlays does not need.
         from stepprune_jax.visualize.strip import Example, draw_strip
 
-        grid = self._model.config.grid
-        first = self._model.config.max_image_tokens - grid[0] * grid[1]
-        examples = []
+        examples, images = [], self._encoded.images
         for i in range(min(self._settings.overlays, len(answers.texts))):
             question, kept = self._split.questions[i], answers.order[i]
+            image = self._encoded.prompts.image_of[i, 0]
+            rows, columns = images.grid[image].tolist()
+            first = int(images.sizes[image]) - rows * columns
             order = kept[kept >= first] - first
-            right = self._split.answers[i]
-            examples.append(Example(question.image, order, question.text, answers.texts[i], right))
-        draw_strip(path, examples, grid)
+            said = (question.text, answers.texts[i], self._split.answers[i])
+            examples.append(Example(question.image, order, (rows, columns), *said))
+        draw_strip(path, examples)

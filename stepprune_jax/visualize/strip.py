@@ -24,6 +24,7 @@ class Example(NamedTuple):
     Attributes:
         image: the image.
         order: kept patches, the first choice first.
+        grid: rows and columns of patches.
         question: what was asked.
         answer: what the model said.
         right: what it should have said.
@@ -31,18 +32,18 @@ class Example(NamedTuple):
 
     image: Path
     order: Int[np.ndarray, "k"]
+    grid: tuple[int, int]
     question: str
     answer: str
     right: str
 
 
-def draw_strip(path: str | Path, examples: Sequence[Example], grid: tuple[int, int]) -> Path:
+def draw_strip(path: str | Path, examples: Sequence[Example]) -> Path:
     """Draws images side by side, each with K, the question and the answer below.
 
     Args:
         path: the PNG to write; folders on the way are created.
         examples: at least one.
-        grid: rows and columns of patches.
 
     Returns:
         The path.
@@ -56,7 +57,7 @@ def draw_strip(path: str | Path, examples: Sequence[Example], grid: tuple[int, i
     draw = ImageDraw.Draw(strip)
     for number, example in enumerate(examples):
         left = number * (_SIDE + _GAP)
-        strip.paste(draw_panel(example.image, example.order, grid, _SIDE), (left, 0))
+        strip.paste(draw_panel(example.image, example.order, example.grid, _SIDE), (left, 0))
         good = is_right(example.answer, example.right)
         said = shorten(example.answer, 24, placeholder="…")
         if not good:

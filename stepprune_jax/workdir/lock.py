@@ -20,7 +20,8 @@ def locked(workdir: Path) -> Iterator[None]:
     """Holds a folder, so that a second program that writes there is refused.
 
     The lock is the system's and ends with the process, however that ends; the file that it is on
-    stays and says who holds the lock, or held it last. Of several processes of one run the main one
+    stays and says who holds the lock, or held it last. A folder that was made for it goes again if
+    an error leaves nothing else in it. Of several processes of one run the main one
     holds it, and all of them have to ask.
 
     Args:
@@ -38,8 +39,10 @@ def locked(workdir: Path) -> Iterator[None]:
 
 def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
     """Takes the lock, until the stack is closed."""
-    workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / LOCK_FILE
+    if not workdir.exists():
+        workdir.mkdir(parents=True, exist_ok=True)
+        stack.push(lambda error, *_: _remove(path) if error else None)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     stack.callback(os.close, file)
     try:
@@ -56,3 +59,10 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
         print(f"{warning} in this folder", file=sys.stderr, flush=True)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _remove(path: Path) -> None:
+    """Removes a lock's file and its folder, if that holds nothing else."""
+    if [*path.parent.iterdir()] == [path]:
+        path.unlink()
+        path.parent.rmdir()

@@ -11,6 +11,7 @@ from stepprune_jax import testing
 from stepprune_jax.aot import __main__ as command
 from stepprune_jax.aot.programs import DTYPES, ROWS, Programs, load_run, model_of
 from stepprune_jax.bench.memory import MODELS
+from stepprune_jax.command_line import one_line_errors
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.sharding import build_mesh
@@ -55,6 +56,7 @@ def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
         assert not learned or "float32" in dtypes, name
 
 
+@pytest.mark.slow
 def test_programs_of_a_tiny_model_compile_here(tmp_path):
     """On the CPU: what the table lists are programs, not only traces."""
     mesh = build_mesh("data", jax.devices()[:2])
@@ -154,7 +156,7 @@ def test_results_are_kept_for_the_next_run(cpu_target, capsys, monkeypatch, tmp_
     assert command.main(flags) == 0
     assert capsys.readouterr().out == first
     (tmp_path / "results.jsonl").write_text("[]\n")
-    with pytest.raises(SystemExit), command.one_line_errors(command.NAME):
+    with pytest.raises(SystemExit), one_line_errors(command.NAME):
         command.main(flags)
     assert "results.jsonl, line 1: expected a result" in capsys.readouterr().err
 
@@ -188,7 +190,7 @@ def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch
     ],
 )
 def test_mistakes_are_reported_in_one_line(cpu_target, capsys, flags, message):
-    with pytest.raises(SystemExit) as ended, command.one_line_errors(command.NAME):
+    with pytest.raises(SystemExit) as ended, one_line_errors(command.NAME):
         command.main([*(["--target", "h200"] if "--target" not in flags else []), *flags])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err

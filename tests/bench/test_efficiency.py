@@ -34,6 +34,7 @@ def result(model, tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_rows_are_measured_in_turns(result):
     whole, own, theirs = result["batches"]["2"]
     assert [row["row"] for row in (whole, own, theirs)] == [
@@ -54,6 +55,7 @@ def test_rows_are_measured_in_turns(result):
     assert theirs["difference"] < 1e-5  # the same model, on the same inputs
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_tokens_that_are_there(result):
     whole, own, _ = result["batches"]["2"]
     text = LlavaConfig.from_hf(FIELDS).text
@@ -66,6 +68,7 @@ def test_operations_are_those_of_the_tokens_that_are_there(result):
     assert own["share"] == pytest.approx(roofline / own["ms"]["whole"][0])
 
 
+@pytest.mark.slow
 def test_results_become_a_section_of_a_page(result, tmp_path):
     results, page = tmp_path / "result.json", tmp_path / "page.md"
     results.write_text(json.dumps(result))
@@ -81,6 +84,7 @@ def test_results_become_a_section_of_a_page(result, tmp_path):
     assert "the paper's" in text and "| StepPrune | 64 | 2.28 | 79.5 | 1.88 |" in text
 
 
+@pytest.mark.slow
 def test_a_page_without_marks_is_refused(result, tmp_path, capsys):
     results, page = tmp_path / "result.json", tmp_path / "page.md"
     results.write_text(json.dumps(result))

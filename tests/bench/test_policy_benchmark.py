@@ -16,6 +16,7 @@ def rows(output, start):
     return {line[0]: line[1:] for line in lines[first + 2 :] if len(line) == len(lines[first])}
 
 
+@pytest.mark.slow
 def test_each_way_through_the_loop_is_timed_once(capsys):
     policy.main(f"{SMALL} --parts loop operations --layers 1 --group 1 2".split())
     output = capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_a_submission_stands_until_the_next_one_is_whole(root):
         ("{}", "expected questions with isBalanced true"),
         ('{"1": {"isBalanced": true}}', "question '1': expected isBalanced, question"),
         ('{"1": 7}', "question '1': expected isBalanced, question"),
-        ('{"1": ', "line 1, column"),
+        ('{"1": ', ", column"),
     ],
 )
 def test_other_question_files_are_refused_by_name(root, content, message):

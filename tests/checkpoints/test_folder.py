@@ -78,7 +78,7 @@ def test_folders_of_another_kind_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]},
         {"model_type": "llava_next", "text_config": {}, "vision_config": {}},
         {"model_type": "llama"},
         {"model_type": "clip", "vision_config": {}},

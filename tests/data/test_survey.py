@@ -11,7 +11,6 @@ from stepprune_jax import testing
 from stepprune_jax.data import index, survey
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import IGNORE
-from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.data.survey import Source, open_corpus
 from stepprune_jax.testing import llava_encoder
 
@@ -82,13 +81,11 @@ def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer):
 def test_targets_are_predicted_one_place_before_their_own(tokenizer):
     encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     row = make_row(encoded, LIMITS)
-    at = encoded.ids.index(IMAGE_TOKEN)
-    expanded = [*encoded.ids[:at], *[None] * 9, *encoded.ids[at + 1 :]]
-    assert [expanded[place + 1] for place in row.place] == row.target.tolist()
+    assert [encoded.ids[place + 1] for place in row.place] == row.target.tolist()
     assert row.target.tolist() == [label for label in encoded.labels if label != IGNORE]
     # Two answers of a word, each with its end; the word is predicted by the colon before it.
     assert [tokenizer.decode([token]) for token in row.target] == ["no", "</s>", "yes", "</s>"]
-    assert tokenizer.decode([expanded[row.place[0]]]).endswith(":")
+    assert tokenizer.decode([encoded.ids[row.place[0]]]).endswith(":")
 
 
 def test_questions_can_be_rows_of_their_own(opened, tokenizer):

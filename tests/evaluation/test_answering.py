@@ -120,9 +120,10 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
 
 def test_biases_meet_the_mean_on_the_questions_they_are_computed_on(margins):
     policy = stepprune()
-    assert margins.shape == (9, STEPS)
+    assert margins.margin.shape == (9, STEPS)
     for mean, bias in zip((3, 2), stop_biases(policy, margins, [3, 2]), strict=True):
-        count = np.asarray(count_at_bias(jnp.asarray(margins), bias, policy.config.min_tokens))
+        margin, least = jnp.asarray(margins.margin), policy.config.min_tokens
+        count = np.asarray(count_at_bias(margin, bias, least))
         assert count.mean() == pytest.approx(mean, abs=0.25) and count.std() > 0
 
 
@@ -293,6 +294,7 @@ def test_a_broken_image_is_named(model, tmp_path):
         encode_questions(model, [Question("a", bad, "dog", "x")], batch_size=2)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_orders_and_answers(model, test, test_split):
     mesh = build_mesh("data_tensor")
     there = load_vlm(model.folder, mesh, jnp.float32, progress=False)

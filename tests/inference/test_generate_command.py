@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from generation_reference import random_image, request
+from quick import quick_or_slow
 
 from stepprune_jax import PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
@@ -193,7 +194,11 @@ def test_a_trace_of_merged_tokens(files, capsys, reference):
     assert arrays["position_0"].tolist() == [*range(first), *places, *after]
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+# The contract runs all of them; what is this command's own are options, budgets and policies.
+QUICK = ("fastv", "pyramiddrop", "sparsevlm", "autoselect", "prumerge")
+
+
+@pytest.mark.parametrize("name", quick_or_slow(PRUNERS, QUICK))
 def test_every_pruner_answers_from_the_command_line(files, capsys, name):
     options = {
         "all": (),

@@ -51,7 +51,7 @@ def images():
 
 
 @pytest.mark.parametrize(
-    ("options", "longest"), [({}, (2, 2)), ({"budget": 2}, (2, 2)), ({"method": "all"}, (3, 2))]
+    ("options", "longest"), [({"budget": 2}, (2, 2)), ({"method": "all"}, (3, 2))]
 )
 def test_answers_are_those_of_generate(folder, options, longest):
     policy = {} if "method" in options else {"policy": folder / "policy.bin"}

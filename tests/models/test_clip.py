@@ -97,6 +97,7 @@ def test_bfloat16_is_within_its_rounding_of_float32():
     assert_close(ours, wide, 12 * 2.0**-9)
 
 
+@pytest.mark.slow
 def test_one_block_at_the_width_of_clip_l_equals_the_reference():
     fields = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 4096}
     fields |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}

@@ -109,6 +109,7 @@ def test_rotary_angles_equal_the_reference_at_far_positions():
     np.testing.assert_allclose(ours[1], sine.numpy(), atol=3e-4)
 
 
+@pytest.mark.slow
 def test_one_block_at_the_width_of_vicuna_7b_equals_the_reference():
     fields = {**TEXT, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 1}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 32}

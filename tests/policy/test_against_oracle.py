@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from quick import quick_or_slow
 
 from stepprune_jax.policy import (
     encode,
@@ -170,7 +171,10 @@ def assert_same(actual, expected, row):
         close(mine[name], getattr(expected, name), err_msg=name)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+QUICK = ("one token", "literal", "three layers", "hazard", "own width, exact", "no text, exact")
+
+
+@pytest.mark.parametrize("name", quick_or_slow(GROUPS, QUICK))
 def test_encode_select_parallel_and_pick_equal_the_oracle_on_random_cases(name):
     group = GROUPS[name]
     config = group.config

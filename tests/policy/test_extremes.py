@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import quick_or_slow
 
 from stepprune_jax.policy import encode, gate, memory, pick, select, select_parallel, train_loss
 
@@ -39,7 +40,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", quick_or_slow([1, 4], [4]))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, n):
     config = dataclasses.replace(CONFIGS[name], max_steps=n, encoder_layers=1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import marker_world
 import numpy as np
 import pytest
+from quick import quick_or_slow
 
 from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig
@@ -88,7 +89,7 @@ def test_trajectory_is_the_stored_one(name):
         np.testing.assert_allclose(found[field], stored[field], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", quick_or_slow(CONFIGS, ["default"]))
 def test_loss_curve_is_the_stored_one(name):
     stored = json.loads(GOLDEN.read_text())["loss"][name]
     np.testing.assert_allclose(loss_curve(name), stored, rtol=2e-3)

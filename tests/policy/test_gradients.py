@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import quick_or_slow
 
 from stepprune_jax.policy import (
     denoise,
@@ -123,7 +124,9 @@ def test_denoise_gradient(rng):
     cases.assert_finite_differences(lambda x: weigh(denoise(x["params"], config, x["x"])), x, rng)
 
 
-@pytest.mark.parametrize("text_gate", ["attention", "norm", "printed"])
+@pytest.mark.parametrize(
+    "text_gate", quick_or_slow(["attention", "norm", "printed"], ["attention"])
+)
 def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     attention = "causal" if text_gate == "norm" else "bidirectional"
     config = cases.small_config(
@@ -160,7 +163,7 @@ def open_trajectory(trajectory):
     )
 
 
-@pytest.mark.parametrize("stop", ["aligned", "softmax"])
+@pytest.mark.parametrize("stop", quick_or_slow(["aligned", "softmax"], ["aligned"]))
 def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_choice(rng, stop):
     config = cases.small_config(width=4, stop=stop, temperature=0.7)
     masks = np.array([[True] * 5, [True, False, True, True, False]])
@@ -191,7 +194,7 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
     cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
 
 
-@pytest.mark.parametrize("score_space", ["log", "linear"])
+@pytest.mark.parametrize("score_space", quick_or_slow(["log", "linear"], ["log"]))
 def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
     config = cases.small_config(
@@ -227,8 +230,16 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
     ("make", "fields"),
     [
         (cases.small_config, dict(decoder_layers=1, text_width=0, encoder_layers=1)),
-        (cases.small_config, dict(decoder_layers=3, feature_width=6, width=8)),
-        (cases.small_literal, dict(decoder_layers=1, feature_width=6, width=8, encoder_layers=1)),
+        pytest.param(
+            cases.small_config,
+            dict(decoder_layers=3, feature_width=6, width=8),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            cases.small_literal,
+            dict(decoder_layers=1, feature_width=6, width=8, encoder_layers=1),
+            marks=pytest.mark.slow,
+        ),
         (cases.small_literal, dict(decoder_layers=3, encoder_layers=1)),
     ],
     ids=["default-1-blind", "default-3-wide", "literal-1-wide", "literal-3"],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import quick_or_slow
 
 from stepprune_jax.policy import (
     denoise,
@@ -51,7 +52,7 @@ def test_the_denoiser_updates_each_token_from_itself_alone(rng):
     assert (flow[np.eye(6, dtype=bool)] > 0).all()
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", quick_or_slow([1, 3], [3]))
 def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
     config = cases.small_config(width=4, decoder_layers=layers)
     params = cases.random_weights(rng, config)
@@ -169,7 +170,9 @@ def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_t
     assert (by_token["text"] > 0).all()
 
 
-@pytest.mark.parametrize("text_gate", ["attention", "norm", "printed"])
+@pytest.mark.parametrize(
+    "text_gate", quick_or_slow(["attention", "norm", "printed"], ["attention"])
+)
 def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
     config = cases.small_config(feature_width=4, width=4, text_width=3, text_gate=text_gate)
     params = cases.random_weights(rng, config)
@@ -178,7 +181,7 @@ def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
     np.testing.assert_allclose(run(text[0]), run(100 * text[1]), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+@pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
 def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, estimator):
     """Through the whole training pathway; the consumer ignores tokens at padded positions."""
     config = cases.small_config(estimator=estimator, encoder_layers=1, batch_budget="own")

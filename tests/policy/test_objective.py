@@ -187,7 +187,11 @@ def test_statistics_make_features_of_any_scale_equal():
 
 @pytest.mark.parametrize(
     ("gate", "estimator"),
-    [("vp", "straight_through"), ("scale", "parallel"), ("gumbel", "straight_through")],
+    [
+        ("vp", "straight_through"),
+        ("scale", "parallel"),
+        pytest.param("gumbel", "straight_through", marks=pytest.mark.slow),
+    ],
 )
 def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
     config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator, batch_budget="mix")

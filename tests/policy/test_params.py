@@ -58,6 +58,7 @@ def test_size_at_the_papers_shape():
     assert sum(leaf.size for leaf in leaves) == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_sharded_weights_give_the_same_loss():
     config = CONFIGS[0]
     params = policy.init_policy(jax.random.key(0), config)

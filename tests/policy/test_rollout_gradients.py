@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import surrogate
+from quick import quick_or_slow
 
 from stepprune_jax.policy import (
     Decoder,
@@ -122,7 +123,7 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
 @pytest.mark.parametrize(
     ("feedback_fn", "dtype", "relative"),
     [
-        (straight_through, "float32", 1e-4),
+        pytest.param(straight_through, "float32", 1e-4, marks=pytest.mark.slow),
         (straight_through, "float64", 1e-10),
         (hard_feedback, "float64", 1e-10),
     ],
@@ -163,7 +164,7 @@ def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
     assert np.abs(found["memory"] - other["memory"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", quick_or_slow([1, 3], [3]))
 def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
     config = cases.small_config(decoder_layers=layers, dtype="float32")
     x = make_inputs(rng, config, np.float32)
@@ -175,7 +176,9 @@ def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
     cases.assert_trees_close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+@pytest.mark.parametrize(
+    "estimator", quick_or_slow(["straight_through", "parallel"], ["straight_through"])
+)
 def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, estimator):
     """Parallel is held against the plain loop with feedback cut, straight-through against it as is.
 

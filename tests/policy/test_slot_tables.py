@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import quick_or_slow
 
 from stepprune_jax import policy
 from stepprune_jax.policy.pick import BLOCK
@@ -60,7 +61,7 @@ def compiled(layers, stop, group):
     return config, run
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", quick_or_slow(PROGRAMS, PROGRAMS[:1] + PROGRAMS[2:4]), ids=str)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),

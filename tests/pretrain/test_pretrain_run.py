@@ -141,6 +141,7 @@ def test_a_stopped_run_resumes_bit_for_bit(data, whole, tmp_path, monkeypatch, c
         assert (tmp_path / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_closes_its_files_and_resumes(data, whole, tmp_path, monkeypatch):
     def die():
         raise MemoryError

@@ -111,7 +111,7 @@ def both(tmp_path_factory):
     return pair(tmp_path_factory.mktemp("model"), text={"num_hidden_layers": 4})
 
 
-@pytest.mark.parametrize(("layer", "count"), [(1, 4), (3, 2)])
+@pytest.mark.parametrize(("layer", "count"), [(1, 4), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_generation_equals_the_torch_reference(both, layer, count):
     prompts, images = ask(3, seed=layer)  # with two images, none and one
     assert [len(row) for row in images] == [2, 0, 1]

@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(layer, fields, message):
         HoloV(**{"budget": Budget("count", 4)} | fields).check(config(layer), 9)
 
 
-@pytest.mark.parametrize(("count", "crops"), [(5, 16), (7, 2)])
+@pytest.mark.parametrize(("count", "crops"), [pytest.param(5, 16, marks=pytest.mark.slow), (7, 2)])
 def test_generation_equals_the_torch_reference(tmp_path, count, crops):
     both = pair(tmp_path)
     prompts, images = ask(3, seed=count)  # with two images, none and one

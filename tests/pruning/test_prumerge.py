@@ -173,7 +173,12 @@ def last_block(tower, pixels):
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("prumerge", None), ("prumerge_plus", None), ("prumerge", 6), ("prumerge_plus", 10)],
+    [
+        ("prumerge", None),
+        ("prumerge_plus", 10),
+        pytest.param("prumerge_plus", None, marks=pytest.mark.slow),
+        pytest.param("prumerge", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_generation_equals_the_torch_reference(both, name, budget):
     prompts, images = ask(3, seed=budget or 0)  # with two images, none and one

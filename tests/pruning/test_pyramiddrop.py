@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch_stages
 from generation_reference import ask, pair
+from quick import quick_or_slow
 
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.inference import generate, trace_arrays
@@ -129,7 +130,7 @@ def both(tmp_path_factory):
     return pair(tmp_path_factory.mktemp("model"), text={"num_hidden_layers": 3})
 
 
-@pytest.mark.parametrize("positions", ["own", "original"])
+@pytest.mark.parametrize("positions", quick_or_slow(["own", "original"], ["own"]))
 def test_generation_equals_the_torch_reference(both, positions):
     ratios = {1: 0.7, 2: 0.3}
     prompts, images = ask(3, seed=1)  # with two images, none and one

@@ -41,6 +41,7 @@ def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
     assert f"{named.accelerator}: " in printed and "GiB, fits" in printed
 
 
+@pytest.mark.slow
 def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
     world, tmp_path, capsys, monkeypatch
 ):

@@ -34,6 +34,7 @@ def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
     export.main([str(run), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
     path = tmp_path / "release" / "policy.safetensors"
@@ -52,6 +53,7 @@ def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
     assert load_policies(EvalSettings(), own_policy(tmp_path, path))[DEFAULT].stop_bias == -0.5
 
 
+@pytest.mark.slow
 def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
     export.export(run, tmp_path)
     card = (tmp_path / "README.md").read_text()
@@ -77,6 +79,7 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
     assert "\nbase_model: llava-hf/llava-1.5-7b-hf\n" in export.model_card(policy, trained, {})
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_gives_its_latest_whole_checkpoint(run, tmp_path, capsys):
     workdir = shutil.copytree(run, tmp_path / "run")
     (workdir / "policy.safetensors").unlink()
@@ -102,6 +105,7 @@ def error_of(capsys, *arguments):
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_told_in_one_line(run, tmp_path, capsys):
     assert "has no checkpoints/" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     (tmp_path / "checkpoints").mkdir()

@@ -204,7 +204,7 @@ def test_running_mean_by_hand():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n{"ste', "metrics.jsonl, line 2: not JSON"),
+        ('{"step": 1}\n{"ste', "metrics.jsonl, line 2, column"),
         ('{"loss": 1}\n', "line 1: expected an object with a number 'step'"),
         ("", "holds no metrics"),
     ],

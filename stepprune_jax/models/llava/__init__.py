@@ -8,7 +8,13 @@ from stepprune_jax.models.llava.folder import (
     read_config,
     vision_folder,
 )
-from stepprune_jax.models.llava.images import grids, hf_processor, image_settings, preprocess
+from stepprune_jax.models.llava.images import (
+    bound_images,
+    grids,
+    hf_processor,
+    image_settings,
+    preprocess,
+)
 from stepprune_jax.models.llava.model import (
     POSITION_AXES,
     embed_text,
@@ -37,6 +43,7 @@ __all__ = [
     "SHARDING_RULES",
     "SUPPORTED",
     "LlavaConfig",
+    "bound_images",
     "canonical_name",
     "complete_vocabulary",
     "conversation",

@@ -11,9 +11,9 @@ from stepprune_jax.models.config import (
     positive,
     real,
     square,
+    token_id,
     token_ids,
 )
-from stepprune_jax.settings import is_count
 
 ACTIVATIONS = ("quick_gelu", "gelu")
 
@@ -145,6 +145,15 @@ class LlavaConfig:
         return state - 1 if state else None
 
     @property
+    def received_block(self) -> None:
+        """None: patches are ranked by the class token."""
+
+    @property
+    def sizes_vary(self) -> bool:
+        """False: all images have as many visual tokens."""
+        return False
+
+    @property
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image; here of every image."""
         return self.vision.num_patches + (self.feature_select == "full")
@@ -182,7 +191,7 @@ class LlavaConfig:
         return cls(
             vision=ClipConfig.from_hf(config["vision_config"]),
             text=LlamaConfig.from_hf(text),
-            image_token_id=_token_id(image, "image_token_index", where),
+            image_token_id=token_id(image, "image_token_index", where),
             feature_layer=layer,
             feature_select=checked(
                 config, "vision_feature_select_strategy", "default", ("default", "full"), where
@@ -190,9 +199,9 @@ class LlavaConfig:
             projector_activation=checked(
                 config, "projector_hidden_act", "gelu", ACTIVATIONS, where
             ),
-            bos_token_id=_token_id(ids["bos_token_id"], "bos_token_id", where),
+            bos_token_id=token_id(ids["bos_token_id"], "bos_token_id", where),
             eos_token_ids=token_ids(ids["eos_token_id"], "eos_token_id", where),
-            pad_token_id=_token_id(ids["pad_token_id"], "pad_token_id", where),
+            pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
         )
 
     @classmethod
@@ -219,9 +228,9 @@ class LlavaConfig:
             image_token_id=None,
             feature_layer=layer,
             feature_select="default" if select == "patch" else "full",
-            bos_token_id=_token_id(config.get("bos_token_id", 1), "bos_token_id", where),
+            bos_token_id=token_id(config.get("bos_token_id", 1), "bos_token_id", where),
             eos_token_ids=token_ids(config.get("eos_token_id", 2), "eos_token_id", where),
-            pad_token_id=_token_id(config.get("pad_token_id"), "pad_token_id", where),
+            pad_token_id=token_id(config.get("pad_token_id"), "pad_token_id", where),
         )
 
 
@@ -231,13 +240,6 @@ def _layer(config: dict[str, Any], field: str, where: str) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int):
         raise ValueError(f"{where}: {field} is {layer!r}, expected one integer")
     return layer
-
-
-def _token_id(value: Any, field: str, where: str) -> int | None:
-    """A token id field that may be absent."""
-    if not (value is None or is_count(value, 0)):
-        raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
-    return value
 
 
 def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:

@@ -14,14 +14,16 @@ from jaxtyping import Float, Int
 from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
-from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models.config import LONGEST_SIDE, checked, real
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    read_channels,
+    read_filter,
+    read_processor,
+)
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.settings import is_number
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
 RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
@@ -72,19 +74,28 @@ def image_settings(folder: str | Path) -> ImageSettings:
         FileNotFoundError: neither file is there.
         ValueError: a file is not JSON or describes another kind of processor.
     """
-    folder = Path(folder)
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
-        return settings_from_hf(read_json_object(path), str(path))
-    path = folder / "processor_config.json"
-    if path.is_file():
-        processor = read_json_object(path).get("image_processor")
-        if isinstance(processor, dict):
-            return settings_from_hf(processor, str(path))
-    raise FileNotFoundError(
-        f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
-        "image_processor entry), which says how images are resized and normalised"
-    )
+    return settings_from_hf(*read_processor(folder))
+
+
+def bound_images(
+    config: LlavaConfig,
+    folder: str | Path | None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> LlavaConfig:
+    """Returns the configuration: all images have the tower's size.
+
+    Raises:
+        ValueError: bounds are given.
+    """
+    del folder
+    for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
+        if value is not None:
+            side = config.vision.image_size
+            raise ValueError(
+                f"{name} is {value}, but this model takes images of one size, {side} x {side}"
+            )
+    return config
 
 
 def settings_from_hf(
@@ -116,9 +127,11 @@ def settings_from_hf(
         resize_to=_edge(config, source) if _switch(config, "do_resize", source) else None,
         crop_to=_crop(config, source) if _switch(config, "do_center_crop", source) else None,
         rescale=real(config, "rescale_factor", 1 / 255, source) if rescale else None,
-        mean=_channels(config, "image_mean", CLIP_MEAN, -math.inf, source) if normalise else None,
-        std=_channels(config, "image_std", CLIP_STD, 0, source) if normalise else None,
-        resample=_filter(config, source),
+        mean=read_channels(config, "image_mean", CLIP_MEAN, -math.inf, source)
+        if normalise
+        else None,
+        std=read_channels(config, "image_std", CLIP_STD, 0, source) if normalise else None,
+        resample=read_filter(config, source),
     )
 
 
@@ -161,24 +174,6 @@ def _side(value: Any, config: dict[str, Any], field: str, source: str) -> int:
             f"{{height, width}}, of 1 to {LONGEST_SIDE} pixels"
         )
     return value
-
-
-def _channels(
-    config: dict[str, Any], field: str, default: tuple[float, ...], above: float | int, source: str
-) -> tuple[float, ...]:
-    """Three finite numbers above a limit."""
-    values = config.get(field, default)
-    good = isinstance(values, list | tuple) and len(values) == 3
-    if not (good and all(is_number(value) and value > above for value in values)):
-        limit = "" if above == -math.inf else f" above {above}"
-        raise ValueError(f"{source}: {field} is {values!r}, expected three finite numbers{limit}")
-    return tuple(map(float, values))
-
-
-def _filter(config: dict[str, Any], source: str) -> int:
-    """The number of a Pillow filter."""
-    filters = tuple(sorted(map(int, Image.Resampling)))
-    return int(checked(config, "resample", int(Image.Resampling.BICUBIC), filters, source))
 
 
 def preprocess_clip(

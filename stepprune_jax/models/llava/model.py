@@ -115,7 +115,6 @@ def run_layers(
     execution: Execution = Execution(),
 ) -> Stage:
     """Runs some blocks of the language model; see `decoder.run_layers`."""
-    rows = rows._replace(position=rows.position[:, 0])
     return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
 
 

@@ -1,7 +1,5 @@
 """Images of a data set as pixels, each decoded once as long as memory lasts."""
 
-import collections
-import threading
 from pathlib import Path
 
 import jax
@@ -10,17 +8,17 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
+from stepprune_jax.models.images import ByteCache
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 from stepprune_jax.user_input import user_input
 
 
-class PixelCache:
-    """Preprocessed images by path, the latest ones kept as bytes.
+class PixelCache(ByteCache):
+    """Preprocessed images by path.
 
-    The image processor resamples to bytes and then scales and normalises each of them by itself.
-    So bytes are kept, a quarter of the memory, and a table of 256 numbers per channel gives the
-    very pixels of `preprocess_clip`. May be used by several threads.
+    A table of 256 numbers per channel turns the bytes that are kept into the very pixels of
+    `preprocess_clip`.
     """
 
     def __init__(self, settings: ImageSettings, side: int, limit_bytes: int):
@@ -31,24 +29,11 @@ class PixelCache:
             side: height and width that the model takes.
             limit_bytes: images beyond this are dropped, the least recently used first.
         """
+        super().__init__(limit_bytes)
         # The mean stays: it is the colour that images are padded with.
         self._bytes_only = settings._replace(rescale=None, std=None)
         self._table = _table(settings)
-        self._side, self._limit = side, limit_bytes
-        self._clear()
-
-    def __getstate__(self):
-        # Another process begins empty, with a lock of its own.
-        return {name: self.__dict__[name] for name in ("_bytes_only", "_table", "_side", "_limit")}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._clear()
-
-    def _clear(self):
-        self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
+        self._side = side
 
     def __call__(self, path: Path) -> Float[np.ndarray, "3 H W"]:
         """Returns the pixels of an image.
@@ -63,14 +48,8 @@ class PixelCache:
             FileNotFoundError: there is no such file.
             ValueError: no image, a damaged one, or one that the settings bring to another size.
         """
-        with self._lock:
-            pixels = self._kept.get(path)
-            if pixels is not None:
-                self._kept.move_to_end(path)
-        if pixels is None:
-            pixels = self._decode(path)
-            self._keep(path, pixels)
-        return np.stack([row[channel] for row, channel in zip(self._table, pixels, strict=True)])
+        channels = zip(self._table, self._bytes(path), strict=True)
+        return np.stack([row[channel] for row, channel in channels])
 
     @user_input()  # images are read while training continues
     def _decode(self, path: Path) -> UInt8[np.ndarray, "3 H W"]:
@@ -82,14 +61,6 @@ class PixelCache:
                 "preprocessor_config.json is wrong"
             )
         return pixels.astype(np.uint8)
-
-    def _keep(self, path: Path, pixels: np.ndarray):
-        with self._lock:
-            if path not in self._kept:
-                self._kept[path] = pixels
-                self._size += pixels.nbytes
-            while self._size > self._limit and self._kept:
-                self._size -= self._kept.popitem(last=False)[1].nbytes
 
 
 def pixel_cache(config: LlavaConfig, settings: ImageSettings, limit_bytes: int) -> PixelCache:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.weights import Rule, Target, targets
+from stepprune_jax.models.weights import Rule, Target, linear, targets
 
 _VISION = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
@@ -62,12 +62,6 @@ SHARDING_RULES = (
 )
 
 
-def _linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
-    """Rules of one linear layer."""
-    kernel = Rule(f"{path}/kernel", f"{name}.weight", "transpose")
-    return (kernel, Rule(f"{path}/bias", f"{name}.bias")) if bias else (kernel,)
-
-
 def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
     """Rules of one layer norm with scale and bias."""
     return Rule(f"{path}/scale", f"{name}.weight"), Rule(f"{path}/bias", f"{name}.bias")
@@ -88,28 +82,28 @@ def _rules(patch_size: int) -> tuple[Rule, ...]:
         Rule("vision/position_embedding", tower + "embeddings.position_embedding.weight"),
         *_layer_norm("vision/pre_norm", tower + "pre_layrnorm"),
         *_layer_norm("vision/layers/norm1", block + "layer_norm1"),
-        *_linear("vision/layers/attention/query", block + "self_attn.q_proj", True),
-        *_linear("vision/layers/attention/key", block + "self_attn.k_proj", True),
-        *_linear("vision/layers/attention/value", block + "self_attn.v_proj", True),
-        *_linear("vision/layers/attention/out", block + "self_attn.out_proj", True),
+        *linear("vision/layers/attention/query", block + "self_attn.q_proj", True),
+        *linear("vision/layers/attention/key", block + "self_attn.k_proj", True),
+        *linear("vision/layers/attention/value", block + "self_attn.v_proj", True),
+        *linear("vision/layers/attention/out", block + "self_attn.out_proj", True),
         *_layer_norm("vision/layers/norm2", block + "layer_norm2"),
-        *_linear("vision/layers/mlp/up", block + "mlp.fc1", True),
-        *_linear("vision/layers/mlp/down", block + "mlp.fc2", True),
+        *linear("vision/layers/mlp/up", block + "mlp.fc1", True),
+        *linear("vision/layers/mlp/down", block + "mlp.fc2", True),
         *_layer_norm("vision/post_norm", tower + "post_layernorm"),
-        *_linear("projector/up", _PROJECTOR + "linear_1", True),
-        *_linear("projector/down", _PROJECTOR + "linear_2", True),
+        *linear("projector/up", _PROJECTOR + "linear_1", True),
+        *linear("projector/down", _PROJECTOR + "linear_2", True),
         Rule("language/embed/embedding", _LANGUAGE + "embed_tokens.weight"),
         Rule("language/layers/norm1/scale", llama + "input_layernorm.weight"),
-        *_linear("language/layers/attention/query", llama + "self_attn.q_proj", False),
-        *_linear("language/layers/attention/key", llama + "self_attn.k_proj", False),
-        *_linear("language/layers/attention/value", llama + "self_attn.v_proj", False),
-        *_linear("language/layers/attention/out", llama + "self_attn.o_proj", False),
+        *linear("language/layers/attention/query", llama + "self_attn.q_proj", False),
+        *linear("language/layers/attention/key", llama + "self_attn.k_proj", False),
+        *linear("language/layers/attention/value", llama + "self_attn.v_proj", False),
+        *linear("language/layers/attention/out", llama + "self_attn.o_proj", False),
         Rule("language/layers/norm2/scale", llama + "post_attention_layernorm.weight"),
-        *_linear("language/layers/mlp/gate", llama + "mlp.gate_proj", False),
-        *_linear("language/layers/mlp/up", llama + "mlp.up_proj", False),
-        *_linear("language/layers/mlp/down", llama + "mlp.down_proj", False),
+        *linear("language/layers/mlp/gate", llama + "mlp.gate_proj", False),
+        *linear("language/layers/mlp/up", llama + "mlp.up_proj", False),
+        *linear("language/layers/mlp/down", llama + "mlp.down_proj", False),
         Rule("language/norm/scale", _LANGUAGE + "norm.weight"),
-        *_linear("language/head", _HEAD.removesuffix("."), False),
+        *linear("language/head", _HEAD.removesuffix("."), False),
     )
 
 

@@ -1,0 +1,32 @@
+"""Checkpoint folders of Qwen2.5-VL: which ones they are, and what is written into one."""
+
+from typing import Any
+
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+
+SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
+
+
+def matches(raw: dict[str, Any]) -> bool:
+    """Whether a parsed ``config.json`` is that of a Qwen2.5-VL."""
+    return raw.get("model_type") == "qwen2_5_vl"
+
+
+def vision_folder(raw: dict[str, Any]) -> None:
+    """Returns None: the tower is part of the checkpoint."""
+    del raw
+
+
+def read_config(raw: dict[str, Any], vision: dict[str, Any] | None) -> QwenConfig:
+    """Builds the configuration from a parsed ``config.json``.
+
+    Raises:
+        ValueError: a field has an unsupported value; the message names it.
+    """
+    del vision
+    return QwenConfig.from_hf(raw)
+
+
+def complete_vocabulary(config: QwenConfig, tokenizer: Any) -> tuple[QwenConfig, Any]:
+    """Returns what it is given: the vocabulary has all tokens that the layout needs."""
+    return config, tokenizer

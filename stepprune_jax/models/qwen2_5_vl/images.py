@@ -1,0 +1,352 @@
+"""Images to the patches that Qwen2.5-VL's tower takes, each image at a size of its own.
+
+An image is resized so that its sides are multiples of a merged patch and its area is within bounds,
+scaled, normalised and cut into patches. Every number equals that of the Pillow image processor of
+``transformers``, bit for bit; but where that repeats an image as the second frame of its patches,
+these have one frame, which the tower reads twice.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt8
+from PIL import Image
+
+from stepprune_jax.data.images import open_image
+from stepprune_jax.models.config import checked, positive, real
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ByteCache,
+    read_channels,
+    read_filter,
+    read_processor,
+    stack_images,
+)
+from stepprune_jax.models.qwen2_5_vl.config import MAX_ASPECT, QwenConfig, QwenVisionConfig
+from stepprune_jax.user_input import user_input
+
+_KINDS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",
+)
+# As many as Pillow opens.
+MOST_PIXELS = 2 * 89_478_485
+# Tokens that an image is padded to a multiple of: as many patches are a block of the tower's
+# attention.
+BLOCK_TOKENS = 16
+
+
+class ImageSettings(NamedTuple):
+    """What the image processor does besides resizing, whose bounds are the `QwenConfig`'s.
+
+    Attributes:
+        rescale: factor on the 0 to 255 values.
+        mean: per-channel mean in rescaled units, subtracted.
+        std: per-channel standard deviation in rescaled units.
+        resample: number of the Pillow filter (3 is bicubic).
+    """
+
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    resample: int = 3
+
+    @property
+    def table(self) -> Float[np.ndarray, "3 256"]:
+        """Value of each byte in each channel."""
+        # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
+        scaled = (np.arange(256).astype(np.float64) * self.rescale).astype(np.float32)
+        mean, std = (np.asarray(x, np.float32)[:, None] for x in (self.mean, self.std))
+        return (scaled - mean) / std
+
+
+class Patches(NamedTuple):
+    """Images as patches, padded to one length.
+
+    Attributes:
+        values: [i, m, v] float32 normalised patches, merged patch by merged patch, row by row of
+            the image; the v values run over channel, row and column. Zeros in the padding.
+        grid: [i, 2] int32 rows and columns of merged patches.
+    """
+
+    values: Float[Array | np.ndarray, "*i m v"] | jax.ShapeDtypeStruct
+    grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
+
+
+def image_settings(folder: str | Path) -> ImageSettings:
+    """Reads a checkpoint folder's image processor settings.
+
+    Args:
+        folder: holds ``preprocessor_config.json``, or a ``processor_config.json``.
+
+    Returns:
+        The settings.
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        ValueError: a file is not JSON or describes another kind of processor.
+    """
+    return _settings_from_hf(*read_processor(folder))
+
+
+def _settings_from_hf(config: dict[str, Any], source: str) -> ImageSettings:
+    """Translates a Hugging Face image processor dict."""
+    kind = config.get("image_processor_type", _KINDS[0])
+    if kind not in _KINDS:
+        raise ValueError(
+            f"{source}: unsupported image processor {kind!r}; supported: {', '.join(_KINDS)}"
+        )
+    for field in ("do_resize", "do_rescale", "do_normalize"):
+        checked(config, field, True, (True,), source)
+    return ImageSettings(
+        rescale=real(config, "rescale_factor", 1 / 255, source),
+        mean=read_channels(config, "image_mean", CLIP_MEAN, -math.inf, source),
+        std=read_channels(config, "image_std", CLIP_STD, 0, source),
+        resample=read_filter(config, source),
+    )
+
+
+def bound_images(
+    config: QwenConfig,
+    folder: str | Path | None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> QwenConfig:
+    """Bounds the area of resized images as the folder's processor does, or the user.
+
+    Args:
+        config: the model's.
+        folder: the checkpoint's; None for the bounds that the configuration has.
+        min_pixels: least area, in place of the folder's.
+        max_pixels: largest area, in place of the folder's.
+
+    Returns:
+        The configuration with these bounds.
+
+    Raises:
+        FileNotFoundError: the folder does not say how images are processed.
+        ValueError: bounds that are none, or a processor for other patches than the model's.
+    """
+    least, most = config.min_pixels, config.max_pixels
+    if folder is not None:
+        least, most = _processor_bounds(config.vision, *read_processor(folder))
+    return dataclasses.replace(
+        config,
+        min_pixels=least if min_pixels is None else min_pixels,
+        max_pixels=most if max_pixels is None else max_pixels,
+    )
+
+
+def _processor_bounds(
+    vision: QwenVisionConfig, processor: dict[str, Any], source: str
+) -> tuple[int, int]:
+    """The bounds of a Hugging Face image processor dict, which must be for the tower's patches."""
+    for field, value in (
+        ("patch_size", vision.patch_size),
+        ("temporal_patch_size", vision.temporal_patch_size),
+        ("merge_size", vision.merge_size),
+    ):
+        checked(processor, field, value, (value,), source)
+    # The defaults are those of the processor's class, which the published files do not rely on.
+    bounds, size = [], processor.get("size") or {}
+    if not isinstance(size, dict):
+        raise ValueError(f"{source}: size is {size!r}, expected an object")
+    for name, edge, default in (
+        ("min_pixels", "shortest_edge", 56 * 56),
+        ("max_pixels", "longest_edge", 28 * 28 * 1280),
+    ):
+        given = next((x for x in (processor.get(name), size.get(name)) if x is not None), None)
+        area = positive(size, edge, default, source, MOST_PIXELS) if given is None else given
+        bounds.append(positive({name: area}, name, default, source, MOST_PIXELS))
+    return bounds[0], bounds[1]
+
+
+def hf_processor(config: QwenConfig, settings: ImageSettings) -> dict[str, dict[str, Any]]:
+    """Describes the image processor, in the field names of old and new versions of `transformers`.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+
+    Returns:
+        JSON values by file name.
+    """
+    processor = {
+        "image_processor_type": _KINDS[0],
+        "processor_class": "Qwen2_5_VLProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "min_pixels": config.min_pixels,
+        "max_pixels": config.max_pixels,
+        "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+        "resample": settings.resample,
+        "do_rescale": True,
+        "rescale_factor": settings.rescale,
+        "do_normalize": True,
+        "image_mean": list(settings.mean),
+        "image_std": list(settings.std),
+        "patch_size": config.vision.patch_size,
+        "temporal_patch_size": config.vision.temporal_patch_size,
+        "merge_size": config.vision.merge_size,
+    }
+    return {"preprocessor_config.json": processor}
+
+
+def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
+    """Returns the size that an image is resized to.
+
+    Each side is rounded to the nearest multiple of a merged patch, halves to the even one. Where
+    the area is then out of bounds, both sides are scaled by one factor to meet the bound, and
+    rounded down, or up.
+
+    Args:
+        config: the model's.
+        height: of the image, in pixels.
+        width: likewise.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        ValueError: one side is more than 200 times the other.
+    """
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(
+            f"an image of {width} x {height} pixels is too narrow: expected sides of at most "
+            f"{MAX_ASPECT} to 1"
+        )
+    factor, sides = config.vision.factor, (height, width)
+    rounded = tuple(round(side / factor) * factor for side in sides)
+    area = math.prod(rounded)
+    if area > config.max_pixels:
+        scale = math.sqrt((height * width) / config.max_pixels)
+        return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in sides)
+    if area < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / (height * width))
+        return tuple(math.ceil(side * scale / factor) * factor for side in sides)
+    return rounded
+
+
+def _resize(
+    config: QwenConfig, settings: ImageSettings, image: Image.Image
+) -> UInt8[np.ndarray, "3 height width"]:
+    """The bytes of an RGB image at the size that it is to have."""
+    if image.mode != "RGB":
+        raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
+    height, width = target_size(config, image.height, image.width)
+    return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
+
+
+def _to_patches(
+    vision: QwenVisionConfig,
+    table: Float[np.ndarray, "3 256"],
+    image: UInt8[np.ndarray, "3 height width"],
+) -> Patches:
+    """Normalises a resized image and cuts it, padded to a bucket; without the axis of images."""
+    p, k = vision.patch_size, vision.merge_size
+    rows, columns = (side // vision.factor for side in image.shape[1:])
+    parts = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    patches = np.zeros((padded_tokens(rows * columns) * vision.unit, 3 * p * p), np.float32)
+    filled = patches[: rows * columns * vision.unit].reshape(parts.shape)
+    for channel in range(3):
+        filled[..., channel, :, :] = table[channel][parts[..., channel, :, :]]
+    return Patches(patches, np.array([rows, columns], np.int32))
+
+
+def padded_tokens(count: int) -> int:
+    """Returns the bucket of an image of so many tokens: four to each doubling, 16 at least.
+
+    16, 32, 48, 64, 80, 96, 112, 128, 160, 192, ...: padding adds at most a quarter to an image of
+    64 tokens or more.
+    """
+    step = max(BLOCK_TOKENS, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+def preprocess(
+    config: QwenConfig, settings: ImageSettings, images: Sequence[Image.Image]
+) -> Patches:
+    """Turns images into the patches that a model takes.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+        images: at least one RGB image; sizes may differ.
+
+    Returns:
+        The patches, padded to the bucket of the largest image.
+
+    Raises:
+        ValueError: there are no images, or one is too narrow.
+    """
+    if not images:
+        raise ValueError("expected at least one image, got none")
+    table = settings.table
+    parts = [
+        _to_patches(config.vision, table, _resize(config, settings, image)) for image in images
+    ]
+    return stack_images(parts)
+
+
+class PatchCache(ByteCache):
+    """The patches of images by path."""
+
+    def __init__(self, config: QwenConfig, settings: ImageSettings, limit_bytes: int):
+        """Starts empty; the arguments are those of `pixel_cache`."""
+        super().__init__(limit_bytes)
+        self._config, self._settings, self._table = config, settings, settings.table
+
+    def __call__(self, path: Path) -> Patches:
+        """Returns the patches of an image, padded to its bucket; without the axis of images.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: no image, a damaged one, or one that is too narrow.
+        """
+        return _to_patches(self._config.vision, self._table, self._bytes(path))
+
+    @user_input()  # images are read while training continues
+    def _decode(self, path: Path) -> UInt8[np.ndarray, "3 height width"]:
+        try:
+            return _resize(self._config, self._settings, open_image(path))
+        except ValueError as error:
+            named = str(path) in str(error)
+            raise ValueError(str(error) if named else f"{path}: {error}") from error
+
+
+def pixel_cache(config: QwenConfig, settings: ImageSettings, limit_bytes: int) -> PatchCache:
+    """Returns a cache of preprocessed image files.
+
+    Args:
+        config: the model's.
+        settings: the processor's settings.
+        limit_bytes: images beyond this are dropped, the least recently used first.
+    """
+    return PatchCache(config, settings, limit_bytes)
+
+
+def max_pixels(config: QwenConfig, count: int) -> Patches:
+    """Returns the shapes of the patches of `count` images of the largest size."""
+    vision = config.vision
+    patches = padded_tokens(config.max_image_tokens) * vision.unit
+    return Patches(
+        jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.float32),
+        jax.ShapeDtypeStruct((count, 2), np.int32),
+    )
+
+
+def grids(config: QwenConfig, pixels: Patches) -> Int[np.ndarray, "i 2"]:
+    """Returns rows and columns of the merged patches of each image."""
+    del config
+    return np.asarray(pixels.grid, np.int32)

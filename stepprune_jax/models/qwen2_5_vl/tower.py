@@ -1,0 +1,420 @@
+"""Qwen2.5-VL's vision transformer, as pure functions over a tree of stacked weights.
+
+Bai and others, "Qwen2.5-VL Technical Report" (https://arxiv.org/abs/2502.13923). Pre-norm blocks
+with rotary positions by row and by column; most attend within windows of the image, a few to all of
+it. A merger makes a token of each square of patches.
+
+Patches stand window by window, so that a window is a run of at most as many patches as a whole one
+has. Rows of patches are cut into blocks of that length: what a patch attends to within its window
+lies in its own block and the two beside it, wherever the windows begin. No window is padded.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.layers import (
+    BlockOutput,
+    Dense,
+    RmsNorm,
+    Segment,
+    Tap,
+    activate,
+    attend,
+    attention_weights,
+    fused_attend,
+    merge_heads,
+    resolve_taps,
+    split_heads,
+    wide_product,
+)
+from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
+from stepprune_jax.models.qwen2_5_vl.images import Patches
+from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
+from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
+
+TAP_KINDS = ("received", "keys")
+_EPS = 1e-6
+_ROPE_BASE = 10000.0
+# Queries whose attention to a whole image is computed at a time: all of them would take 16 GiB of
+# scores for an image of 4,096 tokens.
+_QUERIES = 1024
+
+
+class Layout(NamedTuple):
+    """Where the merged patches of images stand when they are put window by window.
+
+    Attributes:
+        raster: [i, n] int32 the merged patch, row by row of the image, that stands in each slot.
+        slot: [i, n] int32 the inverse.
+        window: [i, n] int32 number of each slot's window; -1 in the padding.
+        place: [i, 2, n] int32 row and column of each slot's merged patch.
+        size: [i] int32 merged patches of each image; padding stands behind them.
+    """
+
+    raster: Int[Array, "i n"]
+    slot: Int[Array, "i n"]
+    window: Int[Array, "i n"]
+    place: Int[Array, "i 2 n"]
+    size: Int[Array, "i"]
+
+
+class Context(NamedTuple):
+    """What every block reads besides its weights and the residual stream.
+
+    Attributes:
+        cosine: [i, m, c] of the rotary angles.
+        sine: [i, m, c] likewise.
+        window: [i, m] int32 number of each patch's window; -1 in the padding.
+        length: [i] int32 patches of each image.
+    """
+
+    cosine: Float[Array, "i m c"]
+    sine: Float[Array, "i m c"]
+    window: Int[Array, "i m"]
+    length: Int[Array, "i"]
+
+    @property
+    def valid(self) -> Bool[Array, "i 1 m"]:
+        """Which patches are real, as a mask of keys."""
+        return (self.window >= 0)[:, None]
+
+
+def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
+    """Puts merged patches window by window.
+
+    Windows begin at the image's first row and column; those at its other edges may be smaller.
+
+    Args:
+        grid: rows and columns of each image's merged patches.
+        side: merged patches on each side of a window.
+        slots: n, for the largest image.
+
+    Returns:
+        The layout.
+    """
+    number = jnp.arange(slots, dtype=jnp.int32)
+    rows, columns = (jnp.maximum(x[:, None], 1) for x in (grid[:, 0], grid[:, 1]))
+    size = grid.prod(1).astype(jnp.int32)
+    real = number < size[:, None]
+
+    def extent(total, first):
+        """Patches of a window from `first` on; at least one, as padding has none."""
+        return jnp.clip(total - first, 1, side)
+
+    # From a slot to its place: whole rows of windows, then whole windows, then within one.
+    top, inner = number // (side * columns) * side, number % (side * columns)
+    height = extent(rows, top)
+    left, inner = inner // (height * side) * side, inner % (height * side)
+    width = extent(columns, left)
+    row, column = top + inner // width, left + inner % width
+    raster = jnp.where(real, row * columns + column, number)
+    window = top // side * -(-columns // side) + left // side
+    # And back.
+    at_row, at_column = number // columns, number % columns
+    top, left = at_row // side * side, at_column // side * side
+    height, width = extent(rows, top), extent(columns, left)
+    within = (at_row - top) * width + at_column - left
+    slot = jnp.where(real, top * columns + height * left + within, number)
+    place = jnp.where(real[:, None], jnp.stack([row, column], axis=1), 0)
+    return Layout(raster, slot, jnp.where(real, window, -1), place, size)
+
+
+def _context(config: QwenVisionConfig, layout: Layout) -> Context:
+    """Angles and windows of the patches of laid out merged ones."""
+    k, unit = config.merge_size, config.unit
+    within = jnp.stack(jnp.divmod(jnp.arange(unit), k))  # row and column in the merged patch
+    position = layout.place[..., None] * k + within[:, None]
+    position = position.reshape(*position.shape[:2], -1)
+    pairs = inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
+    angles = axial_rotary((pairs, pairs), position)
+    return Context(*angles, jnp.repeat(layout.window, unit, axis=1), layout.size * unit)
+
+
+def _attend_in_windows(
+    query: Float[Array, "i h m c"],
+    key: Float[Array, "i h m c"],
+    value: Float[Array, "i h m c"],
+    window: Int[Array, "i m"],
+    length: int,
+) -> Float[Array, "i h m c"]:
+    """Attention of each patch to those of its window, none of which is longer than `length`."""
+    i, h, m, c = query.shape
+    missing = -m % length
+    blocks = (m + missing) // length
+
+    def cut(x, axis, fill):
+        """Cuts patches into blocks [i, blocks, ...], and lists each block's neighbours."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (length, missing + length)
+        x = jnp.pad(x, widths, constant_values=fill)
+        parts = x.reshape(*x.shape[:axis], blocks + 2, length, *x.shape[axis + 1 :])
+        parts = jnp.moveaxis(parts, axis, 1)
+        beside = (parts[:, start : start + blocks] for start in range(3))
+        return [part.reshape(i * blocks, *part.shape[2:]) for part in beside]
+
+    own = cut(query, 2, 0)[1]
+    windows = cut(window, 1, -1)
+    segments = [
+        Segment(keys, values, (windows[1][:, :, None] == other[:, None]) & (other >= 0)[:, None])
+        for keys, values, other in zip(cut(key, 2, 0), cut(value, 2, 0), windows, strict=True)
+    ]
+    mixed = attend(own, segments).reshape(i, blocks, h, length, c)
+    return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
+
+
+def _map_queries(
+    function: Callable[[Array, Array], Array], query: Float[Array, "i h m c"], context: Context
+) -> Array:
+    """Applies a function of queries, and which of them are real, to a few queries at a time.
+
+    Results are stacked along a new first axis.
+    """
+    real, m = context.window >= 0, query.shape[2]
+    if m <= _QUERIES:
+        return function(query, real)[None]
+    missing = -m % _QUERIES
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    query = query.reshape(*query.shape[:2], -1, _QUERIES, query.shape[3])
+    real = jnp.pad(real, ((0, 0), (0, missing))).reshape(len(real), -1, _QUERIES)
+    parts = (jnp.moveaxis(query, 2, 0), jnp.moveaxis(real, 1, 0))
+    return jax.lax.map(lambda part: function(*part), parts)
+
+
+def _attend_to_all(
+    query: Float[Array, "i h m c"],
+    key: Float[Array, "i h m c"],
+    value: Float[Array, "i h m c"],
+    context: Context,
+    attention: str,
+) -> Float[Array, "i h m c"]:
+    """Attention of each patch to all of its image."""
+    if attention != "matmul":
+        return fused_attend(query, key, value, False, attention, context.length)
+    keys = [Segment(key, value, context.valid)]
+    parts = _map_queries(lambda part, _: attend(part, keys), query, context)
+    parts = jnp.moveaxis(parts, 0, 2)
+    return parts.reshape(*query.shape[:2], -1, query.shape[3])[:, :, : query.shape[2]]
+
+
+def received_attention(
+    query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: Context
+) -> Float[Array, "i m"]:
+    """Computes how much patches are attended to, in the mean over heads and the image's patches.
+
+    Args:
+        query: of all patches.
+        key: of all patches.
+        context: of the block.
+
+    Returns:
+        [i, m] float32; 0 in the padding.
+    """
+    keys = [Segment(key, key, context.valid)]
+
+    def given(query, real):
+        weights = attention_weights(query, keys)
+        return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
+
+    total = _map_queries(given, query, context).sum(0)
+    count = query.shape[1] * jnp.maximum(context.length, 1)
+    return jnp.where(context.window >= 0, total / count[:, None], 0)
+
+
+class QwenVisionAttention(nn.Module):
+    """Self-attention with biases and rotary positions, within windows or to the whole image."""
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "i m d"],
+        context: Context,
+        full: Bool[Array, ""] | bool,
+        attention: str = "matmul",
+    ) -> BlockOutput:
+        """Returns the projected result as `hidden`, with queries, keys and values."""
+        config = self.config
+        parts = jnp.split(Dense(3 * config.hidden_size, name="qkv")(x), 3, axis=2)
+        query, key, value = (split_heads(part, config.num_heads) for part in parts)
+        query = rotate(query, context.cosine, context.sine)
+        key = rotate(key, context.cosine, context.sine)
+        length = config.unit * config.window**2
+
+        def to_all():
+            return _attend_to_all(query, key, value, context, attention)
+
+        def in_windows():
+            return _attend_in_windows(query, key, value, context.window, length)
+
+        if isinstance(full, bool):
+            mixed = to_all() if full else in_windows()
+        else:
+            mixed = jax.lax.cond(full, to_all, in_windows)
+        mixed = Dense(config.hidden_size, name="out")(merge_heads(mixed))
+        return BlockOutput(mixed, query, key, value)
+
+
+class QwenVisionMlp(nn.Module):
+    """Gated MLP with biases."""
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "i m d"]) -> Float[Array, "i m d"]:
+        """Applies the MLP."""
+        width = self.config.intermediate_size
+        gate, up = Dense(width, name="gate")(x), Dense(width, name="up")(x)
+        return Dense(self.config.hidden_size, name="down")(jax.nn.silu(gate) * up)
+
+
+class QwenVisionBlock(nn.Module):
+    """One pre-norm block."""
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        hidden: Float[Array, "i m d"],
+        context: Context,
+        full: Bool[Array, ""] | bool,
+        attention: str = "matmul",
+    ) -> BlockOutput:
+        """Runs the block; `full`: whether patches attend to the whole image."""
+        mixed = QwenVisionAttention(self.config, name="attention")(
+            RmsNorm(_EPS, name="norm1")(hidden), context, full, attention
+        )
+        hidden = hidden + mixed.hidden
+        mlp = QwenVisionMlp(self.config, name="mlp")
+        return mixed._replace(hidden=hidden + mlp(RmsNorm(_EPS, name="norm2")(hidden)))
+
+
+class Merger(nn.Module):
+    """Merges each square of patches into a token of the language model's width."""
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(self, hidden: Float[Array, "i m d"]) -> Float[Array, "i n e"]:
+        """Merges patches that stand square by square."""
+        i, m, d = hidden.shape
+        unit = self.config.unit
+        x = RmsNorm(_EPS, name="norm")(hidden).reshape(i, m // unit, unit * d)
+        x = activate("gelu", Dense(unit * d, name="up")(x))
+        return Dense(self.config.out_size, name="down")(x)
+
+
+def init_vision(key: Array, config: QwenVisionConfig) -> dict[str, Any]:
+    """Draws float32 weights of the tower and its merger.
+
+    Args:
+        key: PRNG key; consumed.
+        config: the tower's shape.
+
+    Returns:
+        The trees under "vision" and "merger" of the whole model's parameters.
+    """
+    patch_key, layers_key, merger_key = jax.random.split(key, 3)
+    d, unit = config.hidden_size, config.unit
+    values = config.temporal_patch_size * config.patch_size**2 * 3
+    angles = jnp.ones((1, unit, d // config.num_heads))
+    context = Context(angles, angles, jnp.zeros((1, unit), jnp.int32), jnp.full(1, unit))
+    block, sample = QwenVisionBlock(config), jnp.zeros((1, unit, d))
+    return {
+        "vision": {
+            "patch_embedding": {"kernel": jax.random.normal(patch_key, (values, d)) * values**-0.5},
+            "layers": jax.vmap(lambda k: block.init(k, sample, context, True)["params"])(
+                jax.random.split(layers_key, config.num_layers)
+            ),
+        },
+        "merger": Merger(config).init(merger_key, sample)["params"],
+    }
+
+
+def _embed(
+    params: dict[str, Any], config: QwenVisionConfig, values: Float[Array, "i m v"]
+) -> Float[Array, "i m d"]:
+    """Projects patches; each frame of a patch is the image."""
+    kernel = params["patch_embedding"]["kernel"]
+    p, frames = config.patch_size, config.temporal_patch_size
+    # The kernel runs over (frame, row, column, channel), the values over (channel, row, column).
+    kernel = kernel.reshape(frames, p, p, 3, -1).transpose(0, 3, 1, 2, 4)
+    values = values.astype(kernel.dtype)
+    parts = (wide_product(values, frame.reshape(3 * p * p, -1)) for frame in kernel)
+    return sum(parts).astype(kernel.dtype)
+
+
+def _taken(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "i n w"]:
+    """Rows of each image in another order."""
+    return jnp.take_along_axis(x, index[..., None], axis=1)
+
+
+def encode(
+    params: dict[str, Any],
+    config: QwenVisionConfig,
+    pixels: Patches,
+    taps: Sequence[Tap] = (),
+    execution: Execution = Execution(),
+) -> tuple[Float[Array, "i n e"], dict[str, Array]]:
+    """Runs the tower and the merger.
+
+    Args:
+        params: the model's weights, with "vision" and "merger".
+        config: the tower's shape.
+        pixels: patches of images whose sizes may differ.
+        taps: by merged patch, row by row of the image: "received" [i, n] float32, how much a patch
+            is attended to in a block that sees the whole image, in the mean over heads, the image's
+            patches, and those of the merged one; "keys" [i, n, c] float32, the mean over heads and
+            the patches of the merged one, after rotary positions.
+        execution: how the blocks are run.
+
+    Returns:
+        [i, n, e] merged tokens row by row of the image, those of a smaller image a prefix; and the
+        taps by name.
+
+    Raises:
+        ValueError: unknown tap, or "received" of a block that attends within windows.
+    """
+    vision, unit = params["vision"], config.unit
+    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
+    for name, (kind, at) in named.items():
+        if kind == "received" and at not in config.full_blocks:
+            raise ValueError(f"tap {name} is of a block that attends within windows")
+    i, m, values = pixels.values.shape
+    layout = lay_out_windows(jnp.asarray(pixels.grid), config.window, m // unit)
+    context = _context(config, layout)
+    block = QwenVisionBlock(config)
+    is_full = jnp.isin(jnp.arange(config.num_layers), jnp.array(config.full_blocks, jnp.int32))
+
+    def body(hidden, index):
+        weights = {"params": take_layer(vision["layers"], index)}
+        full = index in config.full_blocks if isinstance(index, int) else is_full[index]
+        output = block.apply(weights, hidden, context, full, execution.attention)
+        return output.hidden, output
+
+    merged = pixels.values.reshape(i, m // unit, unit * values)
+    hidden = _embed(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
+    watched = [at for _, at in named.values()]
+    hidden, outputs, _ = run_stack(
+        checkpoint_layer(body, remat=False),
+        hidden,
+        (0, config.num_layers),
+        watched,
+        apart=is_apart(vision["layers"]),
+    )
+    tokens = Merger(config).apply({"params": params["merger"]}, hidden)
+    tapped = {}
+    for name, (kind, at) in named.items():
+        if kind == "received":
+            found = received_attention(outputs[at].query, outputs[at].key, context)[..., None]
+        else:
+            found = outputs[at].key.astype(jnp.float32).mean(1)
+        found = _taken(found.reshape(i, m // unit, unit, -1).mean(2), layout.slot)
+        tapped[name] = found[..., 0] if kind == "received" else found
+    return _taken(tokens, layout.slot), tapped

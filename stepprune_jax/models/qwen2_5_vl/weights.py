@@ -1,0 +1,125 @@
+"""Qwen2.5-VL's weights: the name of each in the files, and where it lies on a mesh.
+
+Each name is first brought to that of the published files; newer `transformers` have the whole model
+below "model.".
+"""
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
+from stepprune_jax.models.weights import Rule, Target, linear, targets
+
+_VISION = "visual."
+_MERGER = "visual.merger."
+_LANGUAGE = "model."
+_HEAD = "lm_head"
+
+# First match wins, so a longer prefix stands before the shorter one it starts with.
+_PREFIXES = (("model.visual.", _VISION), ("model.language_model.", _LANGUAGE))
+
+# Where weights lie on a mesh, see `parallel.sharding`. Projections that open heads or MLP channels
+# are cut by column, those that close them by row. The tower's queries, keys and values are one
+# matrix, whose columns are not cut, as its parts would be torn apart.
+SHARDING_RULES = (
+    (r"vision/layers/attention/qkv/kernel", P(None, "fsdp", None)),
+    (r"vision/layers/attention/qkv/bias", P()),
+    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
+    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/bias", P(None, "tensor")),
+    (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
+    (r"layers/(attention/out|mlp/down)/bias", P()),
+    (r"layers/norm[12]/scale", P()),
+    (r"merger/up/kernel", P("fsdp", "tensor")),
+    (r"merger/up/bias", P("tensor")),
+    (r"merger/down/kernel", P("tensor", "fsdp")),
+    (r"merger/down/bias", P()),
+    (r"language/embed/embedding", P("tensor", "fsdp")),
+    (r"language/head/kernel", P("fsdp", "tensor")),
+    (r"(language|merger)/norm/scale", P()),
+    (r"vision/patch_embedding/kernel", P()),
+)
+
+
+def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
+    """All rules of a model with an output head of its own."""
+    block, layer = _VISION + "blocks.{}.", _LANGUAGE + "layers.{}."
+    p = vision.patch_size
+    return (
+        Rule(
+            "vision/patch_embedding/kernel",
+            _VISION + "patch_embed.proj.weight",
+            "patches",
+            (vision.temporal_patch_size, p, p),
+        ),
+        Rule("vision/layers/norm1/scale", block + "norm1.weight"),
+        *linear("vision/layers/attention/qkv", block + "attn.qkv", True),
+        *linear("vision/layers/attention/out", block + "attn.proj", True),
+        Rule("vision/layers/norm2/scale", block + "norm2.weight"),
+        *linear("vision/layers/mlp/gate", block + "mlp.gate_proj", True),
+        *linear("vision/layers/mlp/up", block + "mlp.up_proj", True),
+        *linear("vision/layers/mlp/down", block + "mlp.down_proj", True),
+        Rule("merger/norm/scale", _MERGER + "ln_q.weight"),
+        *linear("merger/up", _MERGER + "mlp.0", True),
+        *linear("merger/down", _MERGER + "mlp.2", True),
+        Rule("language/embed/embedding", _LANGUAGE + "embed_tokens.weight"),
+        Rule("language/layers/norm1/scale", layer + "input_layernorm.weight"),
+        *linear("language/layers/attention/query", layer + "self_attn.q_proj", True),
+        *linear("language/layers/attention/key", layer + "self_attn.k_proj", True),
+        *linear("language/layers/attention/value", layer + "self_attn.v_proj", True),
+        *linear("language/layers/attention/out", layer + "self_attn.o_proj", False),
+        Rule("language/layers/norm2/scale", layer + "post_attention_layernorm.weight"),
+        *linear("language/layers/mlp/gate", layer + "mlp.gate_proj", False),
+        *linear("language/layers/mlp/up", layer + "mlp.up_proj", False),
+        *linear("language/layers/mlp/down", layer + "mlp.down_proj", False),
+        Rule("language/norm/scale", _LANGUAGE + "norm.weight"),
+        *linear("language/head", _HEAD, False),
+    )
+
+
+def weight_targets(abstract: Mapping[str, object], config: QwenConfig) -> list[Target]:
+    """Lists every weight of a model with the tensors that make it up.
+
+    Args:
+        abstract: the model's tree, of anything with a shape.
+        config: the model.
+
+    Returns:
+        One target per leaf.
+
+    Raises:
+        ValueError: the tree has a leaf without a rule.
+    """
+    return targets(abstract, _rules(config.vision))
+
+
+def canonical_name(name: str, of_vision_folder: bool = False) -> str:
+    """Brings a weight name to that of the published files.
+
+    Args:
+        name: the name in the file.
+        of_vision_folder: never, as the tower is part of the checkpoint.
+
+    Returns:
+        The canonical name; a name of no dialect is returned as it is.
+    """
+    del of_vision_folder
+    for prefix, canonical in _PREFIXES:
+        if name.startswith(prefix):
+            return canonical + name[len(prefix) :]
+    return name
+
+
+def is_vision_name(name: str) -> bool:
+    """Whether a canonical name belongs to the tower, its merger included."""
+    return name.startswith(_VISION)
+
+
+def is_harmless(name: str, config: QwenConfig) -> bool:
+    """Whether a weight that nothing uses may lie in a file: a stored copy of a tied head.
+
+    Args:
+        name: its canonical name.
+        config: the model.
+    """
+    return config.text.tie_embeddings and name == _HEAD + ".weight"

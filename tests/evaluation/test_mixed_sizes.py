@@ -1,0 +1,79 @@
+"""An evaluation of a model whose images differ in their number of tokens."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from benchmark_folders import write_benchmarks
+from PIL import Image
+from small_world import changed, one_width, small_run
+
+from stepprune_jax import PolicyConfig, testing
+from stepprune_jax.checkpoints import Policy, save_policy
+from stepprune_jax.evaluation.generate_stage import generate_answers
+from stepprune_jax.policy import FeatureStats, init_policy
+
+SHARE = "1/3"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A run on POPE with a random policy, its images, and the tokens of each."""
+    base = tmp_path_factory.mktemp("base")
+    root, tokens = write_benchmarks(base / "eval"), {}
+    for number, path in enumerate(sorted((root / "pope").rglob("*.jpg"))):
+        height, width = 24 + 8 * (number % 2), 24 + 8 * number
+        with Image.open(path) as image:
+            image.resize((width, height)).save(path)
+        tokens[path.name] = height * width // 64
+    widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
+    config = PolicyConfig(**widths, encoder_layers=1, decoder_layers=1)
+    policy = Policy(init_policy(jax.random.key(0), config), config, FeatureStats.start(48))
+    save_policy(policy, base / "run" / "policy.safetensors")
+    run = small_run(
+        testing.tiny_qwen(base / "model"),
+        base / "data",
+        benchmarks="pope",
+        data=str(root),
+        methods="all,random,StepPrune",
+        max_new_tokens=1,
+        validation_questions=6,
+        budgets=(SHARE,),
+    )
+    return run, base / "run", tokens
+
+
+def test_budgets_are_shares_of_each_image(world):
+    run, workdir, tokens = world
+    assert len({*tokens.values()}) > 1
+    with pytest.MonkeyPatch.context() as patch:
+        one_width(patch)
+        folder = generate_answers(run, workdir)["pope"]
+    questions = Path(run.eval.data, "pope/llava_pope_test.jsonl").read_text().splitlines()
+    asked = {q["question_id"]: tokens[q["image"]] for q in map(json.loads, questions)}
+    kept = {}
+    for path in folder.glob("*.jsonl"):
+        lines = list(map(json.loads, path.read_text().splitlines()))
+        kept[path.stem] = {line["question_id"]: line["kept"] for line in lines}
+        assert kept[path.stem].keys() == asked.keys()
+    third = {number: (2 * size + 3) // 6 for number, size in asked.items()}
+    assert kept.pop("all-tokens") == asked
+    adaptive = next(name for name in kept if "adaptive" in name)
+    own = next(name for name in kept if "own-stop" in name)
+    exact = [name for name in kept if name not in (adaptive, own)]
+    assert len(exact) == 2 and all(kept[name] == third for name in exact)
+    # Calibrated on these questions to a third of the mean number of tokens.
+    mean = np.mean(list(third.values()))
+    assert np.mean(list(kept[adaptive].values())) == pytest.approx(mean, abs=1)
+    for name in (adaptive, own):
+        assert all(count <= max(1, asked[n] // 2) for n, count in kept[name].items())
+    made = json.loads((folder / f"{exact[0]}.json").read_text())["made"]
+    assert made["share"] == SHARE and made["min_pixels"] == 256
+
+
+def test_the_shapes_report_is_refused(world):
+    run, workdir, _ = world
+    with pytest.raises(ValueError, match="draws images of one size"):
+        generate_answers(changed(run, benchmarks="shapes"), workdir)

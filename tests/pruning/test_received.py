@@ -1,0 +1,205 @@
+"""Pruners in a model without a class token, whose images differ in size and positions have axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from quick import quick_or_slow
+
+from stepprune_jax import PolicyConfig, policy, testing
+from stepprune_jax.checkpoints import Policy, load_vlm
+from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, View, autoselect, make_method
+from stepprune_jax.pruning.holov import HoloV, keep_in_crops
+from stepprune_jax.pruning.visionzip import VisionZip
+
+SIZES = (23, 40, 12)
+SHARE = "1/3"
+NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
+# One of each kind: before the language model, between its layers, merging, trained.
+QUICK = ("random", "fastv", "sparsevlm", "visionzip", "holov", "stepprune")
+LAYERS = {"fastv": {"layer": 1}, "topv": {"layer": 1}, "dart": {"layer": 1}}
+FREE = {"average": False}
+OPTIONS = LAYERS | {name: FREE for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+
+
+def rows(seed=0):
+    """Tokens, received attention and keys of images of `SIZES`, with junk behind them."""
+    random = np.random.default_rng(seed)
+    r, n = len(SIZES), max(SIZES)
+    tokens = random.standard_normal((r, n, 6), np.float32)
+    received = random.random((r, n), np.float32)
+    keys = random.standard_normal((r, n, 4), np.float32)
+    return tokens, received, keys, np.arange(n) < np.array(SIZES)[:, None]
+
+
+def view(*taps, count, seed=0):
+    tokens, *_, valid = rows(seed)
+    r = len(SIZES)
+    return View(
+        jnp.asarray(tokens),
+        jnp.asarray(valid),
+        jnp.ones((r, 2), jnp.int32),
+        jnp.zeros((r, 1, 2)),
+        jnp.zeros((r, 1), bool),
+        jnp.zeros(r, jnp.int32),
+        jnp.asarray(count, jnp.int32),
+        tuple(map(jnp.asarray, taps)),
+    )
+
+
+run_select = jax.jit(
+    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
+)
+keep_all_crops = jax.jit(keep_in_crops, static_argnums=4)
+
+
+def crops_by_hand(tokens, received, count, alpha):
+    """HoloV of one image, crop by crop."""
+    n = len(tokens)
+    crops = min(n, max(1, 16 * n // (9 * count)))
+    parts, scores = np.array_split(np.arange(n), crops), []
+    for part in parts:
+        if len(part) == 1:
+            scores.append(received[part[0]])
+            continue
+        unit = tokens[part] / (np.linalg.norm(tokens[part], axis=1, keepdims=True) + 1e-6)
+        likeness = unit @ unit.T
+        np.fill_diagonal(likeness, 0)
+        mean = likeness.sum(1, keepdims=True) / (len(part) - 1)
+        variance = ((likeness - mean) ** 2).sum(1) / (len(part) - 1)
+        seen = 1000 * received[part]
+        factor = seen.mean() / (variance.mean() + 1e-6)
+        scores.append((seen + alpha * factor * variance).mean())
+    weight = np.array(scores) / (np.sum(scores) + 1e-6)
+    share = np.floor(weight * count).astype(int)
+    best = np.argsort(-weight, kind="stable")
+    share[best[: count - share.sum()]] += 1
+    share = np.minimum(share, list(map(len, parts)))
+    for crop in best:
+        share[crop] += min(count - share.sum(), len(parts[crop]) - share[crop])
+    chosen = [
+        part[np.argsort(-received[part], kind="stable")][:kept]
+        for part, kept in zip(parts, share, strict=True)
+    ]
+    return sorted(np.concatenate(chosen).tolist())
+
+
+@pytest.mark.parametrize("counts", [(8, 13, 4), (1, 4, 12), (20, 40, 1)])
+def test_crops_share_the_budget_of_images_of_any_size(counts):
+    tokens, received, _, valid = rows()
+    received[1, :3] = 50  # so that the first crop gets more than it has
+    kept = keep_all_crops(tokens, received, valid, jnp.array(counts), 0.09)
+    for row, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
+        expected = crops_by_hand(tokens[row, :size], received[row, :size], count, 0.09)
+        assert np.flatnonzero(kept[row]).tolist() == expected
+    pruned = run_select(
+        HoloV(Budget("rate", 1)).program(), view(received, count=counts), max(counts)
+    )
+    assert pruned.count.tolist() == list(counts)
+    np.testing.assert_array_equal(pruned.index[0, : counts[0]], np.flatnonzero(kept[0]))
+
+
+def zip_by_hand(tokens, received, keys, count):
+    """VisionZip of one image: token numbers in raster order, -1 for merged ones, and the tokens."""
+    n, contextual = len(tokens), max(1, round(5 * count / 32))
+    dominant = set(np.argsort(-received, kind="stable")[: count - contextual].tolist())
+    rest = [token for token in range(n) if token not in dominant]
+    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    assigned = {target: [] for target in targets}
+    for token in rest:
+        if token not in targets:
+            likeness = [unit[token] @ unit[target] for target in targets]
+            assigned[targets[int(np.argmax(likeness))]].append(token)
+    merged = {
+        target: tokens[target] + (tokens[others].mean(0) if others else 0)
+        for target, others in assigned.items()
+    }
+    kept = sorted(dominant | {*targets})
+    index = [-1 if token in merged else token for token in kept]
+    return kept, index, np.stack([merged.get(token, tokens[token]) for token in kept])
+
+
+def test_dominant_tokens_are_kept_and_the_others_merged():
+    tokens, received, keys, _ = rows(1)
+    counts, pruner = (8, 13, 4), VisionZip(Budget("rate", 1))
+    kept = run_select(pruner, view(received, keys, count=counts, seed=1), 16)
+    assert kept.count.tolist() == list(counts)
+    for row, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
+        parts = (part[row, :size] for part in (tokens, received, keys))
+        place, index, expected = zip_by_hand(*parts, count)
+        assert kept.place[row, :count].tolist() == place
+        assert kept.index[row, :count].tolist() == index
+        np.testing.assert_allclose(kept.tokens[row, :count], expected, atol=1e-5)
+        assert not kept.valid[row, count:].any() and (kept.index[row, count:] == -1).all()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_vlm(testing.tiny_qwen(tmp_path_factory.mktemp("qwen")), dtype=jnp.float32)
+
+
+@functools.cache
+def image(height, width):
+    noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+def learned(name):
+    """A random policy of a trained method; None for the others."""
+    widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
+    key, stats = jax.random.key(0), FeatureStats.start(48)
+    if name == "stepprune":
+        config = PolicyConfig(**widths, encoder_layers=1, decoder_layers=1)
+        return Policy(policy.init_policy(key, config), config, stats)
+    if name == "autoselect":
+        config = AutoSelectConfig(**widths, encoder_layers=1)
+        return Policy(autoselect.init(key, config), config, stats)
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", quick_or_slow([name for name in PRUNERS if name not in NEED_CLASS_TOKEN], QUICK)
+)
+def test_images_of_different_sizes_keep_the_same_share(model, name):
+    """Of 35 and 22 tokens; where a row stands changes nothing."""
+    images, seen = [image(50, 70), image(20, 90)], []
+    options = {"pruner": name, "max_tokens": 3, "warm_up": False, "trace": seen.append}
+    options |= {"policy": learned(name), "pruner_options": OPTIONS.get(name)}
+    if name != "all":
+        options["budget"] = SHARE
+    prompts = ["Is it red?", "Is it red?"]
+    there = generate(model, prompts, images, **options)
+    back = generate(model, prompts, images[::-1], **options)
+    counts = [35, 22] if name == "all" else [12, 7]
+    if name == "dart":  # in turns of eight pivots, four of which are added
+        counts = [8 + 4, 0 + 4]
+    assert [answer.visual_tokens for answer in there] == [35, 22]
+    assert [answer.kept for answer in there] == counts
+    arrays = [trace_arrays(seen[0], row) for row in (0, 1)]
+    for row in (0, 1) if name != "random" else ():  # which draws by the number of a row
+        swapped = trace_arrays(seen[1], 1 - row)
+        for key, value in arrays[row].items():
+            np.testing.assert_allclose(swapped[key], value, atol=1e-4)
+        assert back[1 - row].token_ids == there[row].token_ids
+    # Kept tokens have the position ids of the whole image, which is 5 rows and 7 columns.
+    last = max(int(key.partition("_")[2]) for key in arrays[0] if key.startswith("kept"))
+    kept, slot, position = (arrays[0][f"{what}_{last}"] for what in ("kept", "slot", "position"))
+    own = kept >= 0
+    start = position[0, slot[0]]
+    np.testing.assert_array_equal(position[0, slot], start)
+    np.testing.assert_array_equal((position[1, slot] - start)[own], kept[own] // 7)
+    np.testing.assert_array_equal((position[2, slot] - start)[own], kept[own] % 7)
+    assert position[:, -1].tolist() == [start + 7 + position.shape[1] - 1 - slot[-1] - 1] * 3
+
+
+@pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
+def test_pruners_that_need_a_class_token_are_refused_by_name(model, name):
+    method = make_method(name, None if name == "prumerge" else SHARE)
+    with pytest.raises(ValueError, match=rf"^{name}: the model's tower has no \[CLS\] attention"):
+        method.pruner.check(model.config, model.config.max_image_tokens)

@@ -1,0 +1,123 @@
+"""Training on a model whose images differ in their number of tokens."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_run import ROOT, load_config, make_config, metrics, open_tiny, write_data
+
+from stepprune_jax import testing
+from stepprune_jax.bench.memory import model_config
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.training import read_run, train
+from stepprune_jax.training.batches import Batches, Loading
+from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.step import encode_rows
+
+SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
+TOKENS = (35, 22, 6, 32, 9, 25)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny Qwen2.5-VL, and six images of different sizes."""
+    folder = tmp_path_factory.mktemp("world")
+    data = write_data(folder / "data")
+    for number, (height, width) in enumerate(SIZES):
+        noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(noise).save(data / "images" / f"{number}.png")
+    return testing.tiny_qwen(folder / "model"), data
+
+
+def small_config(world, **changes):
+    config = make_config(*world, steps=2, batch_size=12, **{"data.stats_images": 6})
+    config.optimizer.warmup = 1
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_a_policy_is_trained(world, tmp_path):
+    train(read_run(small_config(world)), tmp_path)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)
+    assert lines[0]["k_mean"] <= max(TOKENS) // 2
+    policy = load_policy(tmp_path / "policy.safetensors")
+    assert policy.config.feature_width == policy.config.text_width == 48
+    # Statistics are those of all tokens of the six images, and of nothing else.
+    assert float(policy.stats.count) == sum(TOKENS)
+
+
+def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
+    run = read_run(small_config(world))
+    whole = open_tiny(run, tmp_path)
+    setup = make_setup(run, inspect_folder(world[0]).config)
+    batch = whole[0]
+    assert batch.pixels.values.shape[1] == 4 * padded_tokens(max(TOKENS))
+    largest = setup.model.family.max_pixels(setup.model, 1)
+    parts = [
+        Batches(
+            whole._corpus,
+            whole._pixels,
+            whole._grids,
+            12,
+            run.seed,
+            64,
+            loading=Loading(local=rows),
+            largest=largest,
+        )[0]
+        for rows in (slice(0, 6), slice(6, 12))
+    ]
+    joined = np.concatenate([part.pixels.values for part in parts])
+    assert joined.shape[1] == largest.values.shape[1]
+    width = batch.pixels.values.shape[1]
+    np.testing.assert_array_equal(joined[:, :width], batch.pixels.values)
+    assert not joined[:, width:].any()
+    grids = np.concatenate([part.targets.grid for part in parts])
+    np.testing.assert_array_equal(grids, batch.targets.grid)
+
+
+def test_a_number_of_steps_is_refused(world):
+    run = read_run(small_config(world, **{"policy.max_steps": 4}))
+    with pytest.raises(ValueError, match=r"config.policy.max_steps is 4, expected None"):
+        make_setup(run, inspect_folder(world[0]).config)
+
+
+@pytest.mark.parametrize("reading", ["", "literal"])
+def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
+    monkeypatch.syspath_prepend(str(ROOT))
+    run, first = (read_run(load_config(n, reading)) for n in ("qwen25vl_7b", "llava7b"))
+    changed = {key for key, value in run.flat().items() if first.flat()[key] != value}
+    assert changed == {
+        "model.folder",
+        "model.min_pixels",
+        "model.max_pixels",
+        "data.context_limit",
+        "policy.max_steps",
+        *(f"eval.{name}" for name in ("benchmarks", "textvqa_ocr", "budgets")),
+    }
+    small = read_run(load_config("qwen25vl_3b", reading))
+    assert {**small.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
+    for name, width in (("qwen2.5-vl-7b", 3584), ("qwen2.5-vl-3b", 2048)):
+        model = model_config(name)
+        model = model.family.bound_images(model, None, run.model.min_pixels, run.model.max_pixels)
+        setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
+        assert model.max_image_tokens == 2048
+        assert setup.selector.feature_width == setup.selector.text_width == width
+        assert setup.selector.steps(1000) == 500
+        # Shapes only: the tower at the largest size, in the dtype of the run.
+        pixels = model.family.max_pixels(model, 2)
+        weights = jax.eval_shape(
+            functools.partial(model.family.init_params, config=model), jax.random.key(0)
+        )
+        features = jax.eval_shape(
+            functools.partial(encode_rows, setup=setup), weights, pixels=pixels
+        )
+        assert features.shape == (2, 2048, width)
+    assert json.dumps(run.eval["budgets"]) == '["1/3", "2/9", "1/9"]'
