@@ -12,7 +12,7 @@ FUZZ_FLAGS ?=
 DEMO_ROWS ?= all,random,grid,cls,fastv,visionzip,autoselect,stepprune,StepPrune literal
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-slow lint bench aot env clean
+.PHONY: demo report test test-slow fuzz lint bench aot env clean
 
 env: $(VENV)/.installed
 

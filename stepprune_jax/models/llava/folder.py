@@ -24,7 +24,10 @@ def _is_original(raw: dict[str, Any]) -> bool:
 
 def vision_folder(raw: dict[str, Any]) -> str | None:
     """Names the CLIP folder of the original layout, "" if it is not said; None if there is none."""
-    return (raw.get("mm_vision_tower") or "") if _is_original(raw) else None
+    name = raw.get("mm_vision_tower") or ""
+    if not isinstance(name, str):
+        raise ValueError(f"config.json: mm_vision_tower is {name!r}, expected a folder or a hub id")
+    return name if _is_original(raw) else None
 
 
 def read_config(raw: dict[str, Any], vision: dict[str, Any] | None) -> LlavaConfig:
