@@ -49,6 +49,8 @@ def test_a_folder_is_of_the_family_whose_configuration_it_has():
     )
     assert FAMILIES["llava"].vision_folder(raw) is None
     assert FAMILIES["llava"].vision_folder({"mm_projector_type": "mlp2x_gelu"}) == ""
+    with pytest.raises(ValueError, match="mm_vision_tower is True, expected a folder or hub id"):
+        FAMILIES["llava"].vision_folder({"mm_vision_tower": True, "mm_hidden_size": 8})
     assert find_family({"model_type": "qwen2_5_vl"}) is FAMILIES["qwen2_5_vl"]
     assert find_family({"model_type": "qwen3_vl"}) is None
     assert FAMILIES["llava"].read_config(raw, None) == CONFIG

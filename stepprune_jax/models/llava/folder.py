@@ -23,11 +23,17 @@ def _is_original(raw: dict[str, Any]) -> bool:
 
 
 def vision_folder(raw: dict[str, Any]) -> str | None:
-    """Names the CLIP folder of the original layout, "" if it is not said; None if there is none."""
+    """Names the CLIP folder of the original layout, "" if it is not said; None if there is none.
+
+    Raises:
+        ValueError: the field is no string.
+    """
+    if not _is_original(raw):
+        return None
     name = raw.get("mm_vision_tower") or ""
     if not isinstance(name, str):
-        raise ValueError(f"config.json: mm_vision_tower is {name!r}, expected a folder or a hub id")
-    return name if _is_original(raw) else None
+        raise ValueError(f"config.json: mm_vision_tower is {name!r}, expected a folder or hub id")
+    return name
 
 
 def read_config(raw: dict[str, Any], vision: dict[str, Any] | None) -> LlavaConfig:
