@@ -44,6 +44,7 @@ def tiny(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
     mesh = build_mesh("data", jax.devices()[:2])
     programs = Programs(tiny(tmp_path), mesh, "mixed")

@@ -112,6 +112,7 @@ def test_every_row_answers_every_question_in_order(run, root):
     assert all(line["ms"] > 0 for line in lines(run, "pope", "random-exact-55.6"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, options",
     [

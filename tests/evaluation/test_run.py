@@ -161,6 +161,7 @@ def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
     assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2
 
 
+@pytest.mark.slow
 def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, monkeypatch):
     config, _ = world
     config = changed(config, benchmarks="shapes")

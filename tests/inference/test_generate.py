@@ -13,6 +13,7 @@ from generation_reference import (
     reference_answer,
     request,
 )
+from quick import quick_or_slow
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
@@ -110,7 +111,7 @@ def test_an_image_of_which_nothing_is_kept_is_not_there(llava):
 WAYS = ("policy", "cut", "sampled")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_or_slow(WAYS, ["sampled"]))
 def test_a_batch_equals_its_rows_one_by_one(model, policy, way):
     options = {
         "policy": {"policy": policy},
@@ -328,9 +329,10 @@ def test_budgets_in_one_bucket_share_programs(model, policy, name):
     assert num_compiled() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "rows"),
-    [("data_tensor", 4), pytest.param("fsdp_tensor", 3, marks=pytest.mark.slow)],
+    [("data_tensor", 4), ("fsdp_tensor", 3)],
 )
 def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
     sharded = load_vlm(model.folder, build_mesh(preset), jnp.float32, progress=False)

@@ -51,7 +51,11 @@ def images():
 
 
 @pytest.mark.parametrize(
-    ("options", "longest"), [({"budget": 2}, (2, 2)), ({"method": "all"}, (3, 2))]
+    ("options", "longest"),
+    [
+        ({"budget": 2}, (2, 2)),
+        pytest.param({"method": "all"}, (3, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_answers_are_those_of_generate(folder, options, longest):
     policy = {} if "method" in options else {"policy": folder / "policy.bin"}
@@ -75,6 +79,7 @@ def test_answers_are_those_of_generate(folder, options, longest):
         assert text == decode(ids).strip()
 
 
+@pytest.mark.slow
 def test_heuristics_keep_what_they_are_named_after(folder, monkeypatch):
     asked = [Wanted("?", image, 1) for image in images() if image is not None]
     answers, kept, answer_all = [], {}, module.answer_all

@@ -41,7 +41,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("n", quick_or_slow([1, 4], [4]))
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", quick_or_slow(CONFIGS, ["hazard", "literal"]))
 def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, n):
     config = dataclasses.replace(CONFIGS[name], max_steps=n, encoder_layers=1)
     rng = np.random.default_rng(60)

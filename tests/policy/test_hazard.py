@@ -83,6 +83,7 @@ def test_the_order_does_not_teach_the_stop(case, rng):
     assert {"decoder/start", "decoder/pointer/query/kernel"} <= paths
 
 
+@pytest.mark.slow
 def test_both_estimators_have_the_same_gradient(case, rng):
     config, x = case
     weights = rng.normal(size=(2, 4))

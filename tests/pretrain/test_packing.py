@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_left_out(encoder):
     assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
 
 
-@pytest.mark.parametrize("kept", [None, 4])
+@pytest.mark.parametrize("kept", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
     params, config = model
     packed = pack(encoder, SAMPLES)

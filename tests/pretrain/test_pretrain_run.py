@@ -115,6 +115,7 @@ def test_each_epoch_is_a_permutation():
     assert np.concatenate(rows[:3]).tolist() != np.concatenate(rows[3:]).tolist()
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_logs(whole):
     found = metrics(whole)
     assert [row["step"] for row in found["tower"]] == [1, 2, 3]
@@ -126,6 +127,7 @@ def test_a_run_learns_and_logs(whole):
     assert found["language"][-1]["loss"] < found["language"][0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(data, whole, tmp_path, monkeypatch, capsys):
     for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
         with monkeypatch.context() as patched:
@@ -161,11 +163,13 @@ def test_a_run_that_dies_closes_its_files_and_resumes(data, whole, tmp_path, mon
     assert (made / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused(data, whole):
     with pytest.raises(ValueError, match=r"config.language.lr: 0.05 -> 0.1"):
         pretrain(make_run(**{"language.lr": 0.1}), whole, data)
 
 
+@pytest.mark.slow
 def test_the_model_answers_as_in_transformers(data, whole):
     ours = load_vlm(whole / "model", dtype=jnp.float32, progress=False)
     assert ours.config.max_image_tokens == 9

@@ -141,7 +141,7 @@ def config(layer=-2):
     ("layer", "fields", "message"),
     [
         (-2, {"neighbours": -1}, "prumerge: neighbours is -1, expected an integer from 0"),
-        (0, {}, r"the model's tower has no \[CLS\] attention to rank patches by"),
+        (0, {}, r"prumerge: the model's tower has no \[CLS\] attention to rank patches by"),
         (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
         (-2, {"budget": Budget("mean", 3)}, "prumerge cannot keep a budget of kind 'mean'; .*"),
     ],

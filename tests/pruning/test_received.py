@@ -163,6 +163,7 @@ def learned(name):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", quick_or_slow([name for name in PRUNERS if name not in NEED_CLASS_TOKEN], QUICK)
 )

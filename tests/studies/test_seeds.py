@@ -53,6 +53,7 @@ def changes(world):
     ]
 
 
+@pytest.mark.slow
 def test_every_row_is_trained_on_every_seed_and_evaluated_once(world, trained, tmp_path, capsys):
     rows, at = ["default", "autoselect"], tmp_path / "runs"
     found = seeds.run_seeds(CONFIG, at, [0, 1], rows, changes=changes(world))

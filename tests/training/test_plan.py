@@ -79,6 +79,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1
 
 
+@pytest.mark.slow
 def test_the_table_is_printed_and_weights_are_divided(capsys, tmp_path, monkeypatch):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
     fields = testing.tiny_hf_config(text=sizes | {"num_key_value_heads": 4})

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from quick import quick_or_slow
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
 from stepprune_jax import load_policy, testing
@@ -61,7 +62,7 @@ def test_a_run_logs_and_leaves_a_policy(whole):
     assert float(saved.stats.count) == 6 * 9  # six images, however many were asked for
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", quick_or_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
 def test_a_stopped_run_resumes_as_if_nothing_had_happened(
     world, whole, tmp_path, monkeypatch, capsys, number
 ):

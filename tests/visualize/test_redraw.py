@@ -34,6 +34,7 @@ def report(tmp_path):
     return report
 
 
+@pytest.mark.slow
 def test_a_saved_report_is_drawn_again(report, capsys):
     assert main(["--report", str(report)]) == 0
     page = report / "index.html"
