@@ -162,6 +162,7 @@ def _choose(params, config, image, stop_bias):
         ("bfloat16", jnp.bfloat16, 0.25),
     ],
 )
+@pytest.mark.slow
 def test_lower_precision_makes_the_choices_of_float64_on_separated_scores(
     rng, dtype, feature_dtype, separation
 ):

@@ -543,7 +543,7 @@ def test_a_ranking_serves_every_budget(model, name):
     assert any(len(set(count)) > 1 for count in counts) == ("own" in kind.budgets)
 
 
-@pytest.mark.parametrize("name", ["random", "stepprune"])
+@pytest.mark.parametrize("name", ["random"])
 def test_prompts_of_any_length_share_few_programs(model, name):
     before = num_compiled()
     for words in range(1, 17, 2):

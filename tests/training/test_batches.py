@@ -126,6 +126,7 @@ def test_hosts_make_the_rows_of_one_batch():
         assert_equal(found, whole[step])
 
 
+@pytest.mark.slow
 def test_processes_make_the_batches_that_threads_make():
     batches = make_batches(range(1, 11), processes=2)
     assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
