@@ -9,7 +9,7 @@ this model. `configs/llava13b.py:literal` follows the paper to the letter.
 
 from ml_collections import ConfigDict
 
-from configs import llava7b
+from stepprune_jax import configurations
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -18,6 +18,6 @@ def get_config(arg: str = "") -> ConfigDict:
     Args:
         arg: reading of the paper, "literal" or nothing.
     """
-    c = llava7b.get_config(arg)
+    c = configurations.load("llava7b", arg)
     c.model.folder = "llava-hf/llava-1.5-13b-hf"
     return c

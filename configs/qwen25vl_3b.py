@@ -9,7 +9,7 @@ letter.
 
 from ml_collections import ConfigDict
 
-from configs import qwen25vl_7b
+from stepprune_jax import configurations
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -18,6 +18,6 @@ def get_config(arg: str = "") -> ConfigDict:
     Args:
         arg: reading of the paper, "literal" or nothing.
     """
-    c = qwen25vl_7b.get_config(arg)
+    c = configurations.load("qwen25vl_7b", arg)
     c.model.folder = "Qwen/Qwen2.5-VL-3B-Instruct"
     return c

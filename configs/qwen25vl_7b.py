@@ -11,7 +11,7 @@ letter. No run of this configuration has been made yet.
 
 from ml_collections import ConfigDict, config_dict
 
-from configs import llava7b
+from stepprune_jax import configurations
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -20,7 +20,7 @@ def get_config(arg: str = "") -> ConfigDict:
     Args:
         arg: reading of the paper, "literal" or nothing.
     """
-    c = llava7b.get_config(arg)
+    c = configurations.load("llava7b", arg)
     c.model.folder = "Qwen/Qwen2.5-VL-7B-Instruct"  # Sec. 4.3; a hub id, or a folder
     # Silent; 256 to 2,048 visual tokens an image, as lmms-eval has it.
     c.model.min_pixels = 256 * 28 * 28

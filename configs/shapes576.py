@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.batch_size = 32
     # Share of the steps over which the text gate opens. Open from the start it is never learned
     # that some things are worth a look whatever is asked: docs/experiments.md.
-    c.text_gate_anneal = 0.1 if literal else 0.0
+    c.text_gate_anneal = 1.0 if literal else 0.0
     c.cpu_devices = 2  # cores, each a device, where jax sees no others; 0 leaves it to jax
     c.mesh = "data"  # a preset of stepprune_jax.parallel.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
@@ -83,7 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.text = True  # whether it sees the question
     c.policy.text_gate = "printed" if literal else "attention"
     c.policy.max_steps = 288
-    c.policy.min_tokens = 0 if literal else 8
+    c.policy.min_tokens = 0 if literal else 1
     c.policy.temperature = 1.0
     c.policy.group = 1  # tokens taken from one pointer distribution
     c.policy.stop = "softmax" if literal else "hazard"
@@ -95,31 +95,31 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.credit = "soft"
     c.policy.score_space = "linear" if literal else "log"
     c.policy.polarisation = "lapsum"
-    c.policy.polarisation_temperature = 1.0 if literal else 0.4
+    c.policy.polarisation_temperature = 0.05 if literal else 0.4
     c.policy.polarisation_start = 2.0
     c.policy.polarisation_share = 0.0 if literal else 0.9
     c.policy.soft_budget = "batch_mean" if literal else "straight_through"
     c.policy.batch_budget = "own" if literal else "probe"
-    c.policy.random_budget = (0.08, 0.36) if literal else (0.02, 0.5)
-    c.policy.probe_window = 0.5 if literal else 0.25
+    c.policy.random_budget = (0.02, 0.5)
+    c.policy.probe_window = 0.25
     c.policy.probe_weight = 10.0
     c.policy.gain_bound = 10.0
     c.policy.gate = "vp"
-    c.policy.length_weight = 0.01 if literal else 0.3
+    c.policy.length_weight = 0.01 if literal else 0.15
     c.policy.price_range = 0.0 if literal else 2.0
     c.policy.price_growth = 0.0 if literal else 1.0
     c.policy.dtype = config_dict.placeholder(str)
 
-    c.autoselect = ConfigDict()  # the one-shot baseline, as large as the policy's encoder
+    c.autoselect = ConfigDict()  # the one-shot baseline, with more weights than the policy
     c.autoselect.text = True  # its papers have it see the image alone
     c.autoselect.width = 128
     c.autoselect.num_heads = 4
     c.autoselect.mlp_ratio = 4
-    c.autoselect.encoder_layers = 2
+    c.autoselect.encoder_layers = 4
     c.autoselect.temperature_start = 2.0
     c.autoselect.temperature_end = 0.4
     c.autoselect.temperature_steps = 0.9  # share of the steps over which it falls
-    c.autoselect.random_budget = (0.08, 0.36)
+    c.autoselect.random_budget = (0.02, 0.5)
     c.autoselect.dtype = config_dict.placeholder(str)
 
     c.optimizer = ConfigDict()
@@ -145,6 +145,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.validation.budget = 0  # tokens to keep; 0: where the policy stops
     c.validation.max_new_tokens = 3
     c.validation.overlays = 4  # questions whose selections are drawn
+    c.validation.calibrate = 256  # questions to calibrate the stop on at the end; 0: none
 
     c.eval = ConfigDict()  # read by eval.py; docs/evaluation.md
     c.eval.benchmarks = "shapes"  # or public ones, as "pope,mme"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         Pruned,
         Trajectory,
         alive_probability,
+        calibrate_stop_bias,
+        cast_weights,
+        choose,
         denoise,
         encode,
         expected_count,
@@ -32,15 +35,22 @@ if TYPE_CHECKING:
         log_soft_scores,
         memory,
         noise_gate,
+        partition_rules,
         pick,
         pointer_step,
+        policy_metrics,
         prune,
+        rank,
         select,
         select_parallel,
         soft_scores,
         soft_topk,
         train_loss,
+        trajectory_scores,
+        update_stats,
     )
+
+    __version__: str
 
 __all__ = [
     "VLM",
@@ -55,6 +65,9 @@ __all__ = [
     "Pruned",
     "Trajectory",
     "alive_probability",
+    "calibrate_stop_bias",
+    "cast_weights",
+    "choose",
     "denoise",
     "encode",
     "expected_count",
@@ -68,9 +81,12 @@ __all__ = [
     "log_soft_scores",
     "memory",
     "noise_gate",
+    "partition_rules",
     "pick",
     "pointer_step",
+    "policy_metrics",
     "prune",
+    "rank",
     "save_policy",
     "save_vlm",
     "select",
@@ -78,6 +94,8 @@ __all__ = [
     "soft_scores",
     "soft_topk",
     "train_loss",
+    "trajectory_scores",
+    "update_stats",
 ]
 
 
@@ -88,11 +106,13 @@ def __getattr__(name: str) -> Any:
             module = import_module(f"{__name__}.{package}")
             if name in module.__all__:
                 return getattr(module, name)
+    if name == "__version__":
+        return import_module(f"{__name__}.version").version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
 
 
 class _Package(ModuleType):

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -11,8 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from absl import app, flags, logging
+from absl import app, flags
+from absl import logging as absl_logging
+from ml_collections import ConfigDict, config_flags
 
+from stepprune_jax import configurations
 from stepprune_jax.user_input import is_user_error
 
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
@@ -28,6 +33,58 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+class Messages(logging.Handler):
+    """Shows what the library logs: warnings on stderr, progress on a stream of choice."""
+
+    def __init__(self, progress: str):
+        """Takes the name of the stream for progress, "stdout" or "stderr"."""
+        super().__init__(logging.INFO)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a message; what cannot be written is an error of the program."""
+        if record.levelno >= logging.WARNING:
+            print(f"warning: {record.getMessage()}", file=sys.stderr, flush=True)
+        else:  # the stream that has this name now
+            print(record.getMessage(), file=getattr(sys, self._progress), flush=True)
+
+
+def show_messages(progress: str) -> None:
+    """Has a command show what the library logs.
+
+    Args:
+        progress: where progress goes: "stderr" for a command whose output is data.
+    """
+    logger = logging.getLogger("stepprune_jax")
+    logger.handlers[:] = [Messages(progress)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # absl's handler would repeat it
+
+
+def define_config(values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines `--config`, the name or the file of a configuration; its fields are flags, too.
+
+    Args:
+        values: where to define it.
+    """
+    text = "Configuration: a name, such as shapes or llava7b:literal, or a file."
+    config_flags.DEFINE_config_file("config", None, text, values, lock_config=True)
+    values["config"].parser = _ByName(values["config"].parser)
+
+
+class _ByName(flags.ArgumentParser):
+    """Resolves the name of a configuration before its file is loaded."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self._parser = parser
+
+    def parse(self, argument: str) -> ConfigDict:
+        return self._parser.parse(configurations.find(argument))
+
+    def flag_type(self) -> str:
+        return self._parser.flag_type()
+
+
 def run(name: str, main: Callable[[], None]) -> None:
     """Parses the flags, among them `--config`, which is required, and calls `main`.
 
@@ -37,9 +94,11 @@ def run(name: str, main: Callable[[], None]) -> None:
     stderr and exits with status 2. Any other error is a bug and keeps its traceback.
 
     Args:
-        name: name of the program, for messages.
-        main: what to do; it reads the flags' values itself.
+        name: name of the program, for messages, where it is not run by a console script.
+        main: what to do; it reads the flags' values itself. `--help` prints the docstring and the
+            flags of its module.
     """
+    name = program(name)
 
     def parse(arguments: list[str]) -> list[str]:
         try:
@@ -56,12 +115,30 @@ def run(name: str, main: Callable[[], None]) -> None:
 
     def call(_: list[str]) -> None:
         # Orbax reports every file it touches, and failures with a traceback before it raises them.
-        logging.set_verbosity(logging.FATAL)
+        absl_logging.set_verbosity(absl_logging.FATAL)
+        show_messages("stdout")
         with one_line_errors(name):
             main()
 
     flags.mark_flag_as_required("config")
+    own = flags.FLAGS.get_key_flags_for_module(main.__module__)
+    for flag in (flags.FLAGS["config"], *own):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    if sys.modules["__main__"].__doc__ is None:  # a console script
+        sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     app.run(call, flags_parser=parse)
+
+
+def program(name: str) -> str:
+    """Returns the name of the running console script, such as stepprune-train, or else `name`."""
+    called = Path(sys.argv[0]).stem  # on Windows scripts end in .exe
+    return called if called.startswith("stepprune-") else name
+
+
+def command() -> str:
+    """Returns the command line of this process, to be shown."""
+    called = program("")
+    return shlex.join([called, *sys.argv[1:]] if called else ["python", *sys.argv])
 
 
 def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
@@ -95,7 +172,10 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
 
 
 def default_workdir(config: str) -> str:
-    """Returns the folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal"."""
+    """Returns the folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal".
+
+    A configuration that is given by its name has the same folder.
+    """
     file, _, argument = config.partition(":")
     return str(Path("runs") / "-".join(filter(None, (Path(file).stem, argument))))
 
@@ -129,9 +209,11 @@ def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
     """Calls the main function of a command inside `one_line_errors` and exits with its status.
 
     Args:
-        name: name of the program, for messages.
+        name: name of the program, for messages, where it is not run by a console script.
         main: the function; None is status 0.
     """
+    name = program(name)
+    show_messages("stderr")
     with one_line_errors(name):
         status = main()
     sys.exit(status)

@@ -1,17 +1,27 @@
-"""The three stages of an evaluation, each alone or one after the other; `eval.py` is the program.
+"""Evaluates policies: `stepprune-eval --config shapes --workdir runs/shapes`.
 
-*generate*: model and question files give answer files; *convert*: answer files become what
-official programs and servers take; *score*: answer files and annotations give the report. The
-shapes world is one of the benchmarks.
+There are three stages, each alone (`--stages`) or one after the other. *generate*: model and
+question files give answer files; one that was stopped resumes with the questions that have no
+answer. *convert*: answer files become what official programs and servers take. *score*: answer
+files and annotations give the report. The shapes world is one of the benchmarks;
+`--config.eval.benchmarks=pope,mme` names others. Any field of the configuration can be set by a
+flag; `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 
+import os
+import shlex
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import flags
+
+from stepprune_jax import command_line
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
+from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.generate_stage import (
     answers_folder,
@@ -20,7 +30,13 @@ from stepprune_jax.evaluation.generate_stage import (
 )
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
-from stepprune_jax.evaluation.settings import SHAPES, EvalSettings, EvaluationRun
+from stepprune_jax.evaluation.settings import (
+    POLICY_FILE,
+    SHAPES,
+    EvalSettings,
+    EvaluationRun,
+    read_evaluation,
+)
 from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
@@ -101,6 +117,22 @@ def _evaluate(
             print(as_markdown(table), end="")
             draw(answers, settings, report, command)
     print(f"evaluated in {time.monotonic() - begin:.0f} s")
+    if shapes and "score" in stages and policy is None and (workdir / POLICY_FILE).is_file():
+        print(f"Ask the trained policy:\n  {_ask(run, workdir, roots[SHAPES])}")
+
+
+def _ask(run: EvaluationRun, workdir: Path, data: Path) -> str:
+    """A command that asks a question of the test split of the policy that a run has trained."""
+    question = read_questions(data / "test.jsonl", data / "images")[0]
+    python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
+    words = [python, "-m", "stepprune_jax.generate", "--model", run.model.folder or "shapes"]
+    words += ["--policy", str(workdir / POLICY_FILE), "--image", os.path.relpath(question.image)]
+    return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
+
+
+def _is_below(path: str) -> bool:
+    """Whether a path lies in the current folder, with links as they are."""
+    return Path(os.path.abspath(path)).is_relative_to(Path.cwd())
 
 
 def _report_shapes(
@@ -213,3 +245,34 @@ def draw(answers: Path, settings: EvalSettings, report: Path, command: str | Non
 def _answered(file: AnswerFile) -> int:
     """How many whole lines there are."""
     return file.path.read_bytes().count(b"\n")
+
+
+def main() -> None:
+    """Runs the command."""
+    command_line.define_config()
+    flags.DEFINE_string("workdir", None, "Folder of a training run; default: runs/CONFIG.")
+    flags.DEFINE_string(
+        "policy", None, "Policy, in place of the workdir's own: a file, or hub:owner/name."
+    )
+    flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
+    command_line.run("eval.py", _main)
+
+
+def _main() -> None:
+    """Reads the flags and evaluates."""
+    given = flags.FLAGS
+    with user_input():
+        run = read_evaluation(given.config)
+        distributed.use_cores(given.config.get("cpu_devices", 0))
+        distributed.start()
+    evaluate(
+        run,
+        given.workdir,
+        stages=given.stages,
+        policy=given.policy,
+        command=command_line.command(),
+    )
+
+
+if __name__ == "__main__":
+    main()

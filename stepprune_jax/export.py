@@ -4,35 +4,47 @@
 
 writes release/policy.safetensors, which `stepprune_jax.generate` and `eval.py` take with --policy,
 and release/README.md, which says what it was trained on. The run may be unfinished, or going on.
+`--push owner/name` uploads both to the Hugging Face hub, for `--policy hub:owner/name`.
 """
 
 import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
-from stepprune_jax.checkpoints.policy import Policy, read_config, save_policy
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.checkpoints import hub
+from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_config, save_policy
+from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.workdir.checkpoints import POLICY_FILE, read_latest
+from stepprune_jax.pruning import Policy
+from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
+_NAME = "stepprune_jax.export"
 CARD = "README.md"
 _TEMPLATE = Path(__file__).parent / "assets" / "model_card.md"
 # Files of a run whose last line is shown, and what it is.
 _FIGURES = {"metrics.jsonl": "training", "validation.jsonl": "validation"}
 
 
-def export(workdir: str | Path, out: str | Path, stop_bias: float = 0.0) -> Path:
+def export(
+    workdir: str | Path,
+    out: str | Path,
+    stop_bias: float = 0.0,
+    target: hub.Repository | None = None,
+) -> Path:
     """Writes the policy of a run's latest checkpoint, and its model card.
 
     Args:
         workdir: folder of the run.
         out: folder to write to; created if needed.
         stop_bias: number added to the policy's stop logits from now on.
+        target: where it will be on the hub, for the card; None for a file.
 
     Returns:
         The policy's file.
@@ -47,12 +59,31 @@ def export(workdir: str | Path, out: str | Path, stop_bias: float = 0.0) -> Path
         if (out / name).exists():
             raise FileExistsError(f"{out / name} exists: remove it, or give another --out")
     step, policy, about = latest_policy(workdir)
-    policy = policy._replace(stop_bias=float(stop_bias))
+    measured = _calibration(workdir / POLICY_FILE, policy)
+    policy = policy.replace(stop_bias=float(stop_bias), calibration=measured)
     trained = {"step": step, **{name: about[name] for name in ("config", "model", "data")}}
-    card = model_card(policy, trained, figures(workdir, step))
+    card = model_card(policy, trained, figures(workdir, step), target)
     path = save_policy(policy, out / POLICY_FILE, trained)
     (out / CARD).write_text(card, encoding="utf-8")
     return path
+
+
+def _calibration(path: Path, policy: Policy) -> Calibration | None:
+    """The calibration of a policy, if a run has finished and measured it."""
+    try:
+        finished = load_policy(path)
+    except (OSError, ValueError):
+        return None
+    return finished.calibration if same_policy(finished, policy) else None
+
+
+def same_policy(one: Policy, other: Policy) -> bool:
+    """Whether two policies are equal to the bit, whatever was measured of them."""
+    one, other = one.replace(calibration=None), other.replace(calibration=None)
+    leaves = map(jax.tree.leaves, (one, other))
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        np.array_equal(*pair) for pair in zip(*leaves, strict=True)
+    )
 
 
 def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
@@ -94,20 +125,26 @@ def figures(workdir: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def model_card(policy: Policy, trained: dict[str, Any], last: dict[str, Any]) -> str:
+def model_card(
+    policy: Policy,
+    trained: dict[str, Any],
+    last: dict[str, Any],
+    target: hub.Repository | None = None,
+) -> str:
     """Fills the model card.
 
     Args:
         policy: what is published.
         trained: "step", "config" (fields by dotted name) and the hashes "model" and "data".
         last: from `figures`.
+        target: where the policy will be on the hub; None for a file.
 
     Returns:
         Markdown, with YAML in front as model hubs read it.
     """
     config, step = trained["config"], trained["step"]
     name = config["model.folder"] or "the small LLaVA of the shapes world"
-    on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/"))
+    base = hub.repository(name)
     data = config.get("data.train_file") or config["data.folder"] or "the shapes world"
     lines = [
         f"- {kind}, after update {row['step']}: "
@@ -115,7 +152,8 @@ def model_card(policy: Policy, trained: dict[str, Any], last: dict[str, Any]) ->
         for kind, row in last.items()
     ]
     return string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        base_model=f"base_model: {name}\n" if on_hub else "",
+        base_model="" if base is None else f"base_model: {base.name}\n",
+        policy=POLICY_FILE if target is None else f"{hub.PREFIX}{target}",
         title=f"A token selector for {name}",
         method=policy.method,
         model=name,
@@ -140,19 +178,42 @@ def _is_figure(key: str, value: Any) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and exports; one line on mistakes, exit code 2."""
-    parser = Parser(prog="stepprune_jax.export", description=__doc__.splitlines()[0])
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument(
         "--stop_bias", type=float, default=0.0, help="the policy's own from now on; higher: fewer"
     )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload both to the Hugging Face hub",
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: if it is created")
     arguments = parser.parse_args(argv)
     try:
-        path = export(arguments.workdir, arguments.out, arguments.stop_bias)
+        target = None if arguments.push is None else _target(arguments.push)
+        path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
+        print(f"{path}\n{path.parent / CARD}", flush=True)
+        if target is not None:
+            names = (POLICY_FILE, CARD)
+            print(hub.upload(path.parent, names, target, private=arguments.private))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"{path}\n{path.parent / CARD}")
+
+
+def _target(given: str) -> hub.Repository:
+    """The repository of --push, checked before anything is written."""
+    target = hub.repository(hub.PREFIX + given.removeprefix(hub.PREFIX))
+    if target is None:
+        raise ValueError(f"--push is {given!r}, expected owner/name")
+    return target
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
 
 
 if __name__ == "__main__":
-    exit_with("stepprune_jax.export", main)
+    command()

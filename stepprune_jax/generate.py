@@ -3,7 +3,8 @@
     python -m stepprune_jax.generate --model DIR --image x.jpg --prompt "What is this?"
 
 The answer is written as it comes; then how many visual tokens were kept, the time to the first
-token and the decoding speed. `--json` prints one JSON object instead.
+token and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws what was
+kept.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import (
     Answer,
@@ -34,6 +36,7 @@ from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
 
+_NAME = "stepprune_jax.generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # What a user can do wrong; anything else is a bug and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, ImportError)
@@ -41,9 +44,9 @@ _USER_ERRORS = (ValueError, OSError, ImportError)
 
 def _parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = Parser(prog="stepprune_jax.generate", description=__doc__.splitlines()[0])
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder or Hugging Face hub id")
+    add("--model", required=True, help="checkpoint folder, hub id, or shapes: the small one")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--image", action="append", default=[], help="image; may be given several times")
     add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
@@ -51,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
     add("--pruner", help=f"what keeps visual tokens: {', '.join(PRUNERS)}")
-    add("--policy", help="policy file of a trained pruner; without --budget it stops by itself")
+    add("--policy", help="a trained pruner: a file, or shapes; without --budget it stops by itself")
     add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
+    add("--mean_budget", type=float, help="tokens to keep on average, as the policy is calibrated")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
     add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
     add("--layers", choices=LAYOUTS, default="auto", help="where their weights lie")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--overlay", metavar="FILE.png", help="draw the tokens that were kept, in their order")
     add("--trace", metavar="FILE.npz", help="write what was kept, stage by stage, and the logits")
     return parser
 
@@ -75,6 +80,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
         raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
     if arguments.json and arguments.interactive:
         raise ValueError("--json prints the answer to one --prompt: not with --interactive")
+    if arguments.overlay is not None:
+        _check_overlay(arguments)
     if arguments.trace is not None:
         _check_trace(arguments)
     images = [open_image(path) for path in arguments.image]
@@ -112,9 +119,21 @@ def _check_trace(arguments: argparse.Namespace) -> None:
         )
 
 
+def _check_overlay(arguments: argparse.Namespace) -> None:
+    """Refuses a drawing that could not be made."""
+    path = Path(arguments.overlay)
+    if arguments.interactive or not arguments.image:
+        raise ValueError("--overlay goes with one --prompt and at least one --image")
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ValueError(
+            f"--overlay is {arguments.overlay!r}, expected a .png file in a folder there is"
+        )
+
+
 _OPTIONS = (
     "pruner",
     "budget",
+    "mean_budget",
     "stop_bias",
     "positions",
     "max_tokens",
@@ -171,7 +190,7 @@ def _converse(model: VLM, first: str | None, images: list[Image.Image], options:
 
 def _complain(error: Exception) -> None:
     """Prints an error without a traceback."""
-    print(f"stepprune_jax.generate: error: {error}", file=sys.stderr, flush=True)
+    print(f"{program(_NAME)}: error: {error}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,10 +232,27 @@ def _run(parsed: argparse.Namespace) -> int:
             )
         (answer,) = generate(model, [parsed.prompt], [images], **options._asdict())
         print(json.dumps(answer._asdict()))
+        _draw(parsed, model, images, answer)
     else:
-        _say(model, [parsed.prompt], images, options)
+        _draw(parsed, model, images, _say(model, [parsed.prompt], images, options))
     return 0
 
 
+def _draw(
+    parsed: argparse.Namespace, model: VLM, images: list[Image.Image], answer: Answer
+) -> None:
+    """Draws what was kept, if that is asked for."""
+    if parsed.overlay is not None:
+        # Imported here: drawing needs what answering does not.
+        from stepprune_jax.visualize.overlays import draw_answer
+
+        draw_answer(parsed.overlay, model, images, parsed.prompt, answer)
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
 if __name__ == "__main__":
-    exit_with("stepprune_jax.generate", main)
+    command()

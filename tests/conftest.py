@@ -12,6 +12,7 @@ import os
 from importlib.metadata import version
 
 import hypothesis
+import pytest
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -35,7 +36,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def messages():
+    """Shows what the library logs, as the commands do."""
+    from stepprune_jax.command_line import show_messages  # jaxtyping's hook comes first
+
+    show_messages("stdout")
+
+
 def pytest_collection_modifyitems(items):
     """Puts what takes longest first: else one worker has it left at the end."""
     longest = ("training", "policy", "pruning")
     items.sort(key=lambda item: item.path.parent.name not in longest)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_programs():
+    """Tests count what is compiled: nothing is to be forgotten between two calls of one of them."""
+    from stepprune_jax.parallel import placement
+
+    placement.MOST_PROGRAMS = 10_000

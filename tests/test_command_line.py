@@ -10,9 +10,14 @@ from pathlib import Path
 import jax
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
-from stepprune_jax.command_line import default_workdir, one_line_errors, parse_flags
+from stepprune_jax.command_line import (
+    command,
+    default_workdir,
+    define_config,
+    one_line_errors,
+    parse_flags,
+)
 from stepprune_jax.parallel.distributed import use_cores
 from stepprune_jax.user_input import is_user_error, user_input
 
@@ -85,7 +90,9 @@ def test_only_errors_about_values_and_files_are_marked():
         (["--config.policy.depth=1"], "--config has no field 'depth'"),
         (["--config.optimiser.lr=1"], "--config has no field 'optimiser' Did you mean \"optimizer"),
         (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
-        (["--config=absent.py"], "No such file or directory: 'absent.py'"),
+        (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
+        (["--config=shape"], r"Did you mean shapes\? The names are ablations/alive, "),
+        (["--config=llava7b:loose"], "configs/llava7b.py:loose: expected"),
         (["--config=configs/shapes.py:loose"], "configs/shapes.py:loose: expected"),
         (["more", "words"], "unexpected arguments: more words"),
     ],
@@ -97,9 +104,30 @@ def test_bad_command_lines_are_refused(monkeypatch, given, message):
     arguments = ["train.py", *config, *given]
     monkeypatch.setattr(sys, "argv", arguments)  # ml_collections looks for fields there
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=values)
+    define_config(values)
     with pytest.raises((flags.Error, OSError, ValueError), match=message):
         parse_flags(arguments, values)
+
+
+@pytest.mark.parametrize("given", [["--config", "shapes:literal"], ["-config=shapes:literal"]])
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path, given):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train.py", *given, "--config.steps=7"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    values = flags.FlagValues()
+    define_config(values)
+    parse_flags(arguments, values)
+    config = values["config"].value
+    assert (config.steps, config.policy.stop) == (7, "softmax")
+    assert default_workdir(values["config"].config_filename) == "runs/shapes-literal"
+
+
+def test_the_command_is_shown_as_it_was_typed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--policy", "a b"])
+    assert command() == "python eval.py --policy 'a b'"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/stepprune-eval", "--config=shapes"])
+    assert command() == "stepprune-eval --config=shapes"
 
 
 def test_as_many_devices_as_cores_are_asked_for():
@@ -143,7 +171,7 @@ def test_mistakes_in_a_configuration_file_are_reported_with_their_line(
     arguments = ["train.py", f"--config={path}"]
     monkeypatch.setattr(sys, "argv", arguments)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=values)
+    define_config(values)
     with pytest.raises((flags.Error, OSError, ValueError), match=message):
         parse_flags(arguments, values)
 
@@ -152,13 +180,14 @@ def test_mistakes_in_a_configuration_file_are_reported_with_their_line(
 RUN_ALL = """
 import runpy, sys
 from absl import flags
+ours = {"config", "workdir", "dry_run", "target", "profile", "policy", "stages"}
 for line in sys.stdin.read().splitlines():
     name, *sys.argv[1:] = line.split()
     try:
         runpy.run_path(name, run_name="__main__")
     except SystemExit as end:
         print(end.code)
-    for flag in {"config", "workdir", "dry_run"} & {*flags.FLAGS}:
+    for flag in ours & {*flags.FLAGS}:
         delattr(flags.FLAGS, flag)
 """
 

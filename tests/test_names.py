@@ -14,7 +14,7 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(stepprune_jax.__path__, "stepprune_jax.")
 ]
 # They import what is not installed here.
-ELSEWHERE = {"stepprune_jax.integrations.lmms_eval"}
+ELSEWHERE = {"stepprune_jax.integrations.lmms_eval", "stepprune_jax.demo.app"}
 
 
 def global_names(code):

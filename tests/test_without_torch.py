@@ -20,8 +20,9 @@ importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 _USE = """
 import pkgutil, importlib, stepprune_jax
 other = "stepprune_jax.integrations.lmms_eval"  # needs lmms-eval, which needs torch
+page = "stepprune_jax.demo.app"  # needs Gradio, which may not be installed, either
 for module in pkgutil.walk_packages(stepprune_jax.__path__, "stepprune_jax."):
-    if module.name != other:
+    if module.name not in (other, page):
         importlib.import_module(module.name)
 try:
     importlib.import_module(other)

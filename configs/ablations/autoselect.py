@@ -2,12 +2,12 @@
 
 from ml_collections import ConfigDict
 
-from configs import shapes
+from stepprune_jax import configurations
 
 
 def get_config() -> ConfigDict:
     """Returns that of `configs/shapes.py` with another method and the text gate that suits it."""
-    c = shapes.get_config()
+    c = configurations.load("shapes")
     c.method = "autoselect"
     c.text_gate_anneal = 0.1
     return c

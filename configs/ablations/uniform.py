@@ -2,11 +2,11 @@
 
 from ml_collections import ConfigDict
 
-from configs import shapes
+from stepprune_jax import configurations
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns the configuration of `configs/shapes.py` with one field changed."""
-    c = shapes.get_config(arg)
+    c = configurations.load("shapes", arg)
     c.policy.aggregation = "uniform"
     return c

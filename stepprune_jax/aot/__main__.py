@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="7B shapes, every ablation and target")
     parser.add_argument("--target", nargs="+", help="such as h200, a6000:2, v5e:2x4")
-    parser.add_argument("--config", nargs="+", help="files, such as configs/shapes.py:literal")
+    parser.add_argument("--config", nargs="+", help="names or files, as shapes:literal")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="of model and policy")
     parser.add_argument("--program", nargs="+", help="such as update, or 'select own 8'")
     parser.add_argument("--results", type=Path, help="file that keeps them, a JSON line each")

@@ -45,16 +45,16 @@ _WHOLE = ((r".*", P()),)
 
 
 def load_run(name: str) -> Run:
-    """Reads and checks a configuration file.
+    """Reads and checks a configuration.
 
     Args:
-        name: its path, with an argument after a colon: "configs/shapes.py:literal".
+        name: as `configurations.find` takes it: "shapes:literal", "configs/shapes.py".
 
     Returns:
         The settings of its run.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is none.
         ValueError: it is bad.
     """
     return read_run(load_config(name))

@@ -33,14 +33,13 @@ from stepprune_jax.bench.peaks import device_peak
 from stepprune_jax.bench.timing import environment, free_memory, peak_memory
 from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.command_line import Parser
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.pruning import PRUNERS, make_method
+from stepprune_jax.pruning import PRUNERS, Policy, make_method
 from stepprune_jax.training import selectors
 
 UNPRUNED, REFERENCE = "all", "transformers"
@@ -87,7 +86,7 @@ def read_rows(names: Sequence[str], config: Any, decoder_layers: int, dtype: str
                 dtype=dtype,
                 **(fields if kind is PolicyConfig else {}),
             )
-            learned = Policy({}, shape)
+            learned = Policy({}, shape, None)
         method = make_method(pruner, budget or None, policy=learned)
         method.pruner.check(config, config.max_image_tokens)
         rows.append(Row(name, method))

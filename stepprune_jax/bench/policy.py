@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 from stepprune_jax import policy
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.checkpoints import load_policy, load_vlm
-from stepprune_jax.checkpoints.frozen import SHAPES_MODEL
+from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
@@ -80,9 +81,15 @@ def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list
 
 
 def relative_difference(a, b) -> float:
-    """Largest ||a - b|| / ||b|| over the leaves of two trees."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
+    """Largest ||a - b|| / ||b|| over the leaves of two trees; 0 where both are zero."""
+
+    def of_leaf(x: jax.Array, y: jax.Array) -> float:
+        difference, size = float(jnp.linalg.norm(x - y)), float(jnp.linalg.norm(y))
+        if difference == 0:  # also of a weight that has no part in the selection
+            return 0.0
+        return difference / size if size else math.inf
+
+    return max(jax.tree.leaves(jax.tree.map(of_leaf, a, b)))
 
 
 def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: int) -> str:

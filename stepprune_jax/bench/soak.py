@@ -20,12 +20,12 @@ from PIL import Image
 
 from stepprune_jax.bench.timing import machine
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, load_policy
+from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.inference import generate
 from stepprune_jax.inference.programs import num_compiled
+from stepprune_jax.pruning import Policy
 
-ASSETS = Path(__file__).parents[1] / "assets"
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
 MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
 LONGEST_ANSWER = 8
@@ -117,8 +117,8 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
     Yields:
         What the process holds, at the start and then `looks` times.
     """
-    model = load_vlm(ASSETS / "shapes_llava", dtype=jnp.float32, progress=False)
-    policy = load_policy(ASSETS / "policies" / "literal.safetensors")
+    model = load_vlm("shapes", dtype=jnp.float32, progress=False)
+    policy = load_policy("literal")
     words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
     most = policy.config.steps(model.config.max_image_tokens)
     begin = time.perf_counter()

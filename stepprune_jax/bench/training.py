@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from stepprune_jax import command_line
 from stepprune_jax.bench.drawn_data import write_conversations, write_model
@@ -289,7 +289,7 @@ def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "Configuration of the run.", lock_config=True)
+    command_line.define_config()
     flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
     flags.DEFINE_integer("steps", 50, "Updates that are timed.", lower_bound=1)
     flags.DEFINE_integer("ids", 640, "Of each conversation, the image as one.", lower_bound=1)

@@ -7,17 +7,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, program
 
+_NAME = "stepprune_jax.benchmarks.score"
 DATA = "playground/data/eval"
 
 
 def _parser() -> argparse.ArgumentParser:
     """One sub-command a benchmark, each with the options of its scorer."""
-    parser = Parser(prog="stepprune_jax.benchmarks.score", description=__doc__.splitlines()[0])
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
         add = commands.add_parser(name, help=benchmark.headline).add_argument
@@ -74,5 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(summary(benchmark, score))
 
 
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
 if __name__ == "__main__":
-    exit_with("stepprune_jax.benchmarks.score", main)
+    command()

@@ -1,8 +1,9 @@
 """Published checkpoints in and out: LLaVA-1.5 folders to sharded parameters and back."""
 
 from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
-from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.pruning.trained import Policy
 
 __all__ = [
     "VLM",

@@ -6,6 +6,7 @@ are copied along.
 """
 
 import argparse
+import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.command_line import exit_with
+
+_LOG = logging.getLogger(__name__)
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".md")
 _PATTERNS = ("pytorch_model*.bin", "consolidated*.pth", "model*.pt", "model*.bin")
@@ -63,10 +66,8 @@ def convert(source: str | Path, target: str | Path, *, progress: bool = True) ->
         shards.append((file, tuple(tensors)))
         total += size
         if progress:
-            print(
-                f"[{number}/{len(pickles)}] {path.name} -> {file} ({size / 1e9:.2f} GB)",
-                file=sys.stderr,
-            )
+            place = f"[{number}/{len(pickles)}]"
+            _LOG.info("%s %s -> %s (%.2f GB)", place, path.name, file, size / 1e9)
     if len(shards) > 1:
         safetensors.write_index(target, shards, total)
     _copy_rest(source, target)

@@ -1,12 +1,12 @@
 """What lies in a checkpoint folder besides the weights: its kind, configuration and tokenizer."""
 
 import importlib.util
-import sys
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import huggingface_hub
-
+from stepprune_jax.checkpoints import hub
+from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 
@@ -14,9 +14,8 @@ from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 # left out, as they are never read.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
-# Owners of published checkpoints: their ids cannot be mistyped paths.
-KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
-HUB = "hub:"
+
+_LOG = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -39,8 +38,9 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
     """Returns a local folder, downloading from the hub when the argument is not a folder.
 
     Args:
-        folder_or_hub_id: a folder, or a hub id such as ``llava-hf/llava-1.5-7b-hf``; with ``hub:``
-            in front if its owner is none of `KNOWN_OWNERS`.
+        folder_or_hub_id: a folder; or the name of a model that is shipped, ``shapes``; or a hub id
+            such as ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as `hub.repository`
+            reads it. A folder of the same name comes first.
         patterns: the files to download.
 
     Returns:
@@ -55,25 +55,14 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
         return folder
     if folder.exists():
         raise NotADirectoryError(f"{folder} is a file: give the folder it lies in")
-    name = str(folder_or_hub_id).removeprefix(HUB)
-    if name.count("/") != 1 or name.startswith((".", "~", "/")):
-        raise FileNotFoundError(f"no folder {name}, and it is not a hub id (owner/name)")
-    owner = name.partition("/")[0]
-    if name == str(folder_or_hub_id) and owner not in KNOWN_OWNERS:
-        # A mistyped path must not fetch whatever a stranger has put under that name.
-        raise FileNotFoundError(
-            f"no folder {name}. If a repository of the Hugging Face hub is meant, say {HUB}{name}; "
-            f"only those of {', '.join(KNOWN_OWNERS)} are asked for without"
-        )
+    shipped = find_shipped_model(folder_or_hub_id)
+    if shipped is not None:
+        return shipped
+    missing = or_shipped(f"no folder {folder_or_hub_id}", folder_or_hub_id, "model", MODELS)
+    source = hub.find_repository(folder_or_hub_id, missing)
     if patterns == SMALL_FILES:
-        print(f"{name} is not a folder here; asking the Hugging Face hub for it", file=sys.stderr)
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{name!r} is not a folder here, and fetching it from the Hugging Face hub failed: "
-            f"{error}. Without a network, download the repository elsewhere and give its folder"
-        ) from error
+        _LOG.info("%s is not a folder here; asking the Hugging Face hub for it", source)
+    return hub.download(source, patterns)
 
 
 def inspect_folder(

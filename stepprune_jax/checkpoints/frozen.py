@@ -1,18 +1,15 @@
 """The frozen model that a run's configuration names, and how it is run."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.settings import Settings, choice, count, switch, text
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-# The model of the shapes world, used when no folder is given.
-SHAPES_MODEL = ASSETS / "shapes_llava"
 DTYPES = ("float32", "bfloat16")
 
 

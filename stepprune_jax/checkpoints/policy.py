@@ -1,55 +1,36 @@
-"""A trained policy as one safetensors file: weights, configuration, feature statistics.
+"""A trained policy as one safetensors file: weights, configuration, statistics, calibration.
 
 Tensors are named by their paths ("encoder/block_0/mlp/up/kernel", "stats/mean"); the header's
 metadata holds the rest as JSON, so that a file can be used without knowing how it was trained.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints import hub, safetensors
+from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
+from stepprune_jax.pruning.calibration import read_calibration
+from stepprune_jax.pruning.trained import METHODS, Policy
 from stepprune_jax.settings import is_number
+from stepprune_jax.version import version
 
+POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
 FORMAT = "stepprune_policy"
 VERSION = 1
-# The metadata's "method"; files without one are older and hold a StepPrune policy.
-METHODS = {"stepprune": PolicyConfig, "autoselect": AutoSelectConfig}
-
-
-class Policy(NamedTuple):
-    """A policy with everything that its inference needs.
-
-    Attributes:
-        params: weights, the tree of `init_policy` (or of `autoselect.init`).
-        config: shape and reading; its type says which method this is.
-        stats: statistics of the features it was trained with, or None.
-        stop_bias: number added to the stop logits when nothing else is asked for.
-    """
-
-    params: dict[str, Any]
-    config: PolicyConfig | AutoSelectConfig
-    stats: FeatureStats | None = None
-    stop_bias: float | int = 0.0
-
-    @property
-    def method(self) -> str:
-        """One of `METHODS`: "stepprune" or "autoselect"."""
-        return config_metadata(self.config)["method"]
 
 
 def config_metadata(config: PolicyConfig | AutoSelectConfig) -> dict[str, str]:
@@ -87,10 +68,12 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
     metadata = {
         "kind": FORMAT,
         "version": str(VERSION),
-        "package_version": _package_version(),
+        "package_version": version(),
         "stop_bias": json.dumps(float(policy.stop_bias)),
         **config_metadata(policy.config),
     }
+    if policy.calibration is not None:
+        metadata["calibration"] = json.dumps(policy.calibration.as_json())
     if about is not None:
         metadata["about"] = json.dumps(about)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,21 +88,18 @@ def load_policy(path: str | Path) -> Policy:
     Fields of `PolicyConfig` that the file does not have, because it is older, take their defaults.
 
     Args:
-        path: the file.
+        path: the file, the name of a policy that is shipped, or "hub:owner/name", as in
+            `policy_file`.
 
     Returns:
         The policy, with weights of the dtype that `init_policy` gives them.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, here or on the hub.
         ValueError: a file of another kind or of a newer version, a configuration with unknown
             fields or bad values, or weights that do not fit it, all listed in one message.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, expected a policy file written by save_policy")
-    if not path.is_file():
-        raise FileNotFoundError(f"no policy file at {path}")
+    path = policy_file(path)
     entries, metadata = safetensors.read_contents(path)
     if metadata.get("kind") != FORMAT:
         raise ValueError(
@@ -135,6 +115,12 @@ def load_policy(path: str | Path) -> Policy:
     stop_bias = parse_json(metadata.get("stop_bias", "0"), f"{path}: stop_bias")
     if not is_number(stop_bias):
         raise ValueError(f"{path}: stop_bias is {stop_bias!r}, expected a finite number")
+    calibration = None
+    if "calibration" in metadata:
+        try:
+            calibration = read_calibration(parse_json(metadata["calibration"], "its calibration"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     _check_sizes(path, config, entries)
     has_stats = any(name.startswith("stats/") for name in entries)
     wanted = _wanted(config, has_stats)
@@ -151,7 +137,36 @@ def load_policy(path: str | Path) -> Policy:
         stats = FeatureStats(
             **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
         )
-    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias))
+    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
+
+
+def policy_file(path: str | Path) -> Path:
+    """Finds a policy's file, downloading it from the hub when that is asked for.
+
+    Args:
+        path: the file; or the name of a policy that is shipped; or the hub's repository that holds
+            `POLICY_FILE`, "hub:owner/name" or "hub:owner/name@revision".
+
+    Returns:
+        The local file.
+
+    Raises:
+        FileNotFoundError: there is no such file, here or on the hub.
+        ValueError: the path is a folder.
+    """
+    file, shipped = Path(path), find_shipped_policy(path)
+    if file.is_file():
+        return file
+    if shipped is not None:
+        return shipped
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
+    missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
+    source = hub.find_repository(path, missing)
+    file = hub.download(source, (POLICY_FILE,)) / POLICY_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{source} on the Hugging Face hub has no {POLICY_FILE}")
+    return file
 
 
 def check_fits(policy: Policy, config: ModelConfig) -> None:
@@ -238,7 +253,7 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoS
     Raises:
         ValueError: an unknown method or field, or a bad value; the message names the file.
     """
-    method = metadata.get("method", "stepprune")
+    method = metadata.get("method", "stepprune")  # older files have none
     if method not in METHODS:
         raise ValueError(
             f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
@@ -258,11 +273,3 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoS
         return kind(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _package_version() -> str:
-    """Version of the installed package, or "unknown" for a bare source tree."""
-    try:
-        return importlib.metadata.version("stepprune-jax")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

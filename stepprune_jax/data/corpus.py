@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded
+from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded, last_answer
 from stepprune_jax.data.index import Index, row_turns
 from stepprune_jax.data.json_array import JsonEntries
 
@@ -53,17 +53,17 @@ class Row(NamedTuple):
 
 
 def make_row(encoded: Encoded, limits: Limits) -> Row:
-    """Cuts a conversation with one image, and finds what is supervised in it.
+    """Cuts a conversation with one image, and finds what is supervised in it: the last answer.
 
     Args:
         encoded: the conversation.
         limits: what it is cut to.
 
     Returns:
-        The row; without targets if no answer begins within the limit.
+        The row; without targets if the answer begins beyond the limit.
     """
     ids = np.array(encoded.ids[: limits.ids], np.int32)
-    labels = np.array(encoded.labels[: limits.ids], np.int32)
+    labels = np.array(last_answer(encoded.labels)[: limits.ids], np.int32)
     at = np.flatnonzero(labels[1:] != IGNORE) + 1
     text = np.array(encoded.text[: limits.policy_text], np.int32)
     return Row(ids, text, (at - 1).astype(np.int32), labels[at])
@@ -102,6 +102,7 @@ class Corpus:
         self._entries = JsonEntries(file, index.start, index.end)
         self._names, self._root = index.names, root
         self._sample, self._pair = index.sample[used], index.pair[used]
+        self._first = index.first[used]
         self._image = index.image[used]
         self._encoder, self._limits = encoder, limits
         self.lengths = Lengths(
@@ -126,8 +127,8 @@ class Corpus:
         Raises:
             ValueError: the training file is not what it was.
         """
-        parts = [(int(self._sample[number]), int(self._pair[number])) for number in numbers]
-        turns = [row_turns(self._entries, *part) for part in parts]
+        parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
+        turns = [row_turns(self._entries, *part) for part in parts.tolist()]
         with _TOKENIZER:
             encoded = self._encoder.encode_all(turns, 1)
         return [make_row(row, self._limits) for row in encoded]
@@ -142,15 +143,12 @@ class Corpus:
         return self._root / self._names[self._image[number]]
 
     def describe(self, number: int) -> dict[str, Any]:
-        """A row as its file has it: number and id of its sample, number of its question, image.
-
-        The question is None if the row is the whole conversation.
-        """
-        sample, pair = int(self._sample[number]), int(self._pair[number])
+        """A row as its file has it: number and id of its sample, number of its question, image."""
+        sample = int(self._sample[number])
         return {
             "sample": sample,
             "id": self._entries[sample].get("id"),
-            "question": None if pair < 0 else pair,
+            "question": int(self._pair[number]),
             "image": self._names[self._image[number]],
         }
 

@@ -33,6 +33,21 @@ class Encoded(NamedTuple):
     text: list[int]
 
 
+def last_answer(labels: Sequence[int]) -> list[int]:
+    """Labels of a whole conversation, of which only those of its last answer are left.
+
+    The policy reads what the user says from the first turn to the last. An earlier answer would
+    teach it from a question that is asked later.
+    """
+    end = len(labels)
+    while end and labels[end - 1] == IGNORE:
+        end -= 1
+    start = end
+    while start and labels[start - 1] != IGNORE:
+        start -= 1
+    return [*[IGNORE] * start, *labels[start:]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ConversationEncoder:
     """Turns conversations into ids, and says which of them are to be learnt.

@@ -1,12 +1,14 @@
 """The index of a training file, made in one pass and kept beside the run.
 
 An index holds a few numbers for each row: where it is in the file, how many tokens it has, whether
-it can be trained on. A row is a conversation, or a question of one with its answer.
+it can be trained on. A row ends with the answer that is learned: it is a question of a conversation
+with its answer, alone or after all that was said before.
 """
 
 import hashlib
 import json
 import os
+import random
 import uuid
 import zipfile
 from pathlib import Path
@@ -16,13 +18,13 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
-from stepprune_jax.data.encoding import IGNORE, ConversationEncoder
+from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_array import JsonEntries, scan_json_list
 from stepprune_jax.data.llava import parse_conversation
 
 # Of the form of an index file; another number makes the old ones unknown.
-_FORM = 1
+_FORM = 2
 # Conversations that are tokenised in one call.
 _PART = 256
 
@@ -37,7 +39,8 @@ class Index(NamedTuple):
         end: offset after it.
         names: of the distinct images, as the file has them.
         sample: number of the sample of each row.
-        pair: number of the row's question in the sample; -1 for all of them.
+        first: number of the first question of the sample that belongs to the row.
+        pair: number of the question whose answer is learned, the last of the row.
         image: number of the row's image among `names`; -1 without.
         problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
             `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
@@ -50,6 +53,7 @@ class Index(NamedTuple):
     end: Int[np.ndarray, " s"]
     names: tuple[str, ...]
     sample: Int[np.ndarray, " r"]
+    first: Int[np.ndarray, " r"]
     pair: Int[np.ndarray, " r"]
     image: Int[np.ndarray, " r"]
     problem: Int[np.ndarray, " r"]
@@ -58,13 +62,14 @@ class Index(NamedTuple):
     targets: Int[np.ndarray, " r"]
 
 
-def row_turns(entries: JsonEntries, sample: int, pair: int) -> tuple[str, ...]:
+def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple[str, ...]:
     """The turns of a row.
 
     Args:
         entries: the file.
         sample: number of the sample.
-        pair: number of its question, or -1.
+        first: number of its first question in the row.
+        pair: number of its last.
 
     Returns:
         The turns, user first.
@@ -73,7 +78,7 @@ def row_turns(entries: JsonEntries, sample: int, pair: int) -> tuple[str, ...]:
         ValueError: the sample is malformed; the message names file, sample and field.
     """
     turns = parse_conversation(entries[sample], sample, f"{entries.file}: sample {sample}").turns
-    return turns if pair < 0 else turns[2 * pair : 2 * pair + 2]
+    return turns[2 * first : 2 * pair + 2]
 
 
 def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
@@ -81,7 +86,9 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
 
     Args:
         file: as of `read_conversations`.
-        split_turns: make every question with its answer a row of its own.
+        split_turns: make every question with its answer a row of its own. Otherwise a conversation
+            is one row, which ends with one of its answers, drawn by the sample's number: the policy
+            reads all that the user says, and would read later questions before they are asked.
         skip_malformed: mark a malformed sample instead of refusing it.
 
     Returns:
@@ -107,20 +114,23 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
             except ValueError:
                 if not skip_malformed:
                     raise
-                rows.append((number, -1, -1, MALFORMED))
+                rows.append((number, 0, 0, -1, MALFORMED))
                 continue
             if record.image is None or not record.turns:
-                rows.append((number, -1, -1, NOTHING_SAID if record.image else TEXT_ONLY))
+                why = NOTHING_SAID if record.image else TEXT_ONLY
+                rows.append((number, 0, 0, -1, why))
                 continue
             image = names.setdefault(record.image, len(names))
-            pairs = (
-                range(len(record.turns) // 2) if split_turns and len(record.turns) > 2 else (-1,)
-            )
-            rows += [(number, pair, image, USABLE) for pair in pairs]
+            questions = len(record.turns) // 2
+            if split_turns:
+                rows += [(number, pair, pair, image, USABLE) for pair in range(questions)]
+            else:
+                last = random.Random(number).randrange(questions)
+                rows.append((number, 0, last, image, USABLE))
     start, end = np.array(places, np.int64).reshape(-1, 2).T
-    sample, pair, image, problem = np.array(rows, np.int32).reshape(-1, 4).T
+    sample, first, pair, image, problem = np.array(rows, np.int32).reshape(-1, 5).T
     zero = np.zeros(len(rows), np.int32)
-    return Index(start, end, tuple(names), sample, pair, image, problem, zero, zero, zero)
+    return Index(start, end, tuple(names), sample, first, pair, image, problem, zero, zero, zero)
 
 
 def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids: int) -> Index:
@@ -141,10 +151,11 @@ def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids:
     with tqdm(total=len(rows), desc="counting tokens", unit="row", disable=None) as bar:
         for begin in range(0, len(rows), _PART):
             part = rows[begin : begin + _PART]
-            turns = [row_turns(entries, int(index.sample[i]), int(index.pair[i])) for i in part]
+            places = np.stack([index.sample, index.first, index.pair], axis=1)[part].tolist()
+            turns = [row_turns(entries, *place) for place in places]
             for row, encoded in zip(part, encoder.encode_all(turns, 1), strict=True):
                 ids[row], text[row] = len(encoded.ids), len(encoded.text)
-                labels = np.array(encoded.labels[:context_ids])
+                labels = np.array(last_answer(encoded.labels)[:context_ids])
                 targets[row] = np.count_nonzero(labels != IGNORE)
             bar.update(len(part))
     problem = np.where((index.problem == USABLE) & (targets == 0), NO_ANSWER, index.problem)

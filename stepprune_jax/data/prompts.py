@@ -74,6 +74,33 @@ def check_marks(text: str, num_images: int) -> None:
     raise ValueError(f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given")
 
 
+def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str:
+    """Puts image marks where training data mean them: in front of the message.
+
+    A single image goes to the front wherever the message had it. With several images and as many
+    marks in the message, the marks stay where they are.
+
+    Args:
+        message: the user's words, with or without `IMAGE_MARK`.
+        num_images: how many images go with them.
+        mark: what stands in front for each image.
+
+    Returns:
+        The message with a mark for each image.
+
+    Raises:
+        ValueError: the message has marks, but not one per image.
+    """
+    marks = message.count(IMAGE_MARK)
+    if marks:
+        check_marks(message, num_images)
+    if marks > 1:
+        return message
+    if marks == 1:
+        message = message.replace(IMAGE_MARK, "").strip()
+    return mark * num_images + message
+
+
 def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
     """Cuts a prompt at its image marks.
 

@@ -1,11 +1,14 @@
 """Where a run's data are, and how batches are made of them; draws the shapes world on first use."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stepprune_jax.data.survey import REMEDIES, Source
 from stepprune_jax.settings import Settings, choice, count, integer, number, setting, switch, text
+
+_LOG = logging.getLogger(__name__)
 
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
@@ -33,7 +36,8 @@ class DataSettings(Settings, group="data"):
         side: height and width of its images in pixels; None for the world's own.
         grid: patches along an edge of its images; None for the world's own.
         emphasis: factor on the families of questions that are learned last; None for 1.
-        split_turns: whether each question of a conversation is a sample of its own.
+        split_turns: whether each question of a conversation is a sample of its own; otherwise the
+            conversation is one, up to one of its answers: `index.scan`.
         stats_images: images for the statistics of the features.
         length_multiple: ids are padded to a multiple of this.
         length_group: batches whose rows are sorted by length together; 1 for none.
@@ -118,7 +122,7 @@ def data_folder(config: HasData, workdir: str | Path) -> Path:
 
     folder = Path(workdir) / "data"
     if not folder.exists():
-        print(f"Writing the shapes world to {folder}", flush=True)
+        _LOG.info("Writing the shapes world to %s", folder)
     return write_world(
         folder,
         seed=data.seed,

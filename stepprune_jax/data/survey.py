@@ -36,7 +36,7 @@ class Source(NamedTuple):
         file: JSON list as of `read_conversations`.
         image_root: folder that images are relative to.
         index_folder: where the counts of tokens are kept for the next run.
-        split_turns: make every question with its answer a row of its own.
+        split_turns: make every question with its answer a row of its own; see `index.scan`.
         missing: what to do about a missing image, of `REMEDIES`.
         unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
         linked_folders: folders that links in the image folder may lead to.
@@ -114,7 +114,7 @@ def _explain(index: Index, row: int, source: Source, limits: Limits) -> str:
     sample = int(index.sample[row])
     if index.problem[row] == MALFORMED:
         try:
-            row_turns(JsonEntries(source.file, index.start, index.end), sample, -1)
+            row_turns(JsonEntries(source.file, index.start, index.end), sample, 0, 0)
         except ValueError as error:
             return str(error)
     return (

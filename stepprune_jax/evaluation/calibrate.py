@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.encode import chunk_size, encode_questions
@@ -27,7 +26,8 @@ from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
-from stepprune_jax.pruning import Budget, make_method
+from stepprune_jax.pruning import Budget, Policy, make_method
+from stepprune_jax.pruning.calibration import calibrate
 
 FILE = "stop_biases.json"
 # Row name to what is known of each policy that the row has had.
@@ -235,6 +235,34 @@ def stop_margins(
         report(first + len(part))
     progress.close()
     return Margins(np.concatenate(parts), np.concatenate(sizes))
+
+
+def calibrate_policy(
+    model: VLM,
+    policy: Policy,
+    questions: Sequence[Question | BenchmarkQuestion],
+    execution: Execution,
+    size: int,
+) -> Policy:
+    """Measures what stop bias a mean count takes; nothing is answered.
+
+    Args:
+        model: the frozen model.
+        policy: StepPrune's.
+        questions: each with an image.
+        execution: how the layers of the model are run.
+        size: questions at a time.
+
+    Returns:
+        The policy with its calibration.
+
+    Raises:
+        ValueError: a question without an image, or an image that cannot be read.
+    """
+    sample = Sample({}, questions)
+    margins = stop_margins("calibration", model, policy, sample, execution, size)
+    table = calibrate(margins.margin, margins.sizes, policy.config.min_tokens)
+    return policy.replace(calibration=table)
 
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:

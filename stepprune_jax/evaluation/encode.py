@@ -26,8 +26,9 @@ from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import bucket_ladder
 from stepprune_jax.user_input import user_input
 
-# Widths that prompts and the user's words are padded to, so that all sets share programs.
-WIDTHS = bucket_ladder(1 << 16)
+# Widths that prompts and the user's words are padded to, so that all sets share programs. One more
+# program for each budget takes longer than padding the shortest prompts to 32 ids.
+WIDTHS = tuple(width for width in bucket_ladder(1 << 16) if width >= 32)
 # Bytes of features that the questions of a chunk may bring, and the most questions.
 _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
@@ -174,7 +175,7 @@ def _fill(ids: list[Any], words: list[Any], rows: Sequence[int], request: Reques
 def _width(rows: Sequence[Sequence[int]]) -> int:
     """The width that holds the longest row."""
     longest = max(map(len, rows))
-    return next((size for size in WIDTHS if size >= longest), 8)
+    return next(size for size in WIDTHS if size >= longest)
 
 
 def cut_prompts(encoded: Encoded, limit: int) -> Encoded:

@@ -32,7 +32,6 @@ from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import (
     WIDTHS,
@@ -61,7 +60,7 @@ from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.pruning import Ranking
+from stepprune_jax.pruning import Policy, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
 

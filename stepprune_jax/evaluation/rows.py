@@ -12,10 +12,9 @@ import numpy as np
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings
-from stepprune_jax.pruning import PRUNERS, Budget, Method, Ranker, make_method
+from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
 
 
 class TableRow(NamedTuple):

@@ -9,12 +9,19 @@ from ml_collections import ConfigDict
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
 from stepprune_jax.benchmarks.score import DATA
+from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.frozen import ModelSettings
-from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy
+from stepprune_jax.checkpoints.policy import (
+    POLICY_FILE,
+    check_fits,
+    load_policy,
+    policy_file,
+)
+from stepprune_jax.checkpoints.shipped import find_shipped_policy
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, read_options
+from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -28,7 +35,6 @@ from stepprune_jax.settings import (
 )
 
 SHAPES = shapes.BENCHMARK.name
-POLICY_FILE = "policy.safetensors"
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -223,7 +229,8 @@ def find_policy(name: str, path: str) -> Path:
 
     Args:
         name: of the row, for the message.
-        path: absolute, relative to the current folder, or relative to the package.
+        path: absolute, relative to the current folder, or relative to the package; the name of a
+            policy that is shipped; or "hub:owner/name".
 
     Returns:
         The file.
@@ -231,9 +238,11 @@ def find_policy(name: str, path: str) -> Path:
     Raises:
         FileNotFoundError: it is nowhere.
     """
+    if hub.is_meant(path):
+        return policy_file(path)
     places = [Path(path).expanduser(), _PACKAGE / path]
-    for place in places:
-        if place.is_file():
+    for place in (*places, find_shipped_policy(path)):
+        if place is not None and place.is_file():
             return place
     raise FileNotFoundError(
         f"no policy file for the row {name!r}: looked for {' and '.join(map(str, places))}"
@@ -245,7 +254,8 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
 
     Args:
         workdir: the run's folder, with the policy that it trained.
-        policy: another one: a policy file, or the folder of a run that trained one.
+        policy: another one: a policy file, the folder of a run that trained one, the name of a
+            policy that is shipped, or "hub:owner/name".
 
     Returns:
         The file.
@@ -253,8 +263,11 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
     Raises:
         FileNotFoundError: it does not exist.
     """
-    place = Path(workdir if policy is None else policy).expanduser()
-    own = place / POLICY_FILE if policy is None or place.is_dir() else place
+    if policy is not None:
+        place = Path(policy).expanduser()
+        file = place / POLICY_FILE if place.is_dir() else place
+        return policy_file(policy if hub.is_meant(policy) else file)
+    own = Path(workdir).expanduser() / POLICY_FILE
     if not own.is_file():
         hint = "run train.py with this --workdir first, or name a policy by --policy"
         raise FileNotFoundError(f"{own} does not exist; {hint}")

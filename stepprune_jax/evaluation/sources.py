@@ -1,5 +1,6 @@
 """The model and the data that a configuration names."""
 
+import logging
 from pathlib import Path
 
 import jax
@@ -10,6 +11,8 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.parallel.sharding import build_mesh
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_model(run: EvaluationRun) -> VLM:
@@ -53,7 +56,7 @@ def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
     from stepprune_jax.data.shapes import write_world
 
     other = Path(workdir) / f"data_test_{seed}"
-    print(f"Test world of seed {seed}: {run.data.test_scenes} scenes in {other}", flush=True)
+    _LOG.info("Test world of seed %s: %s scenes in %s", seed, run.data.test_scenes, other)
     write_world(
         other,
         seed=run.data.seed,

@@ -51,8 +51,13 @@ def read_split(folder: str | Path, name: str) -> Split:
 
 def thin(split: Split, most: int) -> Split:
     """At most so many questions of a split, spread evenly over it; 0 keeps all."""
-    total = len(split.questions)
-    if not 0 < most < total:
+    if not 0 < most < len(split.questions):
         return split
-    chosen = [number * total // most for number in range(most)]
+    chosen = spread_over(len(split.questions), most)
     return Split(*([part[at] for at in chosen] if part is not None else None for part in split))
+
+
+def spread_over(total: int, most: int) -> list[int]:
+    """Returns at most so many numbers below `total`, spread evenly over them; 0 keeps all."""
+    count = min(most, total) if most else total
+    return [number * total // count for number in range(count)]

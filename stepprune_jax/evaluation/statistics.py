@@ -116,6 +116,31 @@ def make_statistics(
     }
 
 
+def stop_figures(
+    row: Records, scenes: Sequence[Scene] | None, least: int, most: int
+) -> dict[str, float | None]:
+    """Tells a stop that decides from one that sits at a bound.
+
+    Args:
+        row: the records.
+        scenes: what is known of the questions' images, or None.
+        least: tokens that are always kept.
+        most: tokens that are kept at most.
+
+    Returns:
+        "spearman_relevant", the rank correlation of K and the number of relevant tokens, and
+        "at_bounds", the share of questions with K at `least` or `most`, in percent. None where the
+        budget is exact or nothing is known.
+    """
+    if row.mode == "exact":
+        return {"spearman_relevant": None, "at_bounds": None}
+    relevant = None if scenes is None else np.array([len(scene.relevant) for scene in scenes])
+    return {
+        "spearman_relevant": None if relevant is None else spearman(row.count, relevant),
+        "at_bounds": percent((row.count <= least) | (row.count >= most)),
+    }
+
+
 def _describe(
     row: Records, whole: Bool[np.ndarray, "q"], scenes: Sequence[Scene] | None
 ) -> dict[str, Any]:

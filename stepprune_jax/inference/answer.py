@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy, check_fits
+from stepprune_jax.checkpoints.policy import check_fits
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference import decoding, pipeline
 from stepprune_jax.inference.buckets import row_bucket
@@ -21,8 +21,8 @@ from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.pruning import POSITIONS, Budget, Method, Pruner, make_method
-from stepprune_jax.settings import is_count
+from stepprune_jax.pruning import POSITIONS, Budget, Method, Policy, Pruner, make_method
+from stepprune_jax.settings import is_count, is_number
 
 
 class Answer(NamedTuple):
@@ -35,6 +35,10 @@ class Answer(NamedTuple):
         token_ids: all ids generated, the stop id included.
         visual_tokens: of the prompt's images before pruning.
         kept: of these, how many are left for the language model, behind its last cut.
+        kept_indices: for each image of the prompt, which tokens these are: row by row of its grid
+            from 0, and -1 for one that others were merged into. In order of choice for methods that
+            choose one after the other or by a score (`Ranker`s); else as they stand in the row.
+        grids: for each image of the prompt, rows and columns of its tokens before pruning.
         ttft_ms: milliseconds from the call to the first token of the batch: images to pixels,
             tower, selection, projector, prefill.
         tokens_per_s: decode steps per second after the first token; a batch makes one token per
@@ -45,6 +49,8 @@ class Answer(NamedTuple):
     token_ids: tuple[int, ...]
     visual_tokens: int
     kept: int
+    kept_indices: tuple[tuple[int, ...], ...]
+    grids: tuple[tuple[int, int], ...]
     ttft_ms: float
     tokens_per_s: float
 
@@ -58,6 +64,8 @@ class Options(NamedTuple):
         budget: tokens to keep of each image: a count, a `Budget`, or text as `Budget.parse` takes
             it; None lets a policy stop by itself.
         policy: what a trained pruner has learned.
+        mean_budget: tokens to keep of an image on average, in place of `budget`: the stop bias is
+            that of the policy's calibration.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         pruner_options: fields of the named pruner.
         positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
@@ -78,6 +86,7 @@ class Options(NamedTuple):
     pruner: str | Pruner | Method | None = None
     budget: int | str | Budget | None = None
     policy: Policy | None = None
+    mean_budget: float | int | None = None
     stop_bias: float | int | None = None
     pruner_options: Mapping[str, Any] | None = None
     positions: str = "own"
@@ -106,6 +115,7 @@ class _Begun(NamedTuple):
     batch: Begun
     sampling: decoding.Sampling
     ttft_ms: float
+    grids: list[tuple[tuple[int, int], ...]]
 
 
 def generate(
@@ -186,7 +196,7 @@ def method_of(config: Any, options: Options) -> Method:
     """
     pruner = options.pruner
     if isinstance(pruner, Method | Pruner):
-        for name in ("budget", "policy", "stop_bias", "pruner_options"):
+        for name in ("budget", "policy", "mean_budget", "stop_bias", "pruner_options"):
             if getattr(options, name) is not None:
                 raise ValueError(f"{name} is given with a pruner that has its own")
         method = pruner if isinstance(pruner, Method) else Method(pruner)
@@ -195,7 +205,7 @@ def method_of(config: Any, options: Options) -> Method:
     else:
         method = make_method(
             pruner,
-            options.budget,
+            read_budget(options.budget, options.mean_budget, options.stop_bias),
             policy=options.policy,
             stop_bias=options.stop_bias,
             options=options.pruner_options,
@@ -204,6 +214,34 @@ def method_of(config: Any, options: Options) -> Method:
         check_fits(options.policy, config)
     method.pruner.check(config, config.max_image_tokens)
     return method
+
+
+def read_budget(
+    budget: int | str | Budget | None,
+    mean_budget: float | int | None,
+    stop_bias: float | int | None = None,
+) -> int | str | Budget | None:
+    """Reads a budget that may be a mean one.
+
+    Args:
+        budget: as `make_method` takes it.
+        mean_budget: a mean count in its place.
+        stop_bias: which does not go with a mean count.
+
+    Returns:
+        The one that is given, or None.
+
+    Raises:
+        ValueError: more than one is given, or a mean count that is none.
+    """
+    if mean_budget is None:
+        return budget
+    for name, value in (("budget", budget), ("stop_bias", stop_bias)):
+        if value is not None:
+            raise ValueError(f"{name} and mean_budget are given, expected one of them")
+    if not is_number(mean_budget) or mean_budget <= 0:
+        raise ValueError(f"mean_budget is {mean_budget!r}, expected a positive number")
+    return Budget("mean", mean_budget)
 
 
 def check_options(config: Any, options: Options) -> Method:
@@ -276,7 +314,8 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
         begin = time.perf_counter()
         batch = pipeline.begin(model, method, rows, shown, sampling, how)
         jax.block_until_ready(batch.state)
-        return _Begun(batch, sampling, 1000 * (on_host + time.perf_counter() - begin))
+        ttft_ms = 1000 * (on_host + time.perf_counter() - begin)
+        return _Begun(batch, sampling, ttft_ms, _grids(rows, shown))
 
     before = num_compiled()
     begun = run()
@@ -292,11 +331,45 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
 
 def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
     """Puts answers together."""
-    answers, counts = [], zip(begun.batch.visual_tokens, begun.batch.kept, strict=True)
-    for ids, (visual, kept) in zip(rows, counts, strict=True):
-        text, ids = answer_text(model.tokenizer, ids), tuple(map(int, ids))
-        answers.append(Answer(text, ids, int(visual), int(kept), begun.ttft_ms, rate))
+    trace, answers = begun.batch.trace, []
+    index, image_of, order = fetch((trace.stages[-1].index, trace.stages[-1].image, trace.order))
+    for row, ids in enumerate(rows):
+        answers.append(
+            Answer(
+                text=answer_text(model.tokenizer, ids),
+                token_ids=tuple(map(int, ids)),
+                visual_tokens=int(begun.batch.visual_tokens[row]),
+                kept=int(begun.batch.kept[row]),
+                kept_indices=tuple(
+                    _kept_of(
+                        index[row][image_of[row] == image],
+                        None if order is None else order[row, image],
+                    )
+                    for image in range(len(begun.grids[row]))
+                ),
+                grids=begun.grids[row],
+                ttft_ms=begun.ttft_ms,
+                tokens_per_s=rate,
+            )
+        )
     return answers
+
+
+def _kept_of(left: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"] | None) -> tuple[int, ...]:
+    """Indices of an image's tokens that are left, in order of choice if there is one."""
+    if order is not None:  # a row that was cut to the context may have lost some of them
+        left = order[np.isin(order, left[left >= 0])]
+    return tuple(left.tolist())
+
+
+def _grids(rows: Prompts, images: pipeline.Images | None) -> list[tuple[tuple[int, int], ...]]:
+    """Rows and columns of the tokens of each prompt's images."""
+    if images is None:
+        return [()] * len(rows.length)
+    return [
+        tuple((int(height), int(width)) for height, width in images.grid[shown[shown >= 0]])
+        for shown in rows.image_of
+    ]
 
 
 def _rate(steps: int, seconds: float) -> float:

@@ -116,10 +116,13 @@ class Trace(NamedTuple):
     Attributes:
         logits: [b, v] float32 at each prompt's last place.
         stages: the rows that enter the language model, then those behind each cut.
+        order: [b, j, t] int32 tokens of each image that were kept before the language model, in
+            order of choice, -1 in the padding; None for a method that chooses a set.
     """
 
     logits: Float[Array, "b v"]
     stages: tuple[Places, ...]
+    order: Int[Array, "b j t"] | None = None
 
 
 def greedy(stop_ids: Iterable[int]) -> Sampling:

@@ -22,7 +22,7 @@ from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.pruning import Kept, Pruner, Ranking, View
-from stepprune_jax.pruning.base import take
+from stepprune_jax.pruning.base import take_first
 
 
 class Features(NamedTuple):
@@ -227,7 +227,8 @@ def place(
         The rows that enter the language model.
     """
     # No image fills more slots than a row has; one more still shows that the row is to be cut.
-    index, at, tokens, valid = (part[:, : capacity + 1] for part in kept[:-1])
+    parts = (kept.index, kept.place, kept.tokens, kept.valid)
+    index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
     tokens = tokens if projected else vlm.project(params, config, tokens)
     index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
     visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid)
@@ -273,7 +274,7 @@ def begin(
         projected=stages.projected,
         mesh=mesh,
     )
-    return decoding.start(
+    state, trace = decoding.start(
         params,
         config,
         learned,
@@ -284,6 +285,10 @@ def begin(
         options=options,
         mesh=mesh,
     )
+    if kept.order is not None:
+        order = jnp.where(texts.shown[..., None], kept.order[texts.pair], -1)
+        trace = trace._replace(order=constrain_rows(mesh, order))
+    return state, trace
 
 
 def answer(
@@ -313,7 +318,7 @@ run_choose = jit_for_weights(choose, ("config", "choice", "mesh"))
 run_rank = jit_for_weights(rank, ("config", "pruner", "steps", "mesh"))
 run_begin = jit_for_weights(begin, ("config", "stages", "options", "mesh"))
 run_answer = jit_for_weights(answer, ("config", "choice", "stages", "options", "mesh"))
-run_take = jax.jit(take, static_argnames="capacity")
+run_take = jax.jit(take_first, static_argnames="capacity")
 
 
 def num_compiled() -> int:

@@ -67,6 +67,7 @@ def load_answerer(
     policy: str | Path | None = None,
     method: str | None = None,
     budget: int | str | None = None,
+    mean_budget: float | int | None = None,
     stop_bias: float | int | None = None,
     vision_folder: str | Path | None = None,
     dtype: str = "bfloat16",
@@ -79,12 +80,14 @@ def load_answerer(
     """Checks what is asked for, and then loads the model.
 
     Args:
-        pretrained: checkpoint folder or hub id.
-        policy: policy file.
+        pretrained: checkpoint folder, hub id, or "shapes" for the small model that is shipped.
+        policy: policy file, or the name of one that is shipped.
         method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
             one; without one it is "all".
         budget: tokens to keep of an image, as `Budget.parse` takes them; without it a policy stops
             by itself.
+        mean_budget: tokens to keep of an image on average, by the policy's calibration; in place of
+            `budget`.
         stop_bias: added to the policy's stop logits, in place of its own.
         vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
         dtype: of the model: "bfloat16", "float32" or "float16".
@@ -114,6 +117,7 @@ def load_answerer(
         pruner=None if method == "policy" else method,
         budget=budget,
         policy=None if policy is None else load_policy(policy),
+        mean_budget=mean_budget,
         stop_bias=stop_bias,
         pruner_options={"seed": seed} if method == "random" else None,
         positions=positions,

@@ -54,8 +54,8 @@ class StepPrune(lmms):
             batch_size: questions that each device takes together.
             device: not read: jax chooses, as JAX_PLATFORMS says.
             max_batch_size: not read.
-            **options: of `load_answerer`: policy, method, budget, stop_bias, vision_folder, dtype,
-                mesh, positions, attention, seed.
+            **options: of `load_answerer`: policy, method, budget, mean_budget, stop_bias,
+                vision_folder, dtype, mesh, positions, attention, seed.
 
         Raises:
             FileNotFoundError: model or policy are not there.

@@ -120,17 +120,17 @@ def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
     missing = [name for name in needed if name not in rope]
     if missing:
         raise ValueError(f"{where}: RoPE scaling {kind!r} lacks {', '.join(missing)}")
-    factors = [real(rope, name, 1.0, where) for name in needed]
+    factor = real(rope, "factor", 1.0, where)
     if kind == "linear":
-        return theta, RopeScaling(kind, *factors)
-    if factors[1] >= factors[2]:
+        return theta, RopeScaling(kind, factor)
+    low, high = (real(rope, f"{name}_freq_factor", 1.0, where) for name in ("low", "high"))
+    if low >= high:
         raise ValueError(
-            f"{where}: low_freq_factor is {factors[1]}, expected less than high_freq_factor "
-            f"({factors[2]})"
+            f"{where}: low_freq_factor is {low}, expected less than high_freq_factor ({high})"
         )
     length = positive(config, "max_position_embeddings", 2048, where)
     length = positive(rope, "original_max_position_embeddings", length, where)
-    return theta, RopeScaling(kind, *factors, length)
+    return theta, RopeScaling(kind, factor, low, high, length)
 
 
 @dataclasses.dataclass(frozen=True)

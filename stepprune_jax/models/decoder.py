@@ -6,7 +6,7 @@ keys and values, and several position ids a token, are options of the configurat
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -311,7 +311,8 @@ def _attention_before(
     stack = {name: params["layers"][name] for name in ("norm1", "attention")}
     weights = take_layer(stack, layer)
     normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
-    return LlamaAttention(config).apply({"params": weights["attention"]}, normed, context)
+    attention = LlamaAttention(config)
+    return cast(BlockOutput, attention.apply({"params": weights["attention"]}, normed, context))
 
 
 def run_layers(
@@ -355,7 +356,8 @@ def run_layers(
 
     def layer(hidden, index):
         weights = {"params": take_layer(params["layers"], index)}
-        return block.apply(weights, hidden, context, cached_at(index), execution.attention)
+        output = block.apply(weights, hidden, context, cached_at(index), execution.attention)
+        return cast(BlockOutput, output)
 
     layer = checkpoint_layer(layer, execution.remat)
 
@@ -385,6 +387,8 @@ def run_layers(
             tapped[name] = outputs[at].mlp_input
         elif kind == "rotary":
             tapped[name] = jnp.stack([context.cosine, context.sine])
+        elif wanted.query_index is None:
+            raise ValueError(f"tap {name} needs query_index")
         elif at == last:
             following = _attention_before(params, config, hidden, context, last)
             tapped[name] = _attention_rows(following, context, None, wanted.query_index)
@@ -440,7 +444,7 @@ def final_norm(
     params: dict[str, Any], config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b e"]:
     """The norm after the last block, usable on any hidden state."""
-    return RmsNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden)
+    return cast(Array, RmsNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
 
 
 def logits(

@@ -3,7 +3,8 @@
 A family is a package of pure functions over a tree of frozen weights and a frozen configuration;
 `config.family` is that package. Nothing outside of it asks which family a model is of. How many
 visual tokens an image has, their grid, and how many position ids a token has are the family's to
-say, image by image: images of one model may differ in all of them.
+say, image by image: images of one model may differ in all of them. The language model is that of
+`models.decoder` in every family, with its weights under "language".
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from PIL import Image
 
 from stepprune_jax.models import llava, qwen2_5_vl
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.weights import Target
@@ -46,22 +46,27 @@ class ModelConfig(Protocol):
     @property
     def family(self) -> "Family":
         """The family's package."""
+        ...
 
     @property
     def feature_width(self) -> int:
         """Width d of the visual tokens that a pruner sees, before the projector."""
+        ...
 
     @property
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
+        ...
 
     @property
     def sizes_vary(self) -> bool:
         """Whether images may differ in their number of visual tokens."""
+        ...
 
     @property
     def class_token_block(self) -> int | None:
         """The tower's block whose class token ranks patches by attention; None without one."""
+        ...
 
     @property
     def received_block(self) -> int | None:
@@ -70,6 +75,7 @@ class ModelConfig(Protocol):
         None without one. "received" [i, n] is how much a token is attended to by all of its image;
         "keys" [i, n, c] by what tokens are alike.
         """
+        ...
 
 
 @runtime_checkable
@@ -96,6 +102,7 @@ class Family(Protocol):
 
     def matches(self, raw: dict[str, Any]) -> bool:
         """Whether this family reads such a folder."""
+        ...
 
     def vision_folder(self, raw: dict[str, Any]) -> str | None:
         """Names the folder or hub id of a tower that lies elsewhere.
@@ -104,6 +111,7 @@ class Family(Protocol):
             None if the tower is part of the checkpoint, as is usual; "" if it lies elsewhere and
             the file does not say where.
         """
+        ...
 
     def read_config(self, raw: dict[str, Any], vision: dict[str, Any] | None) -> ModelConfig:
         """Builds the configuration.
@@ -118,18 +126,23 @@ class Family(Protocol):
         Raises:
             ValueError: a field has an unsupported value; the message names it.
         """
+        ...
 
     def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
         """Brings a weight's name to its canonical form; None for one that is to be passed over."""
+        ...
 
     def is_vision_name(self, name: str) -> bool:
         """Whether a canonical name belongs to the tower."""
+        ...
 
     def is_harmless(self, name: str, config: ModelConfig) -> bool:
         """Whether a canonical name that no weight has may lie in the files, such as a tied head."""
+        ...
 
     def weight_targets(self, abstract: dict[str, Any], config: ModelConfig) -> list[Target]:
         """Lists the tensors that each leaf of the weights is made of; see `weights.targets`."""
+        ...
 
     def complete_vocabulary(
         self, config: ModelConfig, tokenizer: Any | None
@@ -139,12 +152,15 @@ class Family(Protocol):
         New rows of the vocabulary are filled with those of token 0. Most families return what they
         were given.
         """
+        ...
 
     def hf_config(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
         """Describes a model as a ``config.json`` that `read_config` turns back into `config`."""
+        ...
 
     def hf_processor(self, config: ModelConfig, settings: Any) -> dict[str, dict[str, Any]]:
         """Describes how images are processed, as JSON values by file name."""
+        ...
 
     # Images, on the host.
 
@@ -155,6 +171,7 @@ class Family(Protocol):
             FileNotFoundError: the folder does not say.
             ValueError: it describes another kind of processor.
         """
+        ...
 
     def bound_images(
         self,
@@ -179,6 +196,7 @@ class Family(Protocol):
             FileNotFoundError: the folder does not say.
             ValueError: bounds that no image meets, or bounds of images that all have one size.
         """
+        ...
 
     def preprocess(self, config: ModelConfig, settings: Any, images: Sequence[Image.Image]) -> Any:
         """Turns RGB images, whose sizes may differ, into pixels.
@@ -189,6 +207,15 @@ class Family(Protocol):
         Raises:
             ValueError: no images, or one that the model cannot take.
         """
+        ...
+
+    def seen(self, config: ModelConfig, settings: Any, image: Image.Image) -> Image.Image:
+        """Returns an RGB image as the tower sees it, which the grid of its tokens covers.
+
+        Raises:
+            ValueError: an image that the model cannot take.
+        """
+        ...
 
     def pixel_cache(
         self, config: ModelConfig, settings: Any, limit_bytes: int
@@ -202,18 +229,21 @@ class Family(Protocol):
             FileNotFoundError: when it is called, if there is no such file.
             ValueError: when it is called, if the model cannot take the image.
         """
+        ...
 
     def max_pixels(self, config: ModelConfig, count: int) -> Any:
         """Returns the shapes of the pixels of `count` images of the largest size.
 
         They are `jax.ShapeDtypeStruct`; memory is planned with them before any image is read.
         """
+        ...
 
     def grids(self, config: ModelConfig, pixels: Any) -> Int[np.ndarray, "i 2"]:
         """Returns rows and columns of each image's visual tokens, as the language model sees them.
 
         With a merger of 2 x 2 patches, that is half of the patches' rows and columns.
         """
+        ...
 
     def num_tokens(
         self, config: ModelConfig, grid: Int[Array | np.ndarray, "*b 2"]
@@ -224,6 +254,7 @@ class Family(Protocol):
             config: the model's.
             grid: a numpy or a traced array.
         """
+        ...
 
     # Prompts, on the host. `data.prompts` does the rest for all families.
 
@@ -233,6 +264,7 @@ class Family(Protocol):
         Raises:
             ValueError: the message has marks, but not one per image.
         """
+        ...
 
     def conversation(self, turns: Sequence[str | None]) -> str:
         """Writes out a conversation, user first and then alternating, with its image marks.
@@ -240,11 +272,13 @@ class Family(Protocol):
         A last user turn is followed by an open assistant turn. Each conversation begins with what
         any shorter part of it gives, so that the text which a turn adds is that turn's.
         """
+        ...
 
     # Programs.
 
     def init_params(self, key: Array, config: ModelConfig) -> dict[str, Any]:
         """Draws float32 weights; kernels are [in, out], layers stacked along a leading axis."""
+        ...
 
     def encode_image(
         self,
@@ -260,6 +294,7 @@ class Family(Protocol):
         the largest image that the pixels have room for, and the tokens of a smaller one are a
         prefix, as long as `num_tokens` says.
         """
+        ...
 
     def project(
         self, params: dict[str, Any], config: ModelConfig, features: Float[Array, "*b d"]
@@ -269,11 +304,7 @@ class Family(Protocol):
         A merger, which mixes neighbours, is part of `encode_image`; its last projection may be
         here.
         """
-
-    def embed_text(
-        self, params: dict[str, Any], config: ModelConfig, ids: Int[Array, "b l"]
-    ) -> Float[Array, "b l e"]:
-        """Looks token embeddings up; negative ids get that of id 0."""
+        ...
 
     def image_positions(
         self, config: ModelConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
@@ -283,26 +314,11 @@ class Family(Protocol):
         Text has the same id on all axes, and what follows an image continues after its extent:
         n for consecutive ids, the longer side for (time, row, column).
         """
-
-    def run_layers(
-        self,
-        params: dict[str, Any],
-        config: ModelConfig,
-        rows: Rows,
-        span: tuple[int, int],
-        cache: Cache | None = None,
-        wanted: Wanted = Wanted(),
-        execution: Execution = Execution(),
-    ) -> Stage:
-        """Runs some blocks of the language model as a stage with a cache of its own."""
-
-    def logits(
-        self, params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*b e"]
-    ) -> Float[Array, "*b v"]:
-        """Applies the final norm and the output head, which may be the embedding's; float32."""
+        ...
 
     def vision_flops(self, config: ModelConfig, grid: tuple[int, int]) -> dict[str, int]:
         """Counts the operations of the `tower` and the `projector` for an image of this grid."""
+        ...
 
 
 FAMILIES: dict[str, Any] = {"llava": llava, "qwen2_5_vl": qwen2_5_vl}

@@ -91,7 +91,7 @@ class ByteCache(abc.ABC):
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state):
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._clear()
 
     def _clear(self):

@@ -6,8 +6,9 @@ Norms and softmax are computed in float32 whatever the dtype of the weights.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -230,14 +231,14 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
     """
     b, h, q, c = query.shape
     weights = attention_weights(query, segments).astype(segments[0].value.dtype)
-    result, start = 0, 0
+    parts, start = [], 0
     for _, value, _ in segments:
         groups, length = value.shape[1:3]
         part = jax.lax.slice_in_dim(weights, start, start + length, axis=-1)
         part = part.reshape(b, groups, h // groups * q, length)
-        result = result + _batched_matmul(part, value, (3, 2), value.dtype)
+        parts.append(_batched_matmul(part, value, (3, 2), value.dtype))
         start += length
-    return result.reshape(b, h, q, c)
+    return functools.reduce(operator.add, parts).reshape(b, h, q, c)
 
 
 def fused_attend(
@@ -271,7 +272,7 @@ def fused_attend(
         is_causal=causal,
         query_seq_lengths=length,
         key_value_seq_lengths=length,
-        implementation=implementation,
+        implementation=cast(Literal["xla", "cudnn"], implementation),
     )
     return result.swapaxes(1, 2)
 

@@ -148,7 +148,6 @@ def run_stack(
         The last carry; the watched results by block; the carries by layer.
     """
     first, last = span
-    watched, cuts = set(watched), set(cuts)
     edges = sorted({first, last, *cuts, *watched, *(layer + 1 for layer in watched)})
     seen, carries = {}, {}
     for start, stop in itertools.pairwise(edges):

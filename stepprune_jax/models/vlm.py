@@ -2,9 +2,10 @@
 
 Everything is a pure function of (params, config, arrays); `config` is static under `jax.jit` and
 the frozen weights are an argument, never a closure. What depends on the model family is done by
-`config.family` (see `models.family`). Sequences may hold any pruned visual prefix, and may be cut
-again between layers: rows differ in length, padding stands at the right end only and never changes
-a result.
+`config.family` (see `models.family`); the language model of all of them is `models.decoder`, its
+shape `config.text` and its weights `params["language"]`. Sequences may hold any pruned visual
+prefix, and may be cut again between layers: rows differ in length, padding stands at the right end
+only and never changes a result.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, lay_out
@@ -185,7 +187,8 @@ def embed_text(
     params: dict[str, Any], config: Any, ids: Int[Array, "b l"]
 ) -> Float[Array, "b l e"]:
     """Token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
-    return config.family.embed_text(params, config, ids)
+    del config
+    return decoder.embed(params["language"], ids)
 
 
 class _Places(NamedTuple):
@@ -402,14 +405,14 @@ def run_layers(
     Returns:
         A `Stage`: hidden states, the stage's cache, taps.
     """
-    return config.family.run_layers(params, config, rows, span, cache, wanted, execution)
+    return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
 
 
 def logits(
     params: dict[str, Any], config: Any, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
     """Float32 logits [..., v] of last-layer hidden states [..., e]: final norm and head."""
-    return config.family.logits(params, config, hidden)
+    return decoder.logits(params["language"], config.text, hidden)
 
 
 def prefill(
@@ -445,6 +448,7 @@ def prefill(
     def run(sequence, span, taps=(), query_index=None):
         wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens, taps, query_index)
         stage = run_layers(params, config, sequence.rows, span, None, wanted, execution)
+        assert stage.cache is not None  # `Wanted` asks for one
         caches.append(stage.cache._replace(next_position=sequence.next_position))
         return sequence._replace(hidden=stage.hidden), stage.taps
 

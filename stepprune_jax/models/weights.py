@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 Transform = Literal["copy", "transpose", "patches"]
 
@@ -51,7 +51,45 @@ def linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
     return (kernel, Rule(f"{path}/bias", f"{name}.bias")) if bias else (kernel,)
 
 
-def flatten(tree: Mapping) -> dict[str, object]:
+def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
+    """Returns the rules of a language model of Llama's kind, whose files name it as Llama's do.
+
+    Args:
+        model: what the names of all its weights but the head's begin with, as "model.".
+        head: name of the output head without ".weight".
+        qkv_bias: whether queries, keys and values have biases.
+    """
+    layer, ours = model + "layers.{}.", "language/layers"
+    return (
+        Rule("language/embed/embedding", model + "embed_tokens.weight"),
+        Rule(f"{ours}/norm1/scale", layer + "input_layernorm.weight"),
+        *linear(f"{ours}/attention/query", layer + "self_attn.q_proj", qkv_bias),
+        *linear(f"{ours}/attention/key", layer + "self_attn.k_proj", qkv_bias),
+        *linear(f"{ours}/attention/value", layer + "self_attn.v_proj", qkv_bias),
+        *linear(f"{ours}/attention/out", layer + "self_attn.o_proj", False),
+        Rule(f"{ours}/norm2/scale", layer + "post_attention_layernorm.weight"),
+        *linear(f"{ours}/mlp/gate", layer + "mlp.gate_proj", False),
+        *linear(f"{ours}/mlp/up", layer + "mlp.up_proj", False),
+        *linear(f"{ours}/mlp/down", layer + "mlp.down_proj", False),
+        Rule("language/norm/scale", model + "norm.weight"),
+        *linear("language/head", head, False),
+    )
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """Replaces the first of some prefixes that a name has; a name with none stays as it is.
+
+    Args:
+        name: of a weight.
+        prefixes: each with what replaces it, a longer one before the shorter one it starts with.
+    """
+    for prefix, other in prefixes:
+        if name.startswith(prefix):
+            return other + name[len(prefix) :]
+    return name
+
+
+def flatten(tree: Mapping) -> dict[str, Any]:
     """Flattens a nested dict of leaves to paths joined by slashes.
 
     Args:
@@ -88,7 +126,7 @@ def unflatten(flat: Mapping[str, object]) -> dict:
     return tree
 
 
-def targets(abstract: Mapping[str, object], rules: Sequence[Rule]) -> list[Target]:
+def targets(abstract: Mapping[str, Any], rules: Sequence[Rule]) -> list[Target]:
     """Lists every weight of a model with the tensors that make it up.
 
     Args:

@@ -4,6 +4,7 @@ A process of a multi-process run sees all devices and owns some. It brings its o
 batch and reads its own slices of the weights; everything else runs in each of them alike.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from stepprune_jax.parallel.peers import watch
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -130,9 +133,9 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line, once for all processes."""
+    """Reports progress, once for all processes."""
     if is_main():
-        print(text, flush=True)
+        _LOG.info(text)
 
 
 def main_first(function: Callable[[], T]) -> T:

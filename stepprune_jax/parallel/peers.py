@@ -6,12 +6,14 @@ the store that they found each other by, and says of whom it has not heard.
 """
 
 import atexit
+import logging
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
+
+_LOG = logging.getLogger(__name__)
 
 _BEAT_SECONDS, _SILENT_SECONDS = 5.0, 30.0
 _DONE = "done"
@@ -98,11 +100,7 @@ def watch(store: Store, index: int, count: int) -> None:
         index: of this process.
         count: of processes.
     """
-
-    def say(text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-
-    peers, ended = Peers(store, index, count, say), threading.Event()
+    peers, ended = Peers(store, index, count, _LOG.warning), threading.Event()
 
     def run() -> None:
         try:
@@ -112,8 +110,9 @@ def watch(store: Store, index: int, count: int) -> None:
         except RuntimeError as error:
             if not ended.is_set():
                 reason = " ".join(str(error).split())[:200]
-                say(
-                    f"process 0 of this run, by which the others find each other, is lost: {reason}"
+                _LOG.warning(
+                    "process 0 of this run, by which the others find each other, is lost: %s",
+                    reason,
                 )
 
     thread = threading.Thread(target=run, name="peers", daemon=True)

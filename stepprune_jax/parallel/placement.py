@@ -1,5 +1,6 @@
 """Where arrays of a generation lie, and how its programs are compiled, given the weights."""
 
+import collections
 import functools
 import itertools
 import math
@@ -17,6 +18,22 @@ from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
 
+# Programs that a process keeps on CPUs. Each takes hundreds of memory maps there, about one for
+# each of its kernels, and Linux gives a process 65,530: without a bound, a process that answers
+# requests of ever new shapes would end at its 130th program or so.
+MOST_PROGRAMS = 96
+_on_cpu: list[Any] = []
+_forgotten: collections.Counter[Any] = collections.Counter()
+
+
+def _make_room() -> None:
+    """Forgets all programs on CPUs when there are too many of them."""
+    held = {program: program._cache_size() for program in _on_cpu}
+    if sum(held.values()) > MOST_PROGRAMS:
+        _forgotten.update(held)
+        for program in held:
+            program.clear_cache()
+
 
 def jit_for_weights(
     function: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...] = ()
@@ -29,7 +46,8 @@ def jit_for_weights(
         donate: names of its donated arguments.
 
     Returns:
-        The compiled function, with the `OPTIONS` of the weights' platform. It has the attributes
+        The compiled function, with the `OPTIONS` of the weights' platform. On CPUs, all functions
+        together keep `MOST_PROGRAMS` programs. It has the attributes
         `num_compiled`, a function that returns the number of programs compiled so far,
         and `trace`, that of `jax.jit`, which takes abstract weights that have a sharding, too.
     """
@@ -39,15 +57,23 @@ def jit_for_weights(
         for platform in ("cpu", "gpu", "tpu")
     }
 
+    _on_cpu.append(programs["cpu"])
+
     def chosen(params):
         device = next(iter(jax.tree.leaves(params)[0].sharding.device_set))
         return programs[device.platform]
 
     @functools.wraps(function)
     def call(params, *args, **kwargs):
-        return chosen(params)(params, *args, **kwargs)
+        program = chosen(params)
+        result = program(params, *args, **kwargs)
+        if program is programs["cpu"]:
+            _make_room()
+        return result
 
-    call.num_compiled = lambda: sum(program._cache_size() for program in programs.values())
+    call.num_compiled = lambda: sum(
+        program._cache_size() + _forgotten[program] for program in programs.values()
+    )
     call.trace = lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
     return call
 

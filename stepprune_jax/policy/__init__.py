@@ -36,6 +36,7 @@ from stepprune_jax.policy.noise_gate import (
 )
 from stepprune_jax.policy.objective import (
     Gated,
+    choose,
     gate,
     gate_tokens,
     policy_metrics,
@@ -90,6 +91,7 @@ __all__ = [
     "bucket_ladder",
     "calibrate_stop_bias",
     "cast_weights",
+    "choose",
     "choose_bucket",
     "cosine_anneal",
     "count_at_bias",

@@ -73,7 +73,7 @@ def update_running_count(
       own: Rows that count.
       decay: Weight of the past.
     """
-    rows = jnp.sum(own)
+    running, rows = jnp.asarray(running), jnp.sum(own)
     mean = jnp.sum(jnp.where(own, count, 0)) / jnp.maximum(rows, 1)
     merged = jnp.where(running > 0, decay * running + (1 - decay) * mean, mean)
     return jnp.where(rows > 0, merged, running).astype(jnp.float32)
@@ -166,7 +166,7 @@ def dual_ascent(
       num_tokens: N.
       rate: Step size.
     """
-    return jnp.maximum(0.0, length_weight + rate * (mean_count - target) / num_tokens)
+    return jnp.maximum(0.0, length_weight + rate * jnp.subtract(mean_count, target) / num_tokens)
 
 
 def calibrate_stop_bias(

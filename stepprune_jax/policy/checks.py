@@ -13,13 +13,16 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+# An array of either kind: what ArrayLike is without scalars.
+AnyArray = jax.Array | np.ndarray
 _REAL = (jnp.floating, jnp.integer)
 
 
 def is_static(value: Any) -> bool:
     """Whether `value` can be read now, that is, it is not traced by a JAX transformation."""
-    return not isinstance(value, jax.core.Tracer)
+    return not isinstance(value, Tracer)
 
 
 def require(holds: bool, name: str, found: Any, expected: str):
@@ -110,7 +113,7 @@ def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax
 
 
 def _arms(annotation: Any) -> list[Any]:
-    """The jaxtyping members of an annotation such as `Float[ArrayLike, "b n"] | None`."""
+    """The jaxtyping members of an annotation such as `Float[AnyArray, "b n"] | None`."""
     nested = [arm for part in get_args(annotation) for arm in _arms(part)]
     return [annotation] if hasattr(annotation, "dim_str") else nested
 
@@ -149,7 +152,7 @@ def checked(function: Callable) -> Callable:
             if name not in contracts or scalar or (value is None and name in optional):
                 continue
             arm = contracts[name][0]
-            if not hasattr(value, "dtype"):
+            if value is None or not hasattr(value, "dtype"):
                 raise ValueError(
                     f"{function.__name__}: {name} is of type {type(value).__name__}, expected an "
                     f"array {arm.__name__.split('[')[0]}[{arm.dim_str}]"

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from stepprune_jax.policy.checks import is_integer, is_number
 
 # Values of each field that names a reading; what they mean is said at the field.
@@ -47,9 +49,10 @@ _POSITIVE = (
 Number = float | int
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """Shape and reading of a StepPrune policy; a static argument under `jax.jit`.
+    """Shape and reading of a StepPrune policy; static under `jax.jit`, as an argument or in one.
 
     The defaults are the readings that learn to order *and* to stop, at the shapes of
     LLaVA-v1.5-7B. `PolicyConfig.literal` gives the paper to the letter. `docs/paper.md` says for
@@ -69,7 +72,8 @@ class PolicyConfig:
       text_gate: Where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
         `"norm"` scales text rows after each block's first norm, `"printed"` scales the embeddings
         as in Eq. (3), where the next pre-norm divides the gate out again.
-      max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)).
+      max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer tokens
+        has as many steps as tokens.
       min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
       temperature: tau of the pointer softmax, Eq. (6).
       group: Tokens taken from one pointer distribution, best first; see `select`. 1 looks at the
@@ -139,19 +143,19 @@ class PolicyConfig:
     credit: str = "soft"
     score_space: str = "log"
     polarisation: str = "lapsum"
-    polarisation_temperature: Number = 0.3
+    polarisation_temperature: Number = 0.4
     polarisation_start: Number = 2.0
-    polarisation_share: Number = 0.0
+    polarisation_share: Number = 0.9
     soft_budget: str = "straight_through"
-    batch_budget: str = "mix"
-    random_budget: tuple[Number, Number] = (0.08, 0.36)
-    probe_window: Number = 0.5
+    batch_budget: str = "probe"
+    random_budget: tuple[Number, Number] = (0.02, 0.5)
+    probe_window: Number = 0.25
     probe_weight: Number = 10.0
     gain_bound: Number = 10.0
     gate: str = "vp"
-    length_weight: Number = 0.3
-    price_range: Number = 0.0
-    price_growth: Number = 0.0
+    length_weight: Number = 0.15
+    price_range: Number = 2.0
+    price_growth: Number = 1.0
     dtype: str | None = None
 
     def __post_init__(self):
@@ -160,7 +164,7 @@ class PolicyConfig:
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
             left_out = value is None and name in _OPTIONAL
-            holds = left_out or (is_integer(value) and value >= least)
+            holds = left_out or (value is not None and is_integer(value) and value >= least)
             none = "None or " if name in _OPTIONAL else ""
             self._require(name, holds, f"{none}an integer from {least}")
         for name in _POSITIVE:
@@ -204,22 +208,26 @@ class PolicyConfig:
         return self.feature_width if self.width is None else self.width
 
     def steps(self, num_tokens: int) -> int:
-        """T_max for `num_tokens` image tokens (Sec. 4.1 of the paper: floor(N/2))."""
-        return max(1, num_tokens // 2) if self.max_steps is None else self.max_steps
+        """T_max for `num_tokens` image tokens, N at most (Sec. 4.1 of the paper: floor(N/2))."""
+        wanted = num_tokens // 2 if self.max_steps is None else min(self.max_steps, num_tokens)
+        return max(1, wanted)
 
     @classmethod
     def literal(cls, **overrides: Any) -> "PolicyConfig":
         """The paper to the letter wherever it is explicit; `overrides` replace single fields."""
-        printed = dict(
+        printed: dict[str, Any] = dict(
             text_gate="printed",
             min_tokens=0,
             stop="softmax",
             stop_bias=0.0,
             estimator="straight_through",
             score_space="linear",
-            polarisation_temperature=1.0,
+            polarisation_temperature=0.05,
+            polarisation_share=0.0,
             soft_budget="batch_mean",
             batch_budget="own",
             length_weight=0.01,
+            price_range=0.0,
+            price_growth=0.0,
         )
         return cls(**(printed | overrides))

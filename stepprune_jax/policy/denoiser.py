@@ -1,18 +1,17 @@
 """Local denoiser, Eq. (14): one transformer block whose attention mask is the diagonal."""
 
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from stepprune_jax.policy import layers
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.params import Params
 
 
 @checked
 def denoise(
-    params: Params, config: PolicyConfig, x: Float[ArrayLike, "b n d"]
+    params: Params, config: PolicyConfig, x: Float[AnyArray, "b n d"]
 ) -> Float[Array, "b n d"]:
     """X^ = Denoise(X~; mask = diag): each token is updated from itself alone.
 

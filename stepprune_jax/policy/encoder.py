@@ -5,7 +5,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy import layers
-from stepprune_jax.policy.checks import checked, require, require_finite
+from stepprune_jax.policy.checks import AnyArray, checked, require, require_finite
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.params import Params, check_params
 
@@ -25,12 +25,10 @@ def _block(
     if row_scale is not None:
         y = y * row_scale.astype(y.dtype)
     weights = params["attention"]
-    inputs = {"query": y[:, :rows], "key": y, "value": y}
-    heads = [
-        layers.split_heads(layers.dense(weights[name], rows_in), num_heads)
-        for name, rows_in in inputs.items()
-    ]
-    mixed = layers.merge_heads(layers.attention(*heads, mask[:, :, :rows], bias))
+    query = layers.split_heads(layers.dense(weights["query"], y[:, :rows]), num_heads)
+    key = layers.split_heads(layers.dense(weights["key"], y), num_heads)
+    value = layers.split_heads(layers.dense(weights["value"], y), num_heads)
+    mixed = layers.merge_heads(layers.attention(query, key, value, mask[:, :, :rows], bias))
     x = x[:, :rows] + layers.dense(weights["out"], mixed)
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
 
@@ -57,11 +55,11 @@ def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, 
 def encode(
     params: Params,
     config: PolicyConfig,
-    image: Float[ArrayLike, "b n feature_width"],
-    text: Float[ArrayLike, "b l text_width"] | None,
+    image: Float[AnyArray, "b n feature_width"],
+    text: Float[AnyArray, "b l text_width"] | None,
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
+    text_mask: Bool[AnyArray, "b l"] | None = None,
     text_gate: ArrayLike = 1.0,
 ) -> Float[Array, "b n d"]:
     """Encodes image tokens jointly with the question, Eq. (3): H = Enc([X; g LN(W_p E)])_{1..N}.
@@ -136,7 +134,7 @@ def encode(
 
 
 @checked
-def memory(params: Params, encoded: Float[ArrayLike, "b n d"]) -> Float[Array, "b m d"]:
+def memory(params: Params, encoded: Float[AnyArray, "b n d"]) -> Float[Array, "b m d"]:
     """Appends the learned stop slot, Eq. (4): M = [H; s_stop], so that slot n is the stop."""
     stop = params["stop"].astype(encoded.dtype)
     require(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.checks import (
+    AnyArray,
     is_integer,
     is_static,
     require,
@@ -32,21 +33,26 @@ class Bounds(NamedTuple):
     budget: ArrayLike | None = None
     group: int | None = None
 
+    def steps(self, config: PolicyConfig, num_tokens: int) -> int:
+        """T_max, N at most.
+
+        Raises:
+          ValueError: Fewer than one.
+        """
+        steps = config.steps(num_tokens) if self.max_steps is None else self.max_steps
+        good = is_integer(steps) and steps > 0
+        require(good, "max_steps (T_max)", repr(steps), "an integer from 1")
+        return min(int(steps), num_tokens)
+
     def read(self, config: PolicyConfig, batch: int, num_tokens: int) -> tuple[int, Limits]:
         """T_max and the limits of each row.
 
         Raises:
-          ValueError: T_max > N, a count out of range where it can be read, `min_tokens` above
+          ValueError: T_max below 1, a count out of range where it can be read, `min_tokens` above
             `max_tokens`, or a budget beside another bound.
         """
         n, budget = num_tokens, self.budget
-        steps = config.steps(n) if self.max_steps is None else self.max_steps
-        require(
-            is_integer(steps) and 0 < steps <= n,
-            "max_steps (T_max)",
-            repr(steps),
-            f"within [1, {n}] for {n} image tokens",
-        )
+        steps = self.steps(config, n)
         if budget is not None:
             require(
                 self.min_tokens is None and self.max_tokens is None,
@@ -102,8 +108,8 @@ class Episode(NamedTuple):
 def prepare(
     params: Params,
     config: PolicyConfig,
-    memory: Float[ArrayLike, "b m d"],
-    image_mask: Bool[ArrayLike, "b n"] | None,
+    memory: Float[AnyArray, "b m d"],
+    image_mask: Bool[AnyArray, "b n"] | None,
     bounds: Bounds,
     stop_bias: ArrayLike,
     init_fn: Callable[..., Decoder],

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import checked, is_static, require
+from stepprune_jax.policy.checks import AnyArray, checked, is_static, require
 from stepprune_jax.policy.pick import Picks
 from stepprune_jax.policy.trajectory import Trajectory
 
@@ -60,7 +60,7 @@ def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
 @checked
 def gather(
     selection: Trajectory | Picks,
-    features: Float[ArrayLike, "b n d"],
+    features: Float[AnyArray, "b n d"],
     capacity: int,
     *,
     order: str = "raster",

@@ -5,17 +5,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 
 
 @checked
 def length_penalty(
-    count: Int[ArrayLike, "b"],
-    expected: Float[ArrayLike, "b"],
+    count: Int[AnyArray, "b"],
+    expected: Float[AnyArray, "b"],
     num_tokens: ArrayLike,
     *,
-    where: Bool[ArrayLike, "b"] | None = None,
-    price: Float[ArrayLike, "b"] | None = None,
+    where: Bool[AnyArray, "b"] | None = None,
+    price: Float[AnyArray, "b"] | None = None,
 ) -> Float[Array, ""]:
     """Mean of K/N, with the gradient of E[K]/N.
 

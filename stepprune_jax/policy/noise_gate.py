@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.layers import score_dtype
 
 
@@ -30,10 +29,10 @@ def _bounded_sqrt_jvp(primals, tangents):
 @checked
 def noise_gate(
     key: Array | None,
-    x: Float[ArrayLike, "b n d"],
-    alpha: Float[ArrayLike, "b n"],
+    x: Float[AnyArray, "b n d"],
+    alpha: Float[AnyArray, "b n"],
     *,
-    noise: Float[ArrayLike, "b n d"] | None = None,
+    noise: Float[AnyArray, "b n d"] | None = None,
 ) -> Float[Array, "b n d"]:
     """x~ = sqrt(alpha) x + sqrt(1 - alpha) eps, Eq. (13).
 
@@ -52,6 +51,8 @@ def noise_gate(
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
     wide = score_dtype(x.dtype)
     if noise is None:
+        if key is None:
+            raise ValueError("key is None, expected a PRNG key where no noise is given")
         noise = jax.random.normal(key, x.shape, wide)
     alpha = alpha.astype(wide)[..., None]
     kept, replaced = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)

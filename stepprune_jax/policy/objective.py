@@ -17,20 +17,24 @@ from stepprune_jax.policy.budget import (
     update_running_count,
 )
 from stepprune_jax.policy.checks import (
+    AnyArray,
     checked,
+    is_static,
     require_finite,
     require_finite_tree,
     require_row_numbers,
 )
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import Decoder, pointer_init, pointer_sequence, pointer_step
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
 from stepprune_jax.policy.episode import Bounds
 from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, gather
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
-from stepprune_jax.policy.params import Params, check_params
-from stepprune_jax.policy.pick import pick
+from stepprune_jax.policy.params import INFERENCE_PARTS, PARTS, Params, check_params
+from stepprune_jax.policy.pick import Picks, has_tables, pick
+from stepprune_jax.policy.rollout import hard_feedback, straight_through
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.select import select, select_parallel
 from stepprune_jax.policy.soft_topk import soft_topk
@@ -105,17 +109,21 @@ def gate(
     params: Params,
     config: PolicyConfig,
     key: Array,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
+    image: Float[AnyArray, "b n d"],
+    text: Float[AnyArray, "b l e"] | None,
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
+    text_mask: Bool[AnyArray, "b l"] | None = None,
     text_gate: ArrayLike = 1.0,
     stats: FeatureStats | None = None,
     running_count: ArrayLike = 0.0,
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
     progress: ArrayLike = 1.0,
+    init_fn: Callable[..., Decoder] = pointer_init,
+    step_fn: Callable[..., Any] = pointer_step,
+    sequence_fn: Callable[..., Array] | None = None,
+    feedback_fn: Callable[..., Array] | None = None,
 ) -> Gated:
     """Selects softly and gates every token with noise, Eqs. (3)-(14).
 
@@ -134,27 +142,41 @@ def gate(
       stats: Statistics of the features; `None` gates them as they are.
       running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
       stop_bias: Added to the stop logits.
-      max_steps: T_max; default `config.steps` of each row's real tokens.
+      max_steps: T_max, N at most; default `config.steps` of each row's real tokens.
       progress: Share of training done, in [0, 1]; sets the temperature of SoftTopK where
         `config.polarisation_share` is above 0.
+      init_fn: Prepares the decoder; with a decoder of your own, `params["decoder"]` is yours, too.
+      step_fn: Pointer logits of one step.
+      sequence_fn: Those of all steps, for the estimator `"parallel"`. Without one, that estimator
+        differentiates the loop of a decoder of your own, with the same gradient.
+      feedback_fn: As in `select`, which is then differentiated whatever the estimator; default
+        `straight_through` or, for `"parallel"`, `hard_feedback`.
 
     Returns:
       The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
     """
-    check_params(params, config)
+    own_decoder = not has_tables(init_fn, step_fn)
+    check_params(params, config, [part for part in PARTS if part != "decoder" or not own_decoder])
     image = jnp.asarray(image)
     b, n, _ = image.shape
     budget_key, noise_key = jax.random.split(key)
     slots, x = _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats)
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
-    steps = config.steps(n) if max_steps is None else max_steps
+    steps = Bounds(max_steps).steps(config, n)
     count = jnp.sum(real, axis=1)
     # T_max of a smaller image is that of its own tokens.
     halved = max_steps is None and config.max_steps is None
     longest = jnp.maximum(1, count // 2) if halved else steps
     limits, own = draw_limits(budget_key, config, count, longest)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
-    chooser = select if config.estimator == "straight_through" else select_parallel
+    if sequence_fn is None and not own_decoder:
+        sequence_fn = pointer_sequence
+    through_loop = config.estimator == "straight_through" or feedback_fn is not None
+    if through_loop or sequence_fn is None:
+        default = straight_through if config.estimator == "straight_through" else hard_feedback
+        chooser = functools.partial(select, feedback_fn=feedback_fn or default)
+    else:
+        chooser = functools.partial(select_parallel, sequence_fn=sequence_fn)
     trajectory = chooser(
         params,
         config,
@@ -164,6 +186,8 @@ def gate(
         min_tokens=limits.min_tokens,
         max_tokens=limits.max_tokens,
         stop_bias=stop_bias + log_price,
+        init_fn=init_fn,
+        step_fn=step_fn,
     )
     running = jnp.asarray(running_count, jnp.float32)
     running = update_running_count(running, trajectory.count, own)
@@ -187,8 +211,8 @@ def train_loss(
     params: Params,
     config: PolicyConfig,
     key: Array,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
+    image: Float[AnyArray, "b n d"],
+    text: Float[AnyArray, "b l e"] | None,
     lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
     *,
     length_weight: ArrayLike | None = None,
@@ -259,19 +283,8 @@ def policy_metrics(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_steps", "group"))
-def _choose(params, config, inputs: dict[str, Any], bounds: dict[str, Any], *, max_steps, group):
-    """Encodes `inputs` and picks within `bounds`, both keyword arguments by name."""
-    slots, _ = _encoded(params, config, text_gate=1.0, **inputs)
-    mask = inputs["image_mask"]
-    return pick(params, config, slots, image_mask=mask, max_steps=max_steps, group=group, **bounds)
-
-
-_gather = jax.jit(gather, static_argnames=("capacity", "order"))
-
-
 @checked
-def prune(
+def choose(
     params: Params,
     config: PolicyConfig,
     image: Float[ArrayLike, "b n d"],
@@ -286,13 +299,63 @@ def prune(
     stop_bias: ArrayLike = 0.0,
     max_steps: int | None = None,
     group: int | None = None,
+    init_fn: Callable[..., Decoder] = pointer_init,
+    step_fn: Callable[..., Any] = pointer_step,
+) -> Picks:
+    """Chooses the tokens of a batch: `prune` before it gathers, all of it on the device.
+
+    Every shape is static, so that it may stand in a jitted function, with
+    `gather(picks, image, capacity)` behind it.
+
+    Args, returns and raises: as `prune` and `pick`.
+    """
+    slots, _ = _encoded(params, config, image, text, image_mask, text_mask, 1.0, stats)
+    return pick(
+        params,
+        config,
+        slots,
+        image_mask=image_mask,
+        max_steps=max_steps,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        budget=budget,
+        stop_bias=stop_bias,
+        group=group,
+        init_fn=init_fn,
+        step_fn=step_fn,
+    )
+
+
+_choose = jax.jit(choose, static_argnames=("config", "max_steps", "group", "init_fn", "step_fn"))
+_gather = jax.jit(gather, static_argnames=("capacity", "order"))
+
+
+@checked
+def prune(
+    params: Params,
+    config: PolicyConfig,
+    image: Float[AnyArray, "b n d"],
+    text: Float[AnyArray, "b l e"] | None,
+    *,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
+    text_mask: Bool[AnyArray, "b l"] | None = None,
+    stats: FeatureStats | None = None,
+    budget: ArrayLike | None = None,
+    min_tokens: ArrayLike | None = None,
+    max_tokens: ArrayLike | None = None,
+    stop_bias: ArrayLike = 0.0,
+    max_steps: int | None = None,
+    group: int | None = None,
     ladder: Sequence[int] | None = None,
     order: str = "raster",
+    init_fn: Callable[..., Decoder] = pointer_init,
+    step_fn: Callable[..., Any] = pointer_step,
 ) -> Pruned:
     """Prunes a batch of image tokens for its questions: the inference pathway.
 
     Runs in two compiled programs: one selects, the host reads the largest count and chooses a
     bucket, the other gathers. Compiles once per shape, and once per bucket. No noise, no denoiser.
+    Inside a jitted function, where no count can be read, call `choose` and `gather`.
 
     Args:
       params: Policy weights.
@@ -306,10 +369,12 @@ def prune(
       min_tokens: Least count of a row.
       max_tokens: Largest count of a row.
       stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
-      max_steps: T_max; default `config.steps(n)`.
+      max_steps: T_max, N at most; default `config.steps(n)`.
       group: Tokens taken from one pointer distribution; default `config.group`.
       ladder: Bucket sizes; default `bucket_ladder(T_max)`.
       order: Order of the kept tokens, as in `gather`.
+      init_fn: Prepares the decoder; a program is compiled for each pair of functions.
+      step_fn: Pointer logits of one step.
 
     Returns:
       The kept tokens in the smallest bucket that holds every row.
@@ -317,8 +382,15 @@ def prune(
     Raises:
       ValueError: As `encode` and `select`, or weights that are not the configuration's or not
         finite, before anything is compiled; as `choose_bucket`, once the counts are known.
+      TypeError: It is called inside a jitted function.
     """
-    check_params(params, config, ("encoder", "decoder", "stop"))
+    if not all(map(is_static, jax.tree.leaves((params, image, text)))):
+        raise TypeError(
+            "prune reads the counts on the host and cannot be jitted: jit choose(params, config, "
+            "image, text, ...) and gather(picks, image, capacity), or Policy.select_fn"
+        )
+    own_decoder = not has_tables(init_fn, step_fn)
+    check_params(params, config, ("encoder", "stop") if own_decoder else INFERENCE_PARTS)
     require_finite("image", image, image_mask)
     if text is not None:
         require_finite("text", text, text_mask)
@@ -327,14 +399,20 @@ def prune(
     require_row_numbers("stop_bias", stop_bias, image.shape[0])
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     steps, limits = bounds.read(config, *image.shape[:2])
-    exact = {"budget": limits.max_tokens}
     picks = _choose(
         params,
         config,
-        dict(image=image, text=text, image_mask=image_mask, text_mask=text_mask, stats=stats),
-        (limits._asdict() if budget is None else exact) | {"stop_bias": stop_bias},
+        image,
+        text,
+        image_mask=image_mask,
+        text_mask=text_mask,
+        stats=stats,
+        stop_bias=stop_bias,
         max_steps=steps,
         group=bounds.tokens_a_step(config, image.shape[1]),
+        init_fn=init_fn,
+        step_fn=step_fn,
+        **(limits._asdict() if budget is None else {"budget": limits.max_tokens}),
     )
     sizes = bucket_ladder(steps) if ladder is None else ladder
     return _gather(picks, image, choose_bucket(picks.count, sizes), order=order)

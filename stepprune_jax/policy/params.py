@@ -13,7 +13,9 @@ from stepprune_jax.policy.checks import require
 from stepprune_jax.policy.config import PolicyConfig
 
 Params = dict[str, Any]
+Init = Literal["fan_in", "token", "ones", "zeros"]
 PARTS = ("encoder", "decoder", "stop", "denoiser")
+INFERENCE_PARTS = PARTS[:-1]
 
 
 class ParamSpec(NamedTuple):
@@ -28,14 +30,14 @@ class ParamSpec(NamedTuple):
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: Literal["fan_in", "token", "ones", "zeros"]
+    init: Init
 
 
-def _kernel(rows: int, columns: int, axes: tuple[str | None, ...], init="fan_in"):
+def _kernel(rows: int, columns: int, axes: tuple[str | None, ...], init: Init = "fan_in"):
     return {"kernel": ParamSpec((rows, columns), axes, init)}
 
 
-def _dense(rows: int, columns: int, axes: tuple[str | None, ...], init="fan_in"):
+def _dense(rows: int, columns: int, axes: tuple[str | None, ...], init: Init = "fan_in"):
     return _kernel(rows, columns, axes, init) | {"bias": ParamSpec((columns,), (axes[1],), "zeros")}
 
 
@@ -51,7 +53,7 @@ def _attention(d: int):
     return heads | {"out": _dense(d, d, ("heads", "embed"))}
 
 
-def _mlp(d: int, hidden: int, down_init="fan_in"):
+def _mlp(d: int, hidden: int, down_init: Init = "fan_in"):
     return {
         "up": _dense(d, hidden, ("embed", "hidden")),
         "down": _dense(hidden, d, ("hidden", "embed"), down_init),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import (
     Decoder,
@@ -156,9 +156,9 @@ def by_tables(
 def pick(
     params: Params,
     config: PolicyConfig,
-    memory: Float[ArrayLike, "b m d"],
+    memory: Float[AnyArray, "b m d"],
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
     max_steps: int | None = None,
     min_tokens: ArrayLike | None = None,
     max_tokens: ArrayLike | None = None,
@@ -197,6 +197,7 @@ def pick(
         step = first + jnp.arange(walker.block)[:, None]
         now = step >= most
         if budget is None:
+            assert margin is not None  # as asked of the walker
             now = now | ((step >= least) & (margin > 0))
         choice, stop = (
             jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
@@ -225,9 +226,9 @@ def pick(
 def rank(
     params: Params,
     config: PolicyConfig,
-    memory: Float[ArrayLike, "b m d"],
+    memory: Float[AnyArray, "b m d"],
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
     max_steps: int | None = None,
     stop_bias: ArrayLike = 0.0,
     group: int | None = None,
@@ -246,4 +247,5 @@ def rank(
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, pointer_init)
     walker = by_tables(params, config, episode, episode.steps, margins=True)
     _, choice, margin = walker.advance(walker.start, jnp.int32(0))
+    assert margin is not None  # as asked of the walker
     return Ranked(choice[: episode.steps].T, margin[: episode.steps].T)

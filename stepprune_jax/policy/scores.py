@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.trajectory import Trajectory
@@ -17,13 +17,13 @@ def _exclusive(x: Float[Array, "b t"], first: float) -> Float[Array, "b t"]:
 
 
 @checked
-def alive_probability(stop_prob: Float[ArrayLike, "b t"]) -> Float[Array, "b t"]:
+def alive_probability(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b t"]:
     """A_t = prod_{u < t} (1 - p_u(stop)), the probability to be alive before step t, Eq. (10)."""
     return jnp.cumprod(_exclusive(1 - jnp.asarray(stop_prob), 1.0), axis=1)
 
 
 @checked
-def expected_count(stop_prob: Float[ArrayLike, "b t"]) -> Float[Array, "b"]:
+def expected_count(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b"]:
     """E[K] = sum_t A_t (1 - p_t(stop)), the expected count if the stop were drawn at random."""
     return jnp.sum(jnp.cumprod(1 - jnp.asarray(stop_prob), axis=1), axis=1)
 
@@ -36,8 +36,8 @@ def _discounts(aggregation: str, steps: int, decay: ArrayLike) -> Float[Array, "
 
 @checked
 def soft_scores(
-    prob: Float[ArrayLike, "b t n"],
-    stop_prob: Float[ArrayLike, "b t"],
+    prob: Float[AnyArray, "b t n"],
+    stop_prob: Float[AnyArray, "b t"],
     *,
     decay: ArrayLike,
     aggregation: str = "discounted",
@@ -81,8 +81,8 @@ def _finite_log(x: Array) -> Array:
 
 @checked
 def log_soft_scores(
-    prob: Float[ArrayLike, "b t n"],
-    stop_prob: Float[ArrayLike, "b t"],
+    prob: Float[AnyArray, "b t n"],
+    stop_prob: Float[AnyArray, "b t"],
     *,
     decay: ArrayLike,
     aggregation: str = "discounted",

@@ -1,14 +1,14 @@
 """`select`: a whole selection episode, with gradients."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import checked
+from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import Decoder, pointer_init, pointer_sequence, pointer_step
 from stepprune_jax.policy.episode import Bounds, Episode, prepare
@@ -17,6 +17,7 @@ from stepprune_jax.policy.pick import by_tables, has_tables
 from stepprune_jax.policy.rollout import (
     Loop,
     Operands,
+    Rollout,
     grouped,
     hard_feedback,
     hold,
@@ -31,9 +32,9 @@ from stepprune_jax.policy.trajectory import Trajectory, read_trajectory
 def select(
     params: Params,
     config: PolicyConfig,
-    memory: Float[ArrayLike, "b m d"],
+    memory: Float[AnyArray, "b m d"],
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
     max_steps: int | None = None,
     min_tokens: ArrayLike | None = None,
     max_tokens: ArrayLike | None = None,
@@ -57,7 +58,7 @@ def select(
       config: Policy configuration.
       memory: M = [H; s_stop] from `memory`; slot n is the stop.
       image_mask: True at real tokens. A row keeps at most as many as it has, possibly none.
-      max_steps: T_max; default `config.steps(n)`.
+      max_steps: T_max, N at most; default `config.steps(n)`.
       min_tokens: Tokens chosen before the stop is available; default `config.min_tokens`. Like
         the next two, an integer or one per row.
       max_tokens: Tokens after which a row is stopped.
@@ -82,7 +83,7 @@ def select(
       The trajectory, its probabilities in float32 at least.
 
     Raises:
-      ValueError: Wrong shapes or dtypes, T_max > N, a count out of range, a group below 1,
+      ValueError: Wrong shapes or dtypes, T_max below 1, a count out of range, a group below 1,
         non-finite memory; as far as they can be read before tracing.
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
@@ -105,9 +106,9 @@ def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
 def select_parallel(
     params: Params,
     config: PolicyConfig,
-    memory: Float[ArrayLike, "b m d"],
+    memory: Float[AnyArray, "b m d"],
     *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
+    image_mask: Bool[AnyArray, "b n"] | None = None,
     max_steps: int | None = None,
     min_tokens: ArrayLike | None = None,
     max_tokens: ArrayLike | None = None,
@@ -157,4 +158,5 @@ def _order(
     episode, step_fn = grouped(episode, step_fn)
     loop = Loop(config, step_fn, hard_feedback, episode.steps, unroll)
     operands = Operands.of(params, episode)
-    return saved_rollout(loop, operands, episode.image_mask, episode.limits).choice
+    rollout = saved_rollout(loop, operands, episode.image_mask, episode.limits)
+    return cast(Rollout, rollout).choice

@@ -186,6 +186,7 @@ def walk_logits(
     wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:
         at, cache = walk.at[:, -1:], ()
+        assert tables.residual is not None and tables.row_logit is not None  # of one layer
         mixed = _mix(tables, at, walk.seen[:, None])[:, 0]
         z = take_rows(tables.residual, at)[:, 0]
         z = z + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=wide)

@@ -1,9 +1,8 @@
-"""Trains a small LLaVA: `python -m stepprune_jax.pretrain --config configs/pretrain_shapes.py`."""
+"""Trains a small LLaVA: `python -m stepprune_jax.pretrain --config pretrain_shapes`."""
 
 from pathlib import Path
 
 from absl import flags
-from ml_collections import config_flags
 
 from stepprune_jax import command_line
 from stepprune_jax.data.source import world_size
@@ -15,15 +14,19 @@ from stepprune_jax.visualize.training import draw_training
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
-
 
 def main() -> None:
+    """Runs the command."""
+    command_line.define_config()
+    flags.DEFINE_string("workdir", None, "Folder of the run; default: runs/CONFIG.")
+    command_line.run("stepprune_jax.pretrain", _pretrain)
+
+
+def _pretrain() -> None:
     """Reads the flags, writes the world if no data is named, trains, and draws the curves."""
-    workdir = Path(_WORKDIR.value).expanduser()
+    workdir = Path(flags.FLAGS.workdir).expanduser()
     with user_input():
-        settings = read_pretraining(_CONFIG.value)
+        settings = read_pretraining(flags.FLAGS.config)
         distributed.use_cores(settings.cpu_devices)
     with locked(workdir):
         with user_input():
@@ -52,4 +55,4 @@ def _data(settings: Pretraining, workdir: Path) -> str | Path:
 
 
 if __name__ == "__main__":
-    command_line.run("stepprune_jax.pretrain", main)
+    main()

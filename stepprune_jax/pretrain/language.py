@@ -228,15 +228,28 @@ def run_packed(
     return vlm.logits(params, config, at(stage.hidden, packed.target)), at(halfway, slot)
 
 
+class Exchanges(NamedTuple):
+    """Images, what is said about them, and what is known of them.
+
+    Attributes:
+      pixels: Normalised images.
+      packed: Their exchanges.
+      mentions: What their questions mention; None without labels.
+      words: What their patches show; none without labels.
+    """
+
+    pixels: Float[Array, "i 3 H W"]
+    packed: Packed
+    mentions: PlacedMentions | None
+    words: Sequence[Words]
+
+
 def language_loss(
     trained: dict[str, Any],
     frozen: dict[str, Any],
     config: LlavaConfig,
     key: Array,
-    pixels: Float[Array, "i 3 H W"],
-    packed: Packed,
-    mentions: PlacedMentions | None,
-    words: Sequence[Words],
+    batch: Exchanges,
     shown: Shown,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
@@ -249,17 +262,14 @@ def language_loss(
       frozen: Its other parts.
       config: The model's shape.
       key: PRNG key; consumed.
-      pixels: Normalised images.
-      packed: Their exchanges.
-      mentions: What their questions mention; None without labels.
-      words: What their patches show; none without labels.
+      batch: Images with their exchanges.
       shown: What is shown of an image.
 
     Returns:
       The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
       that are right, and those of `mention_loss`.
     """
-    params = frozen | trained
+    params, (pixels, packed, mentions, words) = frozen | trained, batch
     features, index, clear = _see(params, config, pixels, key, words, shown)
     visual = vlm.project(params, config, features)
     # An image that is thinned may not show what a question mentions.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import shutil
@@ -39,6 +40,8 @@ from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.metrics import MetricsLog
+
+_LOG = logging.getLogger(__name__)
 
 MODEL = "model"
 NOISY = "noisy"
@@ -136,7 +139,7 @@ class _Pretrainer(NamedTuple):
                 done, state, _ = checkpoints.restore(state)
             if done == stage.steps:
                 return state
-            print(f"{name}: step {done} of {stage.steps}", flush=True)
+            _LOG.info("%s: step %d of %d", name, done, stage.steps)
             with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
                 for step in range(done, stage.steps):
                     rows = batch_indices(run.seed, step, stage.batch_size, total)
@@ -151,7 +154,9 @@ class _Pretrainer(NamedTuple):
                     if (step + 1) % run.checkpoint_every == 0 or end or stopped:
                         checkpoints.save(step + 1, state)
                     if stopped and not end:
-                        print(f"Stopped in {name}; the same command resumes after {step + 1}")
+                        _LOG.info(
+                            "Stopped in %s; the same command resumes after %d", name, step + 1
+                        )
                         return None
         return state
 
@@ -276,7 +281,7 @@ def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
     key = jax.random.key(run.seed)
     if old is not None:
         language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-        print(f"words that {run.init} lacks: {', '.join(new) or 'none'}", flush=True)
+        _LOG.info("words that %s lacks: %s", run.init, ", ".join(new) or "none")
         text = dataclasses.replace(old.config.text, vocab_size=sizes[0])
         model = dataclasses.replace(old.config, text=text, image_token_id=sizes[1])
         return old.params | {"language": language}, model, tokenizer
@@ -332,7 +337,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     params.pop(MENTION_HEADS, None)
     params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
     saved = _save(VLM(params, model, tokenizer, images), workdir)
-    print(f"Done: {saved}", flush=True)
+    _LOG.info("Done: %s", saved)
     return saved
 
 

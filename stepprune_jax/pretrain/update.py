@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.placement import jit_for_weights
-from stepprune_jax.pretrain.language import Shown, Words, language_loss
+from stepprune_jax.pretrain.language import Exchanges, Shown, Words, language_loss
 from stepprune_jax.pretrain.mentions import PlacedMentions
 from stepprune_jax.pretrain.packing import Packed
 from stepprune_jax.pretrain.tower import tower_loss
@@ -182,10 +182,8 @@ def _language_update(
         pixels, rows, mentions, labels = part
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
-        packed = Packed(prefix, *rows)
-        return language_loss(
-            trained, params, recipe.model, piece_key, pixels, packed, mentions, named, recipe.shown
-        )
+        piece = Exchanges(pixels, Packed(prefix, *rows), mentions, named)
+        return language_loss(trained, params, recipe.model, piece_key, piece, recipe.shown)
 
     frozen = (params, packed.prefix, tokens)
     batch = (pixels, tuple(packed[1:]), mentions, labels)

@@ -27,6 +27,7 @@ from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
+from stepprune_jax.pruning.trained import Policy
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "LayerCut",
     "LayerPruner",
     "Method",
+    "Policy",
     "PruMerge",
     "PruMergePlus",
     "Pruner",

@@ -24,9 +24,10 @@ from stepprune_jax.pruning.base import EXACT, Ranker, Ranking, Trained, View
 Params = dict[str, Any]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AutoSelectConfig:
-    """Shape and training of the one-shot scorer; a static argument under `jax.jit`.
+    """Shape and training of the one-shot scorer; static under `jax.jit`.
 
     Attributes:
       feature_width: Width of the image tokens.
@@ -48,11 +49,11 @@ class AutoSelectConfig:
     width: int | None = None
     num_heads: int = 16
     mlp_ratio: int = 4
-    encoder_layers: int = 2
+    encoder_layers: int = 4
     temperature_start: float | int = 2.0
-    temperature_end: float | int = 0.1
-    temperature_steps: float | int = 0.5
-    random_budget: tuple[float | int, float | int] = (0.08, 0.36)
+    temperature_end: float | int = 0.4
+    temperature_steps: float | int = 0.9
+    random_budget: tuple[float | int, float | int] = (0.02, 0.5)
     dtype: str | None = None
 
     def __post_init__(self):

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -46,11 +46,10 @@ class Budget:
         if self.kind not in KINDS:
             raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(KINDS)}")
         value = self.value
-        whole = isinstance(value, int) and not isinstance(value, bool)
         good = {
             "all": value is None,
             "own": value is None,
-            "count": whole and value >= 1,
+            "count": isinstance(value, int) and not isinstance(value, bool) and value >= 1,
             "rate": isinstance(value, int | float | Fraction) and 0 < value <= 1,
             "mean": isinstance(value, int | float | Fraction) and 0 < value < math.inf,
         }[self.kind]
@@ -97,25 +96,39 @@ class Budget:
         """Whether the number kept of an image follows from its size alone."""
         return self.kind in (*EXACT, "all")
 
+    @property
+    def number(self) -> int | float | Fraction:
+        """The value, of a kind that has one."""
+        if self.value is None:
+            raise ValueError(f"a budget of kind {self.kind!r} has no number")
+        return self.value
+
     def count(self, num_tokens: int) -> int | None:
         """Tokens kept of an image of so many; None if the method decides."""
         if self.kind == "all":
             return num_tokens
         if self.kind == "count":
-            return min(int(self.value), num_tokens)
+            return min(int(self.number), num_tokens)
         if self.kind == "rate":
-            share = Fraction(self.value)
+            share = Fraction(self.number)
             half_up = 2 * num_tokens * share.numerator + share.denominator
             return max(1, half_up // (2 * share.denominator))
         return None
 
+    def exact_count(self, num_tokens: int) -> int:
+        """Tokens kept of an image of so many, where `is_exact`."""
+        count = self.count(num_tokens)
+        if count is None:
+            raise ValueError(f"budget is {self}, expected one that gives a number of tokens")
+        return count
+
     def __str__(self) -> str:
         """Returns what `parse` reads."""
         if self.kind == "rate":
-            share = Fraction(self.value)
+            share = Fraction(self.number)
             return f"{share.numerator}/{share.denominator}"
         if self.kind == "mean":
-            return f"mean:{float(self.value):g}"
+            return f"mean:{float(self.number):g}"
         return str(self.value) if self.kind == "count" else self.kind
 
 
@@ -154,6 +167,8 @@ class Kept(NamedTuple):
         tokens: [r, k, d] the tokens, of the same kind as those of the `View`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
+        order: [r, t] int32 the indices in order of choice, -1 in the padding; None for a method
+            that chooses a set.
     """
 
     index: Int[Array, "r k"]
@@ -161,6 +176,7 @@ class Kept(NamedTuple):
     tokens: Float[Array, "r k d"]
     valid: Bool[Array, "r k"]
     count: Int[Array, "r"]
+    order: Int[Array, "r t"] | None = None
 
 
 class Ranking(NamedTuple):
@@ -188,16 +204,6 @@ class Trained(NamedTuple):
     weights: dict[str, Any]
     stats: FeatureStats | None
     stop_bias: Any = 0.0
-
-
-@runtime_checkable
-class TrainedPolicy(Protocol):
-    """What a policy file holds; see `checkpoints.Policy`."""
-
-    params: dict[str, Any]
-    config: Any
-    stats: FeatureStats | None
-    stop_bias: float | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,12 +256,12 @@ class Pruner:
                 f"{', '.join(self.budgets)}"
             )
         most = self.most(num_tokens)
-        if self.budget.kind == "count" and self.budget.value > most:
+        if self.budget.kind == "count" and self.budget.number > most:
             raise ValueError(
                 f"budget is {self.budget.value}, expected an integer from 1 to {most}, as many as "
                 f"{self.name} can keep of {num_tokens} visual tokens"
             )
-        if self.budget.kind == "rate" and self.budget.count(num_tokens) > most:
+        if self.budget.kind == "rate" and self.budget.exact_count(num_tokens) > most:
             raise ValueError(
                 f"budget is {self.budget}, expected a share that is at most {most} of {num_tokens} "
                 f"visual tokens, as many as {self.name} can keep"
@@ -398,7 +404,7 @@ class LayerPruner(Pruner, abc.ABC):
     def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the budget, behind a single cut."""
         del config
-        return (Survivors(self.budget.count(num_tokens)),)
+        return (Survivors(self.budget.exact_count(num_tokens)),)
 
     @abc.abstractmethod
     def drop(
@@ -460,7 +466,7 @@ class Ranker(Pruner, abc.ABC):
     def select(self, params: Any, view: View, capacity: int) -> Kept:
         """Keeps the first `view.count` tokens of the order, in raster order."""
         ranking = self.rank(params, view, capacity)
-        return take(view.tokens, ranking.order, view.count, capacity)
+        return take_first(view.tokens, ranking.order, view.count, capacity)
 
 
 def keep_all(view: View, capacity: int) -> Kept:
@@ -514,6 +520,19 @@ def take(
         valid=valid,
         count=valid.sum(1, dtype=jnp.int32),
     )
+
+
+def take_first(
+    tokens: Float[Array, "r n d"],
+    order: Int[Array, "r t"],
+    count: Int[Array, "r"],
+    capacity: int,
+) -> Kept:
+    """`take` of a ranking, whose order is part of the result."""
+    kept = take(tokens, order, count, capacity)
+    picks = order[:, :capacity]
+    chosen = jnp.arange(picks.shape[1]) < kept.count[:, None]
+    return kept._replace(order=jnp.where(chosen, picks, -1).astype(jnp.int32))
 
 
 def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:

@@ -72,7 +72,7 @@ class Dart(LayerPruner):
     def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what the pivots take, and those of the image."""
         del config
-        budget = self.budget.count(num_tokens)
+        budget = self.budget.exact_count(num_tokens)
         if budget >= num_tokens:
             return (Survivors(num_tokens),)
         taken = budget // self._pivots * self._pivots

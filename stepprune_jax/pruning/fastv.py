@@ -57,11 +57,15 @@ class FastV(LayerPruner):
     def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what stays from layer K on."""
         budget = self._budget(config, num_tokens) if self.average else self.budget
-        return (Survivors(budget.count(num_tokens)),)
+        assert budget is not None  # `check` has refused it
+        return (Survivors(budget.exact_count(num_tokens)),)
 
     def _budget(self, config: Any, num_tokens: int) -> Budget | None:
         """What has to stay from layer K on for the budget to be the mean; None if nothing may."""
-        depth, share = config.text.num_layers, Fraction(self.budget.count(num_tokens), num_tokens)
+        depth, share = (
+            config.text.num_layers,
+            Fraction(self.budget.exact_count(num_tokens), num_tokens),
+        )
         share = (depth * share - self.layer) / (depth - self.layer)
         return Budget("rate", share) if share > 0 else None
 

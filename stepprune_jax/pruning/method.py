@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect
-from stepprune_jax.pruning.base import Budget, Pruner, Trained, TrainedPolicy
+from stepprune_jax.pruning.base import Budget, Pruner, Trained
 from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
@@ -23,6 +23,7 @@ from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
+from stepprune_jax.pruning.trained import Policy
 from stepprune_jax.pruning.visionzip import VisionZip
 from stepprune_jax.settings import is_number
 
@@ -69,7 +70,7 @@ def make_method(
     name: str | None = None,
     budget: Budget | int | str | None = None,
     *,
-    policy: TrainedPolicy | None = None,
+    policy: Policy | None = None,
     stop_bias: float | int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Method:
@@ -78,7 +79,7 @@ def make_method(
     Args:
         name: of `PRUNERS`; by default that of the policy, or "all" without one.
         budget: tokens to keep of each image, or text as `Budget.parse` takes it. Without one a
-            policy stops by itself.
+            policy stops by itself; for a mean one it does so at the bias that its calibration says.
         policy: what a trained method has learned.
         stop_bias: added to the policy's stop logits, in place of its own bias.
         options: fields of the pruner by name; values may be text.
@@ -128,7 +129,9 @@ def make_method(
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
-    pruner = kind(budget=budget, config=policy.config, **fields)
+    if budget.kind == "mean" and stop_bias is None:
+        bias = policy.bias_at(float(budget.value or 0))
+    pruner = kind(budget=budget, **fields | {"config": policy.config})
     return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
 
 
@@ -154,7 +157,7 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def _name_of(policy: TrainedPolicy) -> str:
+def _name_of(policy: Policy) -> str:
     """The pruner of a policy."""
     return next(
         name
@@ -176,9 +179,9 @@ def _wrong_budget(kind: type[Pruner], budget: Budget) -> str:
 
 def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
     """An option's value, of the type of its field."""
-    expected, *none = (
-        typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-    )
+    declared: Any = field.type  # no string: these modules evaluate their annotations
+    union = isinstance(declared, types.UnionType)
+    expected, *none = typing.get_args(declared) if union else (declared,)
     if isinstance(value, str) and expected is not str:
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value)

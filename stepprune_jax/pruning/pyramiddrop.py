@@ -83,7 +83,7 @@ class PyramidDrop(LayerPruner):
         """Returns what is left from each layer of the list on, at least one token."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
-            budget = self.budget.count(num_tokens)
+            budget = self.budget.exact_count(num_tokens)
             counts = geometric_counts(num_tokens, budget, widths, self.average)
         else:
             counts = (max(1, int(num_tokens * ratio)) for ratio in self.image_token_ratio_list)

@@ -98,9 +98,10 @@ class TextRated(LayerPruner):
     def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what is kept, and what is recycled, behind each layer of the list."""
         values, left, before = self._list(config, num_tokens), [], num_tokens
+        totals = ()
         if values is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
-            budget = self.budget.count(num_tokens)
+            budget = self.budget.exact_count(num_tokens)
             totals = geometric_counts(num_tokens, budget, widths, self.average)
         for number in range(len(self._layers(config))):
             if values is None:
@@ -155,7 +156,7 @@ class TextRated(LayerPruner):
         """Tokens of an image to keep at each cut; None if they follow from the budget."""
         if self.sparse_token_list is not None:
             return self.sparse_token_list
-        values = self.lists.get(Fraction(self.budget.count(num_tokens), num_tokens))
+        values = self.lists.get(Fraction(self.budget.exact_count(num_tokens), num_tokens))
         if values is None or not self.average or self._layers(config) != LAYERS:
             return None
         return tuple(value * num_tokens // 576 for value in values)
@@ -278,6 +279,7 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
     Returns:
         [b, s]; 0 without raters.
     """
+    assert sequence.note is not None  # from the first cut on
     rater = jnp.take_along_axis(sequence.note, last_slots(sequence, attention.shape[1]), axis=1)
     # Raters are text behind an image, so that slot 0, which may be repeated, is none of them.
     total = jnp.einsum("bt,bts->bs", rater, attention, precision=_EXACT)
@@ -339,6 +341,7 @@ def recycle(
         ids of their centres; and which slots of them are left.
     """
     (b, s), j = score.shape, count.shape[1]
+    assert sequence.note is not None  # from the first cut on
     keep = keep_best(score, sequence.image, count)
     most_candidates, most = num_clusters(s)
 

@@ -97,7 +97,9 @@ class StepPrune(Ranker):
             **limits,
         )
         pruned = policy.gather(picks, view.tokens, capacity)
-        return Kept(pruned.index, jnp.maximum(pruned.index, 0), *pruned[1:])
+        order = jnp.where(picks.action < n, picks.action, -1)[:, :capacity]
+        index, tokens, valid, count = pruned
+        return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)
 
     def _longest(self, sizes: Int[ArrayLike, "r"], n: int) -> Int[Array, "r"]:
         """T_max of images of so many tokens, n at most; that of a row is its own image's."""

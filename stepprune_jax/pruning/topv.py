@@ -7,6 +7,8 @@ give; the most important stay, and some of the others, evenly, so that no part o
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -81,8 +83,8 @@ class TopV(LayerPruner):
         image = sequence.image
         same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
         cost = self.cost(source, target, sequence, same)
-        mass = [_shares(jnp.linalg.norm(x, axis=2), same) for x in (source, target)]
-        importance = contributions(cost, *mass, same, self.epsilon, self.iterations)
+        given, taken = (_shares(jnp.linalg.norm(x, axis=2), same) for x in (source, target))
+        importance = contributions(cost, given, taken, same, self.epsilon, self.iterations)
         recovered = count // self.recover_every if self.recover_every else jnp.zeros_like(count)
         keep = keep_best(importance, image, count - recovered)
         of_image = image[:, None] == jnp.arange(count.shape[1])[:, None]
@@ -118,12 +120,14 @@ class TopV(LayerPruner):
         central = jnp.sqrt(jnp.square(place - middle).sum(2))
         central = jnp.broadcast_to(central[..., None], same.shape)
         terms = ((self.alpha, feature), (self.beta, spatial), (self.gamma, central))
-        return sum(weight * _from_0_to_1(term, same) for weight, term in terms)
+        parts = (weight * _from_0_to_1(term, same) for weight, term in terms)
+        return functools.reduce(operator.add, parts)
 
 
 def _on_grid(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
     """Row and column of each visual token, and those of the middle of its image."""
     at = jnp.maximum(sequence.image, 0)
+    assert sequence.grid is not None  # there are images
     grid = jnp.take_along_axis(sequence.grid, at[..., None], axis=1)
     total = jnp.sum(sequence.image[:, None] == sequence.image[..., None], axis=2)
     # A class token among the tokens stands before the patches, and lies where the first one does.

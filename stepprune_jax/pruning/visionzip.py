@@ -45,7 +45,7 @@ class VisionZip(Pruner):
         """Refuses models that do not rank patches, and budgets without room for both kinds."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
-        dominant, contextual = self.split(self.budget.count(num_tokens))
+        dominant, contextual = self.split(self.budget.exact_count(num_tokens))
         if dominant < 1 or not 1 <= contextual <= num_tokens - dominant:
             raise ValueError(
                 f"visionzip: {dominant} dominant and {contextual} contextual tokens of "
@@ -80,7 +80,7 @@ class VisionZip(Pruner):
             return self._select_received(view, capacity)
         attention, keys, hidden = view.taps
         r, n = view.tokens.shape[:2]
-        dominant, contextual = self.split(self.budget.count(n))
+        dominant, contextual = self.split(self.budget.exact_count(n))
         tokens, source = merge(
             attention.astype(jnp.float32).sum(1),
             keys.astype(jnp.float32).mean(1),

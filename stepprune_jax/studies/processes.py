@@ -1,5 +1,6 @@
 """Runs several programs at a time, each on its share of the processors."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+_LOG = logging.getLogger(__name__)
 
 _WAIT = 0.5  # seconds between looks at the processes
 _SHOWN = 20  # lines of a failed program's log
@@ -66,7 +69,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
                     done += 1
                     left = (time.monotonic() - begin) / done * (len(jobs) - done)
                     progress = f"{done} of {len(jobs)}, {left:.0f} s left"
-                    print(f"trained {job.name} ({progress})", flush=True)
+                    _LOG.info("trained %s (%s)", job.name, progress)
         finally:
             for _, process in slots.values():
                 process.terminate()
@@ -86,7 +89,8 @@ def _exit_when_terminated() -> Iterator[None]:
 
 def _start(job: Job, cpus: Sequence[int]) -> subprocess.Popen:
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    print(f"training {job.name} on processor(s) {', '.join(map(str, cpus))}: {job.log}", flush=True)
+    on = ", ".join(map(str, cpus))
+    _LOG.info("training %s on processor(s) %s: %s", job.name, on, job.log)
     command = [*job.command, "--cpus", *map(str, cpus)]
     with job.log.open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -24,7 +24,7 @@ from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
-from stepprune_jax.checkpoints.policy import Policy, load_policy
+from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
@@ -43,6 +43,9 @@ from stepprune_jax.evaluation.settings import (
 from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
+from stepprune_jax.evaluation.statistics import stop_figures
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import Policy
 from stepprune_jax.studies.processes import Job, run_jobs
 from stepprune_jax.studies.spread import differences, summarise
 from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
@@ -84,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="configuration of the default row")
+    parser.add_argument("--config", required=True, help="of the default row: a name or a file")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument(
@@ -120,7 +123,7 @@ def run_seeds(
     """Trains every row on every seed, unless that is done, and evaluates all of them.
 
     Args:
-        config: path of the default row's configuration; those of the others lie beside it.
+        config: name or path of the default row's configuration.
         workdir: folder for runs, data and report.
         seeds: of the runs.
         rows: of `variants.VARIANTS`.
@@ -287,8 +290,14 @@ def _evaluate_missing(
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         path = run.folder / RESULTS
-        trained = records(path, mark, run.seed, {run.method: policies[run.folder]})
+        policy = policies[run.folder]
+        trained = records(path, mark, run.seed, {run.method: policy})
         table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
+        if isinstance(policy.config, PolicyConfig):
+            n = model.config.max_image_tokens
+            bounds = policy.config.min_tokens, policy.config.steps(n)
+            stops = [stop_figures(row, test.scenes, *bounds) for row in trained]
+            table = [row | stop for row, stop in zip(table, stops, strict=True)]
         _save(path, mark, table)
 
 

@@ -9,6 +9,8 @@ from stepprune_jax.evaluation.names import DEFAULT
 
 Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")
+# What only rows with a learned stop have.
+_OF_STOPS = ("spearman_relevant", "at_bounds")
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
@@ -42,7 +44,8 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
 
     Returns:
         Objects with method, mode, pruning_rate, accuracy, retention and mean_k, each of the last
-        three with its `_std` (None of one seed), and the number of seeds.
+        three with its `_std` (None of one seed), the means of what `statistics.stop_figures` says
+        of a stop, and the number of seeds.
     """
     found = []
     for (method, mode, _), rows in (_groups([untrained]) | _groups(tables)).items():
@@ -51,6 +54,7 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
         for name in _MEASURED:
             values = [r[name] for r in rows]
             row |= {name: _mean(values), f"{name}_std": _deviation(values)}
+        row |= {name: _mean([r.get(name) for r in rows]) for name in _OF_STOPS}
         found.append(row | {"seeds": len(rows)})
     return found
 

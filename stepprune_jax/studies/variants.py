@@ -1,13 +1,12 @@
 """Variants of training: the default, its ablations and baselines, as configurations."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from stepprune_jax import configurations
 from stepprune_jax.evaluation.names import DEFAULT
 
 
@@ -61,19 +60,17 @@ def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
     """Loads a configuration file as a command's `--config` would.
 
     Args:
-        path: of the file; what follows a colon is its argument.
+        path: of the file, or the name of one; what follows a colon is its argument.
         changes: each "field=value", as in `--config.field=value`.
 
     Returns:
         The configuration.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file or name.
         ValueError: a change to a field that is not there or of another type.
     """
-    file = Path(path.partition(":")[0])
-    if not file.is_file():
-        raise FileNotFoundError(f"no configuration file {file}")
+    path = configurations.find(path)
     for change in changes:
         if "=" not in change:
             raise ValueError(f"--set {change!r}: expected FIELD=VALUE")
@@ -82,17 +79,12 @@ def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
     config_flags.DEFINE_config_file(
         "config", flag_values=values, sys_argv=arguments, lock_config=False
     )
-    # Configurations import each other as `configs.NAME`, wherever the command is run.
-    root = file.resolve().parents[2 if file.parent.name == "ablations" else 1]
-    sys.path.insert(0, str(root))
     try:
         values(arguments)
     except flags.Error as error:
         raise ValueError(str(error).replace("flag --config.", "--set ")) from error
     except AttributeError as error:
         raise ValueError(f"--set: the configuration has no field {error}") from error
-    finally:
-        sys.path.remove(str(root))
     return values["config"].value
 
 
@@ -102,7 +94,7 @@ def variant_configs(
     """Loads the configurations of variants.
 
     Args:
-        config: path of the default's.
+        config: name or path of the default's.
         keys: of `VARIANTS`.
         changes: as in `load_config`, to each of them.
 

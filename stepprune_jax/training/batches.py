@@ -1,7 +1,7 @@
 """Conversations as batches: the batch of a step is a pure function of seed and step."""
 
 import functools
-import sys
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Batch
 from stepprune_jax.user_input import user_input
+
+_LOG = logging.getLogger(__name__)
 
 # Batches that wait beside those that threads or processes are busy with.
 _AHEAD = 2
@@ -53,6 +55,22 @@ class Loading(NamedTuple):
     skip_unreadable: bool = False
 
 
+class Images(NamedTuple):
+    """How images become pixels, as a family says.
+
+    Attributes:
+        read: path to pixels, for example `Family.pixel_cache`.
+        grids: pixels of several images to the grids of their visual tokens.
+        largest: shapes of the pixels of the largest image, with any number of images, which those
+            of a batch are padded to where hosts make parts of it and must agree; None where all
+            images have one size.
+    """
+
+    read: Callable[[Path], Any]
+    grids: Callable[[Any], Int[np.ndarray, "r 2"]]
+    largest: Any = None
+
+
 class Batches:
     """Batches by step, and the few shapes that they have.
 
@@ -64,32 +82,25 @@ class Batches:
     def __init__(
         self,
         corpus: Corpus,
-        pixels: Callable[[Path], Any],
-        grids: Callable[[Any], Int[np.ndarray, "r 2"]],
+        images: Images,
         batch_size: int,
         seed: int,
         multiple: int,
         group: int = 1,
         loading: Loading | None = None,
-        largest: Any = None,
     ):
         """Plans the shapes.
 
         Args:
             corpus: the rows.
-            pixels: path to pixels, for example `Family.pixel_cache`.
-            grids: pixels of several images to the grids of their visual tokens.
+            images: how they become pixels.
             batch_size: rows of a batch, over all hosts.
             seed: of the order.
             multiple: of the width of ids and text.
             group: batches whose rows are sorted by width together; see `Order`.
             loading: how batches are made; by default with the defaults of `Loading`.
-            largest: shapes of the pixels of the largest image, with any number of images, which
-                those of a batch are padded to where hosts make parts of it and must agree; None
-                where all images have one size.
         """
-        self._pixels, self._grids, self._largest = pixels, grids, largest
-        self._corpus, self._loading = corpus, loading or Loading()
+        self._corpus, self._images, self._loading = corpus, images, loading or Loading()
         self._shared = len(range(batch_size)[self._loading.local]) < batch_size
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
@@ -144,7 +155,7 @@ class Batches:
         numbers, pixels = self._readable(indices)
         rows = self._corpus.rows(numbers)
         text, text_length = _padded([row.text for row in rows], widths.text)
-        targets = stack_targets(rows, self._grids(pixels), widths.ids, widths.targets)
+        targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return Batch(pixels, text, text_length, targets)
 
     @user_input()
@@ -163,8 +174,9 @@ class Batches:
             numbers.append(row)
             pixels.append(image)
         pixels = stack_images(pixels)
-        if self._shared and self._largest is not None:
-            none = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self._largest)
+        largest = self._images.largest
+        if self._shared and largest is not None:
+            none = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), largest)
             pixels = join_images([none, pixels])
         return numbers, pixels
 
@@ -172,14 +184,14 @@ class Batches:
     def _read(self, row: int) -> Any:
         """The pixels of a row; None if its image cannot be read and rows may be left out."""
         try:
-            return self._pixels(self._corpus.image(row))
+            return self._images.read(self._corpus.image(row))
         except (FileNotFoundError, MemoryError, ValueError) as error:
             reason = error if str(error) else "it needs more memory than there is"
             message = f'{self._corpus.where(row)}: "image": {reason}'
             if not self._loading.skip_unreadable:
                 kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
                 raise kind(message) from error
-            print(f"{message}; left out", file=sys.stderr, flush=True)
+            _LOG.warning("%s; left out", message)
             return None
 
     @user_input()
@@ -325,14 +337,16 @@ def open_batches(
     settings = family.image_settings(model.vision_folder or model.folder)
     return Batches(
         corpus=corpus,
-        pixels=family.pixel_cache(config, settings, cache_bytes),
-        grids=functools.partial(family.grids, config),
+        images=Images(
+            family.pixel_cache(config, settings, cache_bytes),
+            functools.partial(family.grids, config),
+            family.max_pixels(config, 1) if config.sizes_vary else None,
+        ),
         batch_size=run.batch_size,
         seed=run.seed,
         multiple=data.length_multiple,
         group=data.length_group,
         loading=Loading(data.threads, data.workers, local, data.missing == "skip"),
-        largest=family.max_pixels(config, 1),
     )
 
 

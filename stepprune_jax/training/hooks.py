@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.parallel import distributed
+from stepprune_jax.pruning import Policy
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.workdir.metrics import MetricsLog, open_boards

@@ -1,7 +1,8 @@
 """The training loop, from the settings of a run to a trained selector's file."""
 
 import itertools
-import sys
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,27 +15,36 @@ from stepprune_jax.checkpoints.frozen import image_bounds, model_dtype, model_fo
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import (
-    Policy,
+    POLICY_FILE,
     config_metadata,
     load_policy,
     save_policy,
 )
+from stepprune_jax.data.llava import Question
 from stepprune_jax.data.source import training_source
-from stepprune_jax.export import latest_policy
+from stepprune_jax.evaluation.calibrate import calibrate_policy
+from stepprune_jax.export import latest_policy, same_policy
 from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import Policy
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Stream, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
 from stepprune_jax.training.settings import Run, make_mesh, make_setup
-from stepprune_jax.training.validation import Validation, read_questions
+from stepprune_jax.training.validation import (
+    Validation,
+    read_calibration_questions,
+    read_questions,
+)
 from stepprune_jax.user_input import user_input
-from stepprune_jax.workdir.checkpoints import POLICY_FILE, Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import check_boards
+
+_LOG = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
@@ -60,6 +70,7 @@ class _Loop(NamedTuple):
     setup: step.Setup
     batches: Batches
     validation: Validation | None
+    questions: Sequence[Question]
     checkpoints: Checkpoints
     interrupt: Interrupt
 
@@ -101,6 +112,7 @@ def _train(
     with user_input():
         data = distributed.main_first(lambda: training_source(run, workdir))
         questions = read_questions(run, setup, workdir)
+        unanswered = read_calibration_questions(run, workdir)
         identities = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, *identities))
     about |= {"selector": config_metadata(setup.selector)}
@@ -124,8 +136,8 @@ def _train(
                         validation = Validation(run, model, questions, workdir)
                 if _stopped(interrupt):
                     return
-                parts = (run, workdir, model, setup, batches, validation, checkpoints, interrupt)
-                _loop(_Loop(*parts), about, window)
+                parts = (run, workdir, model, setup, batches, validation, unanswered)
+                _loop(_Loop(*parts, checkpoints, interrupt), about, window)
         finally:
             checkpoints.close()
 
@@ -143,20 +155,10 @@ def _policy_is_there(workdir: Path, steps: int) -> bool:
         return not distributed.any_process(found is None)
     with user_input():
         step, policy, _ = latest_policy(workdir)
-    if step == steps and not _same(found, policy):
-        print(f"warning: {path} is written again: {problem}", file=sys.stderr, flush=True)
+    if step == steps and not (found and same_policy(found, policy)):
+        _LOG.warning("%s is written again: %s", path, problem)
         save_policy(policy, path)
     return step == steps
-
-
-def _same(one: Policy | None, other: Policy) -> bool:
-    """Whether two policies are equal to the bit."""
-    if one is None or (one.config, one.stop_bias) != (other.config, other.stop_bias):
-        return False
-    leaves = map(jax.tree.leaves, (one, other))
-    return jax.tree.structure(one) == jax.tree.structure(other) and all(
-        np.array_equal(*pair) for pair in zip(*leaves, strict=True)
-    )
 
 
 def _stopped(interrupt: Interrupt) -> bool:
@@ -256,6 +258,22 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
         distributed.say(
             f"Stopped after step {done} of {run.steps}; the same command resumes from there"
         )
-    elif distributed.is_main():
-        path = save_policy(policy(), workdir / POLICY_FILE)
-        print(f"Done: {path}", flush=True)
+    else:
+        trained = _calibrated(loop, policy())
+        if distributed.is_main():
+            path = save_policy(trained, workdir / POLICY_FILE)
+            _LOG.info("Done: %s", path)
+
+
+def _calibrated(loop: _Loop, policy: Policy) -> Policy:
+    """A policy with its calibration, where it has a stop and there are questions for it."""
+    if policy.method != "stepprune" or not loop.questions:
+        return policy
+    with user_input():
+        return calibrate_policy(
+            loop.model,
+            policy,
+            loop.questions,
+            loop.run.model.execution,
+            loop.run.batch_size,
+        )

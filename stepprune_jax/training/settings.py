@@ -62,6 +62,8 @@ class ValidationSettings(Settings, group="validation"):
         budget: tokens to keep; 0 to keep as many as the policy does.
         max_new_tokens: longest answer.
         overlays: questions whose selections are drawn.
+        calibrate: questions that the stop of the trained policy is calibrated on, so that a mean
+            budget can be asked for; 0 for none. Without a validation split there are none.
     """
 
     every: int = count(0)
@@ -70,6 +72,7 @@ class ValidationSettings(Settings, group="validation"):
     budget: int = count(0)
     max_new_tokens: int = count()
     overlays: int = count(0)
+    calibrate: int = count(0, default=256)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

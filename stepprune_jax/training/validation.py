@@ -10,11 +10,12 @@ from jaxtyping import Float
 
 from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.llava import Question
+from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
-from stepprune_jax.evaluation.split import Split, read_split, thin
+from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_take
@@ -22,7 +23,7 @@ from stepprune_jax.inference.sets import Answers, Batching, answer_all, batches,
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import Pruned, choose_bucket
-from stepprune_jax.pruning import Budget, make_method
+from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
 from stepprune_jax.training.settings import Run
@@ -68,9 +69,42 @@ def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
     budget, most = run.validation.budget, setup.selector.steps(setup.model.max_image_tokens)
     if budget > most:
         raise ValueError(f"config.validation.budget is {budget}, expected at most {most}")
-    folder = run.validation.folder or run.data.folder or workdir / "data"
-    split = read_split(Path(folder).expanduser(), "validation")
+    split = read_split(_folder(run, workdir), "validation")
     return thin(split, run.validation.questions)
+
+
+def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
+    """The questions that a policy's stop is calibrated on when it is trained.
+
+    Args:
+        run: the settings of the run; `validation.calibrate` of 0 asks for none.
+        workdir: folder of the run, where the shapes world is.
+
+    Returns:
+        As many as are asked for, spread evenly over those of the validation split; none where there
+        is no such split.
+
+    Raises:
+        OSError: an image is missing.
+        ValueError: a file that is not what it should be; the message names file, line and field.
+    """
+    folder = _folder(run, workdir)
+    file, most = folder / "validation.jsonl", run.validation.calibrate
+    if not most or not file.is_file():
+        return []
+    try:
+        questions = list_questions(file, folder / "images")
+    except (OSError, ValueError) as error:
+        hint = "config.validation.calibrate=0 leaves the file unread"
+        # Not of its own type: some, as that of a wrong byte, are not made of a text.
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{error}; {hint}") from error
+    return [questions[at] for at in spread_over(len(questions), most)]
+
+
+def _folder(run: Run, workdir: Path) -> Path:
+    """Where the validation split of a run lies."""
+    return Path(run.validation.folder or run.data.folder or workdir / "data").expanduser()
 
 
 class Validation:

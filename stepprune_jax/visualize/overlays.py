@@ -1,5 +1,6 @@
 """Test images with the patches that the policy keeps."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten, wrap
@@ -10,8 +11,10 @@ from jaxtyping import Int
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.report import Report
+from stepprune_jax.inference.answer import Answer
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import default_record
 from stepprune_jax.visualize.patches import draw_panel, font
@@ -31,6 +34,7 @@ class Overlay(NamedTuple):
         text: the question.
         answer: what was answered.
         right: whether that is right; `None` where it is not known.
+        grid: rows and columns of its patches, where they are not those of the other images.
     """
 
     image: str | Path | Image.Image
@@ -40,6 +44,7 @@ class Overlay(NamedTuple):
     text: str
     answer: str
     right: bool | None
+    grid: tuple[int, int] | None = None
 
 
 def choose(
@@ -163,6 +168,93 @@ def _overlay(report: Report, record: Records, i: int) -> Overlay:
     )
 
 
+def draw_answer(
+    path: str | Path,
+    model: VLM,
+    images: Sequence[Image.Image],
+    question: str,
+    answer: Answer,
+) -> Path:
+    """Draws the images of a prompt as the model sees them, with the tokens that it was left with.
+
+    Args:
+        path: the PNG to write.
+        model: that answered.
+        images: of the prompt, RGB, at least one.
+        question: what was asked.
+        answer: what was answered.
+
+    Returns:
+        The path.
+    """
+    shown = []
+    for image, grid, indices in zip(images, answer.grids, answer.kept_indices, strict=True):
+        panel = seen_patches(model, image, grid, indices)
+        merged = sum(index < 0 for index in indices)
+        shown.append(
+            Overlay(
+                image=panel.image,
+                patches=panel.patches,
+                title=f"{len(indices)} kept" + (f", {merged} merged" if merged else ""),
+                category=f"of {_num_tokens(model, grid)}",
+                text=question,
+                answer=shorten(answer.text, 40, placeholder="…"),
+                right=None,
+                grid=panel.grid,
+            )
+        )
+    with warnings.catch_warnings():
+        # A model may say anything: what the typeface lacks is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        return draw_rows(path, shown[0].grid, [("", shown)])
+
+
+class Seen(NamedTuple):
+    """A square with the image that the tower saw in its middle.
+
+    Attributes:
+        image: the square.
+        grid: rows and columns of its patches, those beside the image included.
+        patches: those of the tokens that were left, in their order.
+    """
+
+    image: Image.Image
+    grid: tuple[int, int]
+    patches: list[int]
+
+
+def seen_patches(
+    model: VLM, image: Image.Image, grid: tuple[int, int], indices: Sequence[int]
+) -> Seen:
+    """Finds the patches of an image's tokens, and brings both to a square.
+
+    Args:
+        model: that was shown the image.
+        image: the image, RGB.
+        grid: rows and columns of its tokens.
+        indices: of tokens; those that are no patch, as merged ones or a class token, are left out.
+
+    Returns:
+        The square.
+    """
+    config, (rows, columns) = model.config, grid
+    image = config.family.seen(config, model.image_settings, image)
+    # Some models have a class token in front of the patches.
+    first = _num_tokens(model, grid) - rows * columns
+    side = max(grid)
+    top, left = (side - rows) // 2, (side - columns) // 2
+    square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")
+    square.paste(image, (image.width * left // columns, image.height * top // rows))
+    places = [divmod(index - first, columns) for index in indices if index >= first]
+    patches = [(top + row) * side + left + column for row, column in places]
+    return Seen(square, (side, side), patches)
+
+
+def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
+    """Visual tokens of an image of so many rows and columns."""
+    return int(model.config.family.num_tokens(model.config, np.array([grid]))[0])
+
+
 def draw_rows(
     path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Overlay]]]
 ) -> Path:
@@ -210,7 +302,7 @@ def _draw_overlay(
 ) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
-    panel = draw_panel(example.image, example.patches, grid, _SIDE)
+    panel = draw_panel(example.image, example.patches, example.grid or grid, _SIDE)
     # figimage counts from below, in pixels of the figure.
     figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")
 

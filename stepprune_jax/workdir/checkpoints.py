@@ -2,9 +2,9 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +21,9 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.settings import Settings
 from stepprune_jax.user_input import user_input
 
+_LOG = logging.getLogger(__name__)
+
 RUN_FILE = "run.json"
-POLICY_FILE = "policy.safetensors"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
@@ -80,7 +81,7 @@ def read_latest(workdir: Path) -> Restored:
             )
             restored = manager.restore(step, args=parts)
             for text in problems:
-                print(f"warning: {text}; taking {step}", file=sys.stderr, flush=True)
+                _LOG.warning("%s; taking %d", text, step)
             return Restored(step, restored.arrays, restored.beside["about"])
     if problems:
         raise ValueError("; ".join(problems))
@@ -264,8 +265,8 @@ class Checkpoints:
             self._damaged.mkdir(exist_ok=True)
             for number, problem in problems.items():
                 to = self._damaged / f"{number}-{time.time_ns()}"
-                warning = f"checkpoint {number} is damaged ({problem}); moved to {to}, resuming"
-                print(f"warning: {warning} from {step}", file=sys.stderr, flush=True)
+                text = f"checkpoint {number} is damaged ({problem}); moved to {to}, resuming"
+                _LOG.warning("%s from %d", text, step)
                 os.replace(self._folder / str(number), to)
         distributed.main_first(self._manager.reload)
 

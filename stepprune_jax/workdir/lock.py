@@ -3,14 +3,16 @@
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
+
+_LOG = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 
@@ -55,8 +57,8 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        warning = f"warning: {path} cannot be locked ({error.strerror}): run one program at a time"
-        print(f"{warning} in this folder", file=sys.stderr, flush=True)
+        problem = f"{path} cannot be locked ({error.strerror})"
+        _LOG.warning("%s: run one program at a time in this folder", problem)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import logging
 import math
-import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from stepprune_jax.data.json_files import file_named, parse_json, replace_file
+
+_LOG = logging.getLogger(__name__)
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
@@ -46,8 +48,8 @@ class MetricsLog:
         """
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
         if step and not self._paths[METRICS].exists():
-            warning = f"{self._paths[METRICS]} is not there: it will begin after step {step}"
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            path = self._paths[METRICS]
+            _LOG.warning("%s is not there: it will begin after step %d", path, step)
         for path in self._paths.values():
             keep_until(path, step)
         self._steps, self._batch_size, self._boards = steps, batch_size, boards
@@ -70,7 +72,7 @@ class MetricsLog:
         row["images_per_s"] = round(rate, 2)
         row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
         left = seconds / done * (self._steps - step) if done else None
-        print(_line(self._append(METRICS, row), self._steps, left), flush=True)
+        _LOG.info(_line(self._append(METRICS, row), self._steps, left))
 
     def write_validation(self, row: dict[str, float | int]):
         """Writes the results of a validation, whose time does not count as training.
@@ -80,7 +82,7 @@ class MetricsLog:
         """
         self._begin += row["seconds"]
         line = _line(self._append(VALIDATION, row, "validation/"), self._steps, None)
-        print(f"{line}  ({row['questions']} questions)", flush=True)
+        _LOG.info("%s  (%d questions)", line, row["questions"])
 
     def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> dict[str, Any]:
         """Adds a line to a file and shows it on the boards; the row as it was written."""

@@ -1,5 +1,7 @@
 """The policy's benchmark runs, and its figures are of what they say."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_world import save_policy, stepprune, write_split
 
@@ -37,6 +39,16 @@ def test_a_run_agrees_with_itself(tmp_path, capsys):
     found = rows(capsys.readouterr().out, "6 questions")
     assert found["float32, step by step"] == found["float32, tables"] == ["1", "1"]
     assert 0.4 < float(found["bfloat16, tables"][0]) <= 1
+
+
+def test_the_difference_of_gradients_is_a_number_where_some_are_zero():
+    zero, one = jnp.zeros((2, 2)), jnp.array([3.0, 4.0])
+    assert policy.relative_difference([zero, one], [zero, one]) == 0
+    assert policy.relative_difference({"a": zero, "b": one + 1}, {"a": zero, "b": one}) == (
+        pytest.approx(2**0.5 / 5)
+    )
+    assert policy.relative_difference([one], [0 * one]) == np.inf
+    assert np.isnan(policy.relative_difference([np.nan * one], [one]))
 
 
 def test_an_agreement_needs_a_run(capsys):

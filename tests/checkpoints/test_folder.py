@@ -7,6 +7,7 @@ import sentencepiece
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 
 
 def _config(folder, **fields):
@@ -19,7 +20,8 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch, capsys):
     here = testing.tiny_llava(tmp_path / "here")
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, revision, allow_patterns):
+        assert revision is None
         asked.append((name, allow_patterns))
         return str(here)
 
@@ -31,7 +33,7 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch, capsys):
     # The weights come last, and pickles never.
     assert asked[1][1] == ["*.safetensors"] and "*.safetensors" not in asked[0][1]
     said = "owner/name is not a folder here; asking the Hugging Face hub for it\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().out == said
     assert folders.find_folder("llava-hf/llava-1.5-7b-hf") == here
     with pytest.raises(FileNotFoundError, match=r"no folder owner/name\. .* say hub:owner/name;"):
         folders.find_folder("owner/name")
@@ -41,7 +43,7 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch, capsys):
 
 def test_a_hub_out_of_reach_is_explained(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"'owner/none' is not a folder.*hub failed"):
+    with pytest.raises(FileNotFoundError, match=r"fetching 'owner/none' from .* hub failed"):
         folders.find_folder("hub:owner/none")
 
 
@@ -52,6 +54,15 @@ def test_paths_are_not_taken_for_hub_ids(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(NotADirectoryError, match="give the folder it lies in"):
         folders.find_folder(tmp_path / "model.safetensors")
+
+
+def test_the_small_model_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert folders.find_folder("shapes") == SHAPES_MODEL
+    with pytest.raises(FileNotFoundError, match=r"nor a shipped model of that name \(shapes\)"):
+        folders.find_folder("shape")
+    (tmp_path / "shapes").mkdir()  # a folder of that name comes first
+    assert folders.find_folder("shapes").resolve() == tmp_path / "shapes"
 
 
 def test_folders_of_another_kind_are_refused(tmp_path):

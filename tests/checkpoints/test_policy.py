@@ -11,6 +11,7 @@ from stepprune_jax import FeatureStats, PolicyConfig, init_policy, prune, testin
 from stepprune_jax.checkpoints import safetensors as files
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, save_policy
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.pruning.calibration import Calibration
 
 CONFIG = PolicyConfig(
     feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.1, 0.5)
@@ -35,7 +36,7 @@ def rewrite(path, change_metadata=None, change=None):
 
 @pytest.mark.parametrize("with_stats", [True, False])
 def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
-    policy = policy if with_stats else policy._replace(stats=None)
+    policy = policy if with_stats else policy.replace(stats=None)
     path = save_policy(policy, tmp_path / "new" / "policy.safetensors")
     loaded = load_policy(path)
     assert loaded.config == CONFIG and hash(loaded.config) == hash(CONFIG)
@@ -48,6 +49,27 @@ def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
         prune(p.params, p.config, image, text, stats=p.stats, budget=2) for p in (policy, loaded)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_calibration_is_kept_with_the_policy(tmp_path, policy):
+    table = Calibration((1.0, 2.5), (3.0, -1.0), (1.0, 0.25), (0.0, 0.5), 5.0, 4)
+    path = save_policy(policy.replace(calibration=table), tmp_path / "p")
+    assert load_policy(path).calibration == table
+    for broken in ('{"mean_count": [1]}', "[]", '{"mean_count": 1', "null"):
+        rewrite(path, lambda metadata, text=broken: metadata.update(calibration=text))
+        with pytest.raises(ValueError, match=r"/p: .*calibration"):
+            load_policy(path)
+
+
+def test_shipped_policies_have_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_policy("literal").method == "stepprune"
+    assert load_policy("autoselect").method == "autoselect"
+    with pytest.raises(FileNotFoundError, match=r"no policy file at liberal, nor .*literal"):
+        load_policy("liberal")
+    # A file of that name comes first.
+    save_policy(Policy.init(jax.random.key(0), CONFIG, None), tmp_path / "literal")
+    assert load_policy("literal").config == CONFIG
 
 
 def test_the_file_is_readable_by_others(tmp_path, policy):
@@ -63,7 +85,7 @@ def test_the_file_is_readable_by_others(tmp_path, policy):
 
 
 def test_weights_of_lower_precision_are_widened(tmp_path, policy):
-    half = policy._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.params))
+    half = policy.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.params))
     loaded = load_policy(save_policy(half, tmp_path / "p"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"float32"}
     jax.tree.map(np.testing.assert_array_equal, loaded.params, half.params)
@@ -176,9 +198,9 @@ def test_files_of_other_kinds_are_refused(tmp_path, policy):
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, policy):
     other = dataclasses.replace(CONFIG, width=8)
     with pytest.raises(ValueError, match="wrong shape: stop is"):
-        save_policy(policy._replace(config=other), tmp_path / "p")
+        save_policy(policy.replace(config=other), tmp_path / "p")
     with pytest.raises(ValueError, match="stop_bias is nan"):
-        save_policy(policy._replace(stop_bias=float("nan")), tmp_path / "p")
+        save_policy(policy.replace(stop_bias=float("nan")), tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 
@@ -187,4 +209,4 @@ def test_a_policy_for_another_model_is_refused(policy):
     with pytest.raises(ValueError, match=r"feature_width is 8.*32; its text_width is 6.*48"):
         check_fits(policy, config)
     fitting = PolicyConfig(feature_width=32, text_width=0, num_heads=4)
-    check_fits(policy._replace(config=fitting), config)
+    check_fits(policy.replace(config=fitting), config)

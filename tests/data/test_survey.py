@@ -70,7 +70,7 @@ def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer):
         encoded = llava_encoder(tokenizer).encode(turns, 1)
         assert row.ids.tolist() == encoded.ids[: length - 9]
         assert row.text.tolist() == encoded.text[:2] and len(encoded.text) > 2
-    assert tokenizer.decode(rows[1].target) == "no</s> yes"  # without its last </s>
+    assert tokenizer.decode(rows[1].target) == "yes"  # the last answer, without its </s>
     for number, row in zip((1, 0), rows, strict=True):
         counts = [array[number] for array in corpus.lengths]
         assert counts == [len(row.ids), len(row.text), len(row.target)]
@@ -82,9 +82,9 @@ def test_targets_are_predicted_one_place_before_their_own(tokenizer):
     encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     row = make_row(encoded, LIMITS)
     assert [encoded.ids[place + 1] for place in row.place] == row.target.tolist()
-    assert row.target.tolist() == [label for label in encoded.labels if label != IGNORE]
-    # Two answers of a word, each with its end; the word is predicted by the colon before it.
-    assert [tokenizer.decode([token]) for token in row.target] == ["no", "</s>", "yes", "</s>"]
+    assert row.target.tolist() == [label for label in encoded.labels if label != IGNORE][-2:]
+    # The last answer, a word with its end; the word is predicted by the colon before it.
+    assert [tokenizer.decode([token]) for token in row.target] == ["yes", "</s>"]
     assert tokenizer.decode([encoded.ids[row.place[0]]]).endswith(":")
 
 
@@ -94,6 +94,20 @@ def test_questions_can_be_rows_of_their_own(opened, tokenizer):
     for row, turns in zip(corpus.rows(range(3)), (TURNS[:2], TURNS[2:], TURNS[:2]), strict=True):
         assert row.ids.tolist() == llava_encoder(tokenizer).encode(turns, 1).ids
     assert "2 samples, 3 questions, 1 images" in opened.lines[0]
+
+
+def test_a_whole_conversation_ends_with_an_answer_drawn_for_it(opened, tokenizer):
+    corpus = opened(*[MULTI] * 40)
+    rows = corpus.rows(range(40))
+    encode = llava_encoder(tokenizer).encode
+    short, whole = encode(TURNS[:2], 1), encode(TURNS, 1)
+    asked = [corpus.describe(number)["question"] for number in range(40)]
+    assert 10 < sum(asked) < 30
+    for row, question in zip(rows, asked, strict=True):
+        wanted = whole if question else short
+        # Nothing that is said later is in the row, neither for the policy nor for the model.
+        assert row.ids.tolist() == wanted.ids and row.text.tolist() == wanted.text
+        assert tokenizer.decode(row.target) == ("yes</s>" if question else "no</s>")
 
 
 def test_what_is_left_out_is_counted(opened, tokenizer):

@@ -200,7 +200,11 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, 
     other.write_text(file.read_text().splitlines(keepends=True)[0])
     capsys.readouterr()
     run(config, tmp_path, stages=["score"])
-    assert "no report" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no report" not in said
+    *_, last, command = said.splitlines()
+    assert last == "Ask the trained policy:"
+    assert f"--policy {tmp_path / 'policy.safetensors'}" in command and "--overlay" in command
     # One of this run's rows does.
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     run(config, tmp_path, stages=["score"])

@@ -28,6 +28,7 @@ from stepprune_jax.evaluation.statistics import (
     make_statistics,
     paired_difference,
     spearman,
+    stop_figures,
 )
 
 QUESTIONS = [Question(str(n), Path(f"{n // 2}.png"), "?", "ab"[n % 2]) for n in range(4)]
@@ -100,6 +101,16 @@ def test_correlation_worked_by_hand():
     found = spearman(np.array([1, 2, 3, 4, 5]), np.array([2, 1, 5, 3, 4]))
     assert found == pytest.approx(1 - 6 * (1 + 1 + 4 + 1 + 1) / 120, abs=1e-4)
     assert spearman(np.array([1, 2, 3]), np.array([4, 4, 4])) is None
+
+
+def test_a_stop_that_decides_is_told_from_one_at_its_bounds():
+    scenes = [Scene(1, tuple(range(n))) for n in (1, 2, 3, 4)]
+    row = records("StepPrune", "adaptive", 3, [1, 2, 4, 5], [1, 1, 1, 1])
+    assert stop_figures(row, scenes, 1, 9) == {"spearman_relevant": 1.0, "at_bounds": 25.0}
+    assert stop_figures(row, scenes, 2, 5)["at_bounds"] == 75.0
+    assert stop_figures(row, None, 0, 9) == {"spearman_relevant": None, "at_bounds": 0.0}
+    exact = records("StepPrune", "exact", 3, [3] * 4, [1, 1, 1, 1])
+    assert set(stop_figures(exact, scenes, 1, 9).values()) == {None}
 
 
 def test_paired_differences_worked_by_hand():

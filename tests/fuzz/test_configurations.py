@@ -66,7 +66,7 @@ CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, e
 def policy(tmp_path_factory):
     config = dataclasses.replace(CONFIG, decoder_layers=1)
     params = jax.tree.map(jnp.ones_like, init_policy(jax.random.key(0), config))
-    path = save_policy(Policy(params, config), tmp_path_factory.mktemp("policy") / "p")
+    path = save_policy(Policy(params, config, None), tmp_path_factory.mktemp("policy") / "p")
     entries, metadata = safetensors.read_contents(path)
     tensors = [safetensors.read_tensor(entry) for entry in entries.values()]
     specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}

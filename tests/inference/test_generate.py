@@ -101,6 +101,42 @@ def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava, positions):
     assert len({answer.kept for answer in answers}) > 2
 
 
+def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
+    def kept(pruner=None, **options):
+        return [
+            answer.kept_indices
+            for answer in generate(model, PROMPTS, IMAGES, pruner=pruner, max_tokens=2, **options)
+        ]
+
+    everything = tuple(range(9))
+    assert kept() == [(everything,), (), (everything,) * 2, (everything,)]
+    # A ranker's choices are prefixes of each other; those of a set stand in raster order.
+    for few, many in zip(kept("cls", budget=3), kept("cls", budget=7), strict=True):
+        assert [longer[:3] for longer in many] == list(few)
+    assert any(list(row) != sorted(row) for image in kept("cls", budget=7) for row in image)
+    for options in ({"pruner": "grid"}, {"pruner": "fastv", "pruner_options": {"layer": 1}}):
+        found = [row for image in kept(budget=4, **options) for row in image]
+        assert all(list(row) == sorted(row) and len(row) == 4 for row in found)
+    merged = kept("visionzip", budget=4, pruner_options={"contextual": 1})
+    assert all(row[0] == row[-1] == -1 and min(row[1:3]) >= 0 for image in merged for row in image)
+    exact, own = kept(policy=policy, budget=4), kept(policy=policy)
+    for rows, free in zip(exact, own, strict=True):
+        for row, other in zip(rows, free, strict=True):
+            assert row[: len(other)] == other[:4] and len({*row}) == 4
+    assert len({len(row) for image in own for row in image}) > 1
+
+
+def test_a_row_that_is_cut_says_what_is_left(model, policy):
+    limit = request(model, "two", IMAGES[0]).ids[0].index(IMAGE_TOKEN) + 4
+    options = {"pruner": "cls", "budget": 7, "max_tokens": 2}
+    (whole,) = generate(model, ["two"], [IMAGES[0]], **options)
+    with pytest.warns(UserWarning, match="was cut"):
+        (answer,) = generate(model, ["two"], [IMAGES[0]], context_limit=limit, **options)
+    left = {*sorted(whole.kept_indices[0])[:4]}
+    assert answer.kept == 4
+    assert [*answer.kept_indices[0]] == [i for i in whole.kept_indices[0] if i in left]
+
+
 def test_an_image_of_which_nothing_is_kept_is_not_there(llava):
     prompt = " ".join(["dog"] * 8)
     (answer,) = generate(llava.ours, [prompt], [IMAGES[0]], pruner=ByQuestion(), max_tokens=8)
@@ -442,7 +478,7 @@ def test_the_kernels_of_a_gpu_are_refused_elsewhere(model, monkeypatch):
 
 def test_a_policy_that_does_not_fit_is_refused(model, policy):
     config = PolicyConfig(feature_width=16, text_width=48, num_heads=4)
-    other = Policy(init_policy(jax.random.key(0), config), config)
+    other = Policy(init_policy(jax.random.key(0), config), config, None)
     with pytest.raises(ValueError, match="feature_width is 16, the model's vision hidden_size 32"):
         generate(model, ["a"], policy=other)
     for budget, message in ((0, "a count"), (5, ".* from 1 to 4")):
@@ -456,6 +492,6 @@ def test_a_policy_that_does_not_fit_is_refused(model, policy):
 
 def test_a_policy_without_text_prunes(model):
     config = PolicyConfig(feature_width=32, text_width=0, width=16, num_heads=2, mlp_ratio=2)
-    blind = Policy(init_policy(jax.random.key(0), config), config)
+    blind = Policy(init_policy(jax.random.key(0), config), config, None)
     answers = generate(model, PROMPTS, IMAGES, policy=blind, budget=2, max_tokens=8)
     assert [answer.kept for answer in answers] == [2, 0, 4, 2]

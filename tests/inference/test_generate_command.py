@@ -11,15 +11,17 @@ import pytest
 import torch
 import transformers
 from generation_reference import random_image, request
+from PIL import Image
 from quick import quick_or_slow
 
 from stepprune_jax import PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.generate import main
 from stepprune_jax.inference import generate as answer
 from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, autoselect
+from stepprune_jax.pruning.calibration import Calibration
 
 CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
 FAST = ["--max_tokens", "6", "--dtype", "float32"]
@@ -33,11 +35,11 @@ def files(tmp_path_factory):
     for number in (1, 2):
         random_image(number).save(folder / f"{number}.png")
     (folder / "broken.png").write_bytes((folder / "1.png").read_bytes()[:80])
-    save_policy(Policy(init_policy(jax.random.key(0), CONFIG), CONFIG), folder / "policy")
+    save_policy(Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, None), folder / "policy")
     scorer = AutoSelectConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
-    save_policy(Policy(autoselect.init(jax.random.key(0), scorer), scorer), folder / "scorer")
+    save_policy(Policy(autoselect.init(jax.random.key(0), scorer), scorer, None), folder / "scorer")
     other = PolicyConfig(feature_width=16, text_width=48, num_heads=2)
-    save_policy(Policy(init_policy(jax.random.key(0), other), other), folder / "other_policy")
+    save_policy(Policy(init_policy(jax.random.key(0), other), other, None), folder / "other_policy")
     return folder
 
 
@@ -51,7 +53,7 @@ def test_the_answer_and_then_the_figures(files, capfd):
     assert main(command(files, "--prompt", "red dog?", *pruned)) == 0
     *text, figures = capfd.readouterr().out.rstrip("\n").split("\n")
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
-    policy = Policy(init_policy(jax.random.key(0), CONFIG), CONFIG)
+    policy = Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, None)
     (expected,) = answer(
         model, ["red dog?"], [files / "1.png"], policy=policy, budget=3, max_tokens=6
     )
@@ -65,13 +67,43 @@ def test_one_json_object_and_nothing_else(files, capfd):
     assert main([*command(files, "--prompt", "two?", "--json"), *second]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert list(found) == ["text", "token_ids", "visual_tokens", "kept", "ttft_ms", "tokens_per_s"]
+    assert list(found) == [
+        *("text", "token_ids", "visual_tokens", "kept", "kept_indices", "grids"),
+        *("ttft_ms", "tokens_per_s"),
+    ]
     model = load_vlm(files / "model", dtype=jnp.float32, progress=False)
     (expected,) = answer(model, ["two?"], [[files / "1.png", files / "2.png"]], max_tokens=6)
     assert found["text"] == expected.text and found["token_ids"] == list(expected.token_ids)
     assert found["visual_tokens"] == found["kept"] == 18
+    assert found["kept_indices"] == [list(range(9))] * 2 and found["grids"] == [[3, 3]] * 2
     assert found["ttft_ms"] > 0 and found["tokens_per_s"] > 0
     assert "loading model" in err
+
+
+def test_an_overlay_shows_each_image_with_what_was_kept(files, capsys):
+    second = ["--image", str(files / "2.png")]
+    sizes = []
+    for shown in ([], second):
+        drawn = files / "kept.png"
+        options = ("--pruner", "cls", "--budget", 3, "--overlay", drawn)
+        assert main([*command(files, "--prompt", "two?", *options), *shown]) == 0
+        with Image.open(drawn) as image:
+            sizes.append(image.size)
+        drawn.unlink()
+    assert "kept 6 of 18" in capsys.readouterr().out
+    assert sizes[1][0] > 1.9 * sizes[0][0] and sizes[1][1] == sizes[0][1]
+
+
+def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
+    policy = load_policy(files / "policy")
+    table = Calibration((1.0, 4.0), (6.0, -6.0), (1.0, 0.0), (0.0, 1.0), 9.0, 5)
+    save_policy(policy.replace(calibration=table), files / "calibrated")
+    found = []
+    for how in (("--mean_budget", 2.5), ("--stop_bias", 0.0), ("--budget", "mean:2.5")):
+        options = ("--prompt", "two?", "--json", "--policy", files / "calibrated", *how)
+        assert main(command(files, *options)) == 0
+        found.append(json.loads(capsys.readouterr().out)["kept_indices"])
+    assert found[0] == found[1] == found[2] and len(found[0][0]) in range(1, 5)
 
 
 class Traced(NamedTuple):
@@ -300,6 +332,21 @@ MISTAKES = {
     "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace goes with --json"),
     "trace suffix": (["--prompt", "a", "--json", "--trace", "{}/t.txt"], "expected a .npz file"),
     "trace folder": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
+    "overlay suffix": (["--prompt", "a", "--overlay", "{}/o.jpg"], "expected a .png file"),
+    "overlay talk": (["--interactive", "--overlay", "{}/o.png"], "goes with one --prompt"),
+    "no calibration": (
+        ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3"],
+        "no calibration, which a mean budget (--mean_budget) needs: make one with python -m",
+    ),
+    "mean 0": (["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "0"], "mean_budget is"),
+    "two budgets": (
+        ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3", "--budget", "3"],
+        "budget and mean_budget are given, expected one of them",
+    ),
+    "mean of none": (
+        ["--prompt", "a", "--pruner", "cls", "--mean_budget", "3"],
+        "cls cannot keep the budget mean:3",
+    ),
     "bias alone": (["--prompt", "a", "--stop_bias", "1"], "needs a policy (--policy)"),
     "top_p": (["--prompt", "a", "--top_p", "2"], "top_p is 2.0"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),

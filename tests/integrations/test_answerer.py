@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     )
     params = init_policy(jax.random.key(1), config)
     params = jax.tree.map(lambda leaf: 3 * leaf, params)
-    save_policy(Policy(params, config, stop_bias=0.25), folder / "policy.bin")
+    save_policy(Policy(params, config, None, stop_bias=0.25), folder / "policy.bin")
     return folder
 
 

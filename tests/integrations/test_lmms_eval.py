@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from stepprune_jax.checkpoints.frozen import ASSETS, SHAPES_MODEL
+from stepprune_jax.checkpoints.shipped import ASSETS, SHAPES_MODEL
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.data.shapes import write_world

@@ -12,9 +12,9 @@ from stepprune_jax.models import vlm
 S = vlm.IMAGE_TOKEN
 
 
-def embed_text(params, config, ids):
-    del params, config
-    return jnp.broadcast_to(ids[..., None].astype(jnp.float32), (*ids.shape, 2))
+# The embedding of a token is its id, twice.
+EMBEDDING = jnp.broadcast_to(jnp.arange(10.0)[:, None], (10, 2))
+PARAMS = {"language": {"embed": {"embedding": EMBEDDING}}}
 
 
 def image_positions(config, grid, place):
@@ -25,7 +25,7 @@ def image_positions(config, grid, place):
     return offset, grid.max(-1)
 
 
-FAMILY = SimpleNamespace(POSITION_AXES=3, embed_text=embed_text, image_positions=image_positions)
+FAMILY = SimpleNamespace(POSITION_AXES=3, image_positions=image_positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def rows(positions, visual_index):
     )
     visual = vlm.Visual(tokens, valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
-    return vlm.assemble({}, Config(), ids, jnp.array([6, 3]), visual, positions)
+    return vlm.assemble(PARAMS, Config(), ids, jnp.array([6, 3]), visual, positions)
 
 
 def whole():
@@ -102,7 +102,7 @@ def test_a_row_that_is_cut_continues_after_its_largest_position():
     grid = jnp.array([[[2, 3], [4, 1]], [[1, 2], [0, 0]]])
     visual = vlm.Visual(jnp.ones((2, 2, 6, 2)), valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
-    sequence = vlm.assemble({}, Config(), ids, jnp.array([6, 3]), visual, capacity=5)
+    sequence = vlm.assemble(PARAMS, Config(), ids, jnp.array([6, 3]), visual, capacity=5)
     # Tokens (2, 2), (2, 3), (2, 4) of the image remain.
     np.testing.assert_array_equal(sequence.length, [5, 4])
     np.testing.assert_array_equal(sequence.next_position, [5, 4])

@@ -6,13 +6,30 @@ import numpy as np
 
 from stepprune_jax.policy import ParamSpec, PolicyConfig, param_specs
 
+# Without annealing, probes and prices, each of which has tests of its own.
+_PLAIN = dict(
+    polarisation_temperature=0.3,
+    polarisation_share=0.0,
+    batch_budget="mix",
+    random_budget=(0.08, 0.36),
+    probe_window=0.5,
+    length_weight=0.3,
+    price_range=0.0,
+    price_growth=0.0,
+)
+
+
+def plain_config(**fields):
+    """A policy with the readings that change nothing over the course of training."""
+    return PolicyConfig(**(_PLAIN | fields))
+
 
 def small_config(**fields):
     """A float64 policy of width 8, whose stop is differentiated all the way."""
     base = dict(
         feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64", stop="aligned"
     )
-    return PolicyConfig(**(base | fields))
+    return plain_config(**(base | fields))
 
 
 def small_literal(**fields):

@@ -170,7 +170,7 @@ def compiled(stop):
     return config, run
 
 
-@pytest.mark.parametrize("stop", ["aligned", "softmax", "hazard"])
+@pytest.mark.parametrize("stop", quick_or_slow(["aligned", "softmax", "hazard"], ["hazard"]))
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -7,20 +7,22 @@ belongs in the commit that explains it.
 import json
 import pathlib
 
+import cases
 import jax
 import jax.numpy as jnp
 import marker_world
 import numpy as np
 import pytest
-from quick import quick_or_slow
 
 from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
 CONFIGS = {
-    "default": PolicyConfig(feature_width=16, text_width=12, num_heads=4),
-    "literal": PolicyConfig.literal(feature_width=16, text_width=12, num_heads=4),
+    "default": cases.plain_config(feature_width=16, text_width=12, num_heads=4),
+    "literal": PolicyConfig.literal(
+        feature_width=16, text_width=12, num_heads=4, polarisation_temperature=1.0
+    ),
 }
 
 
@@ -48,9 +50,15 @@ def trajectory(name):
 
 def loss_curve(name):
     config = (
-        PolicyConfig(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
+        cases.plain_config(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
         if name == "default"
-        else PolicyConfig.literal(feature_width=32, text_width=32, num_heads=4, decoder_layers=1)
+        else PolicyConfig.literal(
+            feature_width=32,
+            text_width=32,
+            num_heads=4,
+            decoder_layers=1,
+            polarisation_temperature=1.0,
+        )
     )
     world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
     everything = jnp.ones((16, 24), bool)
@@ -89,7 +97,8 @@ def test_trajectory_is_the_stored_one(name):
         np.testing.assert_allclose(found[field], stored[field], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(CONFIGS, ["default"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_loss_curve_is_the_stored_one(name):
     stored = json.loads(GOLDEN.read_text())["loss"][name]
     np.testing.assert_allclose(loss_curve(name), stored, rtol=2e-3)

@@ -194,7 +194,8 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
     cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
 
 
-@pytest.mark.parametrize("score_space", quick_or_slow(["log", "linear"], ["log"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("score_space", ["log", "linear"])
 def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
     config = cases.small_config(

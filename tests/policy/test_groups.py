@@ -10,7 +10,6 @@ import pytest
 
 from stepprune_jax.policy import (
     Decoder,
-    PolicyConfig,
     hard_feedback,
     pick,
     plain_rollout,
@@ -36,7 +35,7 @@ def step_fn(params, config, context, query, cache, step):
 @functools.partial(jax.jit, static_argnames=("group", "max_steps"))
 def worked(group, max_steps=4, **limits):
     """Points with M q from [1, 0], without any weights; the stop's logit is 0."""
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=2,
         text_width=0,
         num_heads=1,
@@ -135,4 +134,4 @@ def test_fewer_than_one_token_a_step_is_refused():
     with pytest.raises(ValueError, match="group is 0, expected an integer from 1"):
         worked(0)
     with pytest.raises(ValueError, match=r"PolicyConfig.group is 0, expected an integer from 1"):
-        PolicyConfig(group=0)
+        cases.plain_config(group=0)

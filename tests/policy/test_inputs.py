@@ -70,8 +70,7 @@ def test_non_finite_padding_is_nobodys_business(params):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_steps": 6}, r"max_steps \(T_max\) is 6, expected within \[1, 5\] for 5 image"),
-        ({"max_steps": 0}, r"max_steps \(T_max\) is 0"),
+        ({"max_steps": 0}, r"max_steps \(T_max\) is 0, expected an integer from 1"),
         ({"budget": 3}, r"budget is 3, expected within \[1, 2\]"),
         ({"budget": 0}, r"budget is 0, expected within \[1, 2\]"),
         ({"budget": jnp.array([1, 9])}, r"budget is 1 to 9, expected within \[1, 2\]"),
@@ -133,7 +132,6 @@ def test_prune_refuses_before_compiling(params):
         ({"budget": 0}, r"budget is 0, expected within \[1, 2\]"),
         ({"budget": 1, "max_tokens": 2}, "budget is given with min_tokens or max_tokens"),
         ({"ladder": (1,), "budget": 2}, "count is 2, expected at most the largest bucket, 1"),
-        ({"max_steps": 7}, "T_max.* is 7"),
     ]:
         with pytest.raises(ValueError, match=message):
             policy.prune(params, CONFIG, IMAGE, TEXT, **options)
@@ -143,6 +141,26 @@ def test_prune_refuses_before_compiling(params):
         policy.prune(params, CONFIG, IMAGE, TEXT.at[0, 0, 0].set(jnp.inf))
     with pytest.raises(ValueError, match="stop_bias is nan"):
         policy.prune(params, CONFIG, IMAGE, TEXT, stop_bias=math.nan)
+
+
+def test_an_image_has_at_most_as_many_steps_as_tokens(params, slots):
+    assert policy.select(params, CONFIG, slots, max_steps=9).action.shape == (2, 5)
+    assert policy.prune(params, CONFIG, IMAGE, TEXT, max_steps=9, budget=5).count.tolist() == [5, 5]
+    long = dataclasses.replace(CONFIG, max_steps=9)
+    assert (long.steps(5), long.steps(20)) == (5, 9)
+    gated = jax.eval_shape(
+        lambda p: policy.gate(p, long, jax.random.key(0), IMAGE, TEXT, max_steps=7), params
+    )
+    assert gated.trajectory.action.shape == (2, 5)
+
+
+def test_prune_says_what_to_jit_in_its_place(params):
+    with pytest.raises(TypeError, match=r"jit choose\(params, .*gather\(picks, ") as refusal:
+        jax.jit(policy.prune)(params, CONFIG, IMAGE, TEXT)
+    assert "\n" not in str(refusal.value)
+    picks = jax.jit(policy.choose)(params, CONFIG, IMAGE, TEXT)
+    pruned = policy.prune(params, CONFIG, IMAGE, TEXT)
+    assert picks.count.tolist() == pruned.count.tolist()
 
 
 def test_weights_of_another_kind_are_refused_by_name(params):

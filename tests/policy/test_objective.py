@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import marker_world
@@ -12,7 +13,7 @@ import pytest
 from stepprune_jax import policy
 from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
 
-CONFIG = PolicyConfig(
+CONFIG = cases.plain_config(
     feature_width=32,
     text_width=32,
     num_heads=4,
@@ -41,6 +42,7 @@ def loss_slope_at_the_stop(config, rows=64):
     return slopes.mean(), slopes.std() / len(slopes) ** 0.5
 
 
+@pytest.mark.slow
 def test_loss_pushes_back_on_the_count_per_sample_but_not_through_a_batch_mean():
     mean, error = loss_slope_at_the_stop(CONFIG)
     assert mean > 3 * error > 0  # stopping earlier hurts
@@ -188,7 +190,7 @@ def test_statistics_make_features_of_any_scale_equal():
 @pytest.mark.parametrize(
     ("gate", "estimator"),
     [
-        ("vp", "straight_through"),
+        pytest.param("vp", "straight_through", marks=pytest.mark.slow),
         ("scale", "parallel"),
         pytest.param("gumbel", "straight_through", marks=pytest.mark.slow),
     ],

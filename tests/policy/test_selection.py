@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import cases
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import PolicyConfig, objective
+from stepprune_jax.policy import objective
 
-CONFIG = PolicyConfig(feature_width=16, text_width=12, num_heads=4, stop="aligned")
+CONFIG = cases.plain_config(feature_width=16, text_width=12, num_heads=4, stop="aligned")
 B, N, L = 4, 24, 5
 encode = jax.jit(policy.encode, static_argnames="config")
 select = jax.jit(policy.select, static_argnames=("config", "max_steps"))
@@ -194,7 +195,9 @@ def test_training_step_traces_once_over_steps_and_budgets(params, image, text):
 
 
 def test_mixed_batches_train_half_their_rows_at_random_budgets():
-    config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, random_budget=(0.1, 0.3))
+    config = cases.plain_config(
+        feature_width=16, text_width=0, num_heads=4, random_budget=(0.1, 0.3)
+    )
     limits, own = policy.draw_limits(jax.random.key(0), config, jnp.full(1000, 100), 50)
     np.testing.assert_array_equal(own, np.arange(1000) % 2 == 0)
     forced = np.asarray(limits.min_tokens)[~np.asarray(own)]
@@ -206,7 +209,7 @@ def test_mixed_batches_train_half_their_rows_at_random_budgets():
 
 
 def test_prices_are_log_uniform_for_rows_that_stop_by_themselves():
-    config = PolicyConfig(feature_width=16, text_width=0, num_heads=4, price_range=2.0)
+    config = cases.plain_config(feature_width=16, text_width=0, num_heads=4, price_range=2.0)
     own = np.arange(1000) % 2 == 0
     drawn = np.asarray(policy.draw_log_prices(jax.random.key(0), config, jnp.asarray(own)))
     assert not drawn[~own].any()
@@ -296,7 +299,7 @@ def test_a_probe_decides_in_the_last_part_of_its_budget(params, slots, window, a
 
 
 def test_probes_all_have_budgets_and_all_pay():
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=16, text_width=0, num_heads=4, batch_budget="probe", random_budget=(0.1, 0.4)
     )
     limits, own = policy.draw_limits(jax.random.key(0), config, jnp.full(64, 100), 50)
@@ -308,7 +311,7 @@ def test_probes_all_have_budgets_and_all_pay():
 
 
 def test_the_polarisation_anneals_by_a_cosine():
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=16,
         text_width=0,
         num_heads=4,

@@ -2,13 +2,14 @@
 
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Decoder, PolicyConfig
+from stepprune_jax.policy import Decoder
 
 SCORES = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0])
 soft_topk = jax.jit(policy.soft_topk, static_argnames="backend")
@@ -134,7 +135,7 @@ def _select(config, memory, max_steps):
 
 def test_pointer_loop():
     memory = jnp.array([[[1, 0], [0.9, 0.3], [0, 1], [-0.5, 0.2], [-0.2, -0.4]]])
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=2, text_width=0, num_heads=1, stop="softmax", stop_bias=0.0, min_tokens=0
     )
     t = _select(config, memory, max_steps=4)
@@ -158,7 +159,7 @@ def test_pointer_loop():
 def test_aligned_stop_is_half_where_stop_and_best_token_tie():
     # One step, logits [.6, .2 | stop .6] / sqrt(2): margin 0, sigmoid 1/2; a tie keeps the token.
     memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=2, text_width=0, num_heads=1, stop="aligned", stop_bias=0.0, min_tokens=0
     )
     t = _select(config, memory, max_steps=1)
@@ -171,7 +172,7 @@ def test_aligned_stop_is_half_where_stop_and_best_token_tie():
 def test_a_hazard_is_the_stop_logit_alone():
     # The same logits: sigmoid((.6 / sqrt(2)) / .5) = sigmoid(.848528) = .700258, which stops.
     memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
-    config = PolicyConfig(
+    config = cases.plain_config(
         feature_width=2, text_width=0, num_heads=1, stop="hazard", stop_bias=0.0, min_tokens=0
     )
     t = _select(config, memory, max_steps=1)

@@ -28,7 +28,7 @@ def main():
     refused("prune: text is of type str", policy.prune, params, CONFIG, IMAGE, "red")
     refused("params['encoder'] is missing", policy.prune, None, CONFIG, IMAGE, TEXT)
     for options, said in (
-        ({"max_steps": "3"}, "max_steps (T_max) is '3', expected within [1, 5]"),
+        ({"max_steps": "3"}, "max_steps (T_max) is '3', expected an integer from 1"),
         ({"max_steps": 2.0}, "max_steps (T_max) is 2.0"),
         ({"group": "2"}, "group is '2', expected an integer from 1"),
         ({"stop_bias": "1"}, "stop_bias is '1', expected a number or float[2]"),

@@ -13,6 +13,7 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.pretrain.language import (
+    Exchanges,
     Shown,
     Words,
     _alignment_loss,
@@ -143,15 +144,12 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     # Three classes, of which the first has no word.
     token = np.array([-1, *encoder.tokenizer.convert_tokens_to_ids(["red", "blue"])])
     shown = np.arange(27).reshape(3, 9) % 3
-    loss, scalars = jax.jit(language_loss, static_argnums=(2, 8))(
+    loss, scalars = jax.jit(language_loss, static_argnums=(2, 5))(
         trained,
         {"vision": params["vision"]},
         config,
         jax.random.key(0),
-        pixels,
-        packed,
-        None,
-        [Words(jnp.asarray(shown), jnp.asarray(token))],
+        Exchanges(pixels, packed, None, [Words(jnp.asarray(shown), jnp.asarray(token))]),
         Shown(),
     )
     visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(

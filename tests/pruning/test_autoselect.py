@@ -11,7 +11,15 @@ from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
-    feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.2, 0.6)
+    feature_width=8,
+    text_width=6,
+    width=4,
+    num_heads=2,
+    mlp_ratio=1,
+    encoder_layers=2,
+    temperature_end=0.1,
+    temperature_steps=0.5,
+    random_budget=(0.2, 0.6),
 )
 B, N, L = 3, 10, 4
 STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))

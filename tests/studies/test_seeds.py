@@ -113,6 +113,7 @@ def test_configurations_of_rows():
     assert by_key["causal"].policy.encoder_attention == "causal"
     assert by_key["last"].policy.aggregation == "last"
     assert load_config(CONFIG, ["data.test_seed=4"]).data.test_seed == 4
+    assert load_config("ablations/last").policy.aggregation == "last"
     with pytest.raises(FileNotFoundError, match=r"no configuration file absent\.py"):
         load_config("absent.py:literal")
 

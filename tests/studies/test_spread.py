@@ -53,6 +53,14 @@ def test_means_and_deviations_worked_by_hand():
     assert found[1]["retention"] == 73.0 and found[1]["mean_k_std"] == 0.0
 
 
+def test_what_is_said_of_stops_is_averaged_where_there_is_one():
+    own = [
+        table[3] | {"at_bounds": share} for table, share in zip(TABLES, (2.0, 5.0), strict=False)
+    ]
+    found = summarise(UNTRAINED, [[one] for one in own])
+    assert [row["at_bounds"] for row in found] == [None, 3.5]
+
+
 def test_a_missing_retention_has_no_mean():
     table = [row("StepPrune", "exact", 66.7, 0.0, 0) | {"retention": None}]
     assert summarise(UNTRAINED, [table])[1]["retention"] is None

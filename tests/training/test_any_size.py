@@ -42,6 +42,7 @@ def small_config(world, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_a_policy_is_trained(world, tmp_path):
     train(read_run(small_config(world)), tmp_path)
     lines = metrics(tmp_path)
@@ -62,16 +63,7 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     assert batch.pixels.values.shape[1] == 4 * padded_tokens(max(TOKENS))
     largest = setup.model.family.max_pixels(setup.model, 1)
     parts = [
-        Batches(
-            whole._corpus,
-            whole._pixels,
-            whole._grids,
-            12,
-            run.seed,
-            64,
-            loading=Loading(local=rows),
-            largest=largest,
-        )[0]
+        Batches(whole._corpus, whole._images, 12, run.seed, 64, loading=Loading(local=rows))[0]
         for rows in (slice(0, 6), slice(6, 12))
     ]
     joined = np.concatenate([part.pixels.values for part in parts])

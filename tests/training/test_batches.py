@@ -12,7 +12,7 @@ from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava.images import LLAVA_SETTINGS, preprocess_clip
 from stepprune_jax.models.llava.pixels import PixelCache
-from stepprune_jax.training.batches import Batches, Bucket, Loading, plan_buckets
+from stepprune_jax.training.batches import Batches, Bucket, Images, Loading, plan_buckets
 from stepprune_jax.user_input import is_user_error
 
 
@@ -46,7 +46,7 @@ class Made(Corpus):
         return f"train.json: sample {number}"
 
 
-class Images:
+class Pixels:
     """Pixels that are an image's name; those of some names cannot be read."""
 
     def __init__(self, *damaged):
@@ -63,8 +63,8 @@ def no_grids(pixels):
 
 
 def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
-    images = Images(*damaged)
-    return Batches(Made(ids), images, no_grids, batch_size, seed, 8, group, Loading(**loading))
+    images = Images(Pixels(*damaged), no_grids)
+    return Batches(Made(ids), images, batch_size, seed, 8, group, Loading(**loading))
 
 
 def taken(batches, first, last):

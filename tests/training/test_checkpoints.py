@@ -216,7 +216,7 @@ def test_a_model_on_the_hub_has_the_same_identity_before_and_after_its_download(
     hub, cache = testing.tiny_llava(tmp_path / "hub"), tmp_path / "cache"
     cache.mkdir()
 
-    def download(name, allow_patterns):
+    def download(name, revision, allow_patterns):
         for pattern in allow_patterns:
             for path in hub.glob(pattern):
                 shutil.copy(path, cache)

@@ -159,7 +159,7 @@ def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(validation, watched, 
         feature_width=32, text_width=48, width=8, num_heads=2, mlp_ratio=1, encoder_layers=1
     )
     monkeypatch.setattr(look, "_settings", dataclasses.replace(look._settings, budget=0))
-    _, selection = look.answer(Policy(autoselect.init(jax.random.key(0), scorer), scorer))
+    _, selection = look.answer(Policy(autoselect.init(jax.random.key(0), scorer), scorer, None))
     assert selection.count.tolist() == [2] * 5  # a quarter of nine
 
 

@@ -61,6 +61,7 @@ def policy_flops(setup):
     return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradient_in_the_program():
     setup = seven_b()
     traced = plan.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)

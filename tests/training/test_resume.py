@@ -136,7 +136,7 @@ def test_a_finished_run_says_so(world, whole, capsys):
         (None, "it holds another policy"),
     ):
         if content is None:
-            save_policy(policy._replace(params=jax.tree.map(lambda x: x + 1, policy.params)), path)
+            save_policy(policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params)), path)
         else:
             path.write_bytes(content)
         train(make_run(*world), whole)

@@ -104,6 +104,7 @@ def test_an_update_changes_the_policy_only(run):
     assert float(scalars["lr"]) == pytest.approx(setup.optimizer.lr / 2)
 
 
+@pytest.mark.slow
 def test_several_devices_give_the_update_of_one(run):
     model, setup, batch = run
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:8])

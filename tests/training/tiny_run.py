@@ -67,7 +67,7 @@ def make_config(model, data, **changes):
     config.autoselect.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
     config.update({"steps": 6, "batch_size": 8, "log_every": 1, "checkpoint_every": 2})
     config.mesh, config.policy.min_tokens = "single", 1  # of nine tokens
-    config.optimizer.warmup = 2
+    config.optimizer.warmup, config.validation.calibrate = 2, 0
     config.update_from_flattened_dict(changes)
     return config
 

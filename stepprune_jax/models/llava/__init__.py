@@ -14,17 +14,15 @@ from stepprune_jax.models.llava.images import (
     hf_processor,
     image_settings,
     preprocess,
+    seen,
 )
 from stepprune_jax.models.llava.model import (
     POSITION_AXES,
-    embed_text,
     encode_image,
     image_positions,
     init_params,
-    logits,
     num_tokens,
     project,
-    run_layers,
     vision_flops,
 )
 from stepprune_jax.models.llava.pixels import max_pixels, pixel_cache
@@ -47,7 +45,6 @@ __all__ = [
     "canonical_name",
     "complete_vocabulary",
     "conversation",
-    "embed_text",
     "encode_image",
     "grids",
     "hf_config",
@@ -57,7 +54,6 @@ __all__ = [
     "init_params",
     "is_harmless",
     "is_vision_name",
-    "logits",
     "matches",
     "max_pixels",
     "num_tokens",
@@ -66,7 +62,7 @@ __all__ = [
     "preprocess",
     "project",
     "read_config",
-    "run_layers",
+    "seen",
     "vision_flops",
     "vision_folder",
     "weight_targets",

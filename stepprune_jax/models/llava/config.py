@@ -125,7 +125,7 @@ class LlavaConfig:
     @property
     def family(self) -> Any:
         """The package of functions that are this family's; see `models.family`."""
-        return import_module(__package__)
+        return import_module(__name__.rpartition(".")[0])
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
@@ -155,7 +155,8 @@ def _crop(config: dict[str, Any], source: str) -> tuple[int, int]:
     size = config.get("crop_size", 224)
     if isinstance(size, dict):
         return _height_width(size, config, "crop_size", source)
-    return (_side(size, config, "crop_size", source),) * 2
+    side = _side(size, config, "crop_size", source)
+    return side, side
 
 
 def _height_width(
@@ -192,11 +193,33 @@ def preprocess_clip(
         ValueError: the image is not in mode RGB, or so narrow that its longer edge would become
             huge.
     """
+    pixels = _resize(image, settings)
+    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
+    if settings.rescale is not None:
+        pixels = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
+    pixels = pixels.astype(np.float32)
+    if settings.mean is not None and settings.std is not None:
+        mean = np.asarray(settings.mean, np.float32)[:, None, None]
+        std = np.asarray(settings.std, np.float32)[:, None, None]
+        pixels = (pixels - mean) / std
+    return np.ascontiguousarray(pixels)
+
+
+def seen(config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Image.Image:
+    """Returns an image as the tower sees it: padded, resized and cropped."""
+    del config
+    return Image.fromarray(_resize(image, settings).transpose(1, 2, 0))
+
+
+def _resize(image: Image.Image, settings: ImageSettings) -> UInt8[np.ndarray, "3 height width"]:
+    """Pads, resizes and crops an image."""
     if image.mode != "RGB":
         raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
     side = max(image.size)
     if settings.pad_to_square and image.width != image.height:
-        size = settings.resize_to and _target(side, side, settings.resize_to)
+        size = None
+        if settings.resize_to is not None:
+            size = _target(side, side, settings.resize_to)
         image = pad_to_square(image, settings.fill, size, settings.resample)
     elif settings.resize_to is not None:
         height, width = _target(image.height, image.width, settings.resize_to)
@@ -209,15 +232,7 @@ def preprocess_clip(
     pixels = np.asarray(image).transpose(2, 0, 1)
     if settings.crop_to is not None:
         pixels = _center_crop(pixels, *settings.crop_to)
-    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
-    if settings.rescale is not None:
-        pixels = (pixels.astype(np.float64) * settings.rescale).astype(np.float32)
-    pixels = pixels.astype(np.float32)
-    if settings.mean is not None and settings.std is not None:
-        mean = np.asarray(settings.mean, np.float32)[:, None, None]
-        std = np.asarray(settings.std, np.float32)[:, None, None]
-        pixels = (pixels - mean) / std
-    return np.ascontiguousarray(pixels)
+    return pixels
 
 
 def preprocess(

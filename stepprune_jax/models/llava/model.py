@@ -5,7 +5,7 @@ Liu and others (https://arxiv.org/abs/2310.03744). These functions are the famil
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Dense, Tap, activate
 from stepprune_jax.models.llava import tower
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -69,15 +68,7 @@ def project(
     params: dict[str, Any], config: LlavaConfig, features: Float[Array, "*b d"]
 ) -> Float[Array, "*b e"]:
     """Maps visual features to the language model's width."""
-    return Projector(config).apply({"params": params["projector"]}, features)
-
-
-def embed_text(
-    params: dict[str, Any], config: LlavaConfig, ids: Int[Array, "b l"]
-) -> Float[Array, "b l e"]:
-    """Looks token embeddings up."""
-    del config
-    return decoder.embed(params["language"], ids)
+    return cast(Array, Projector(config).apply({"params": params["projector"]}, features))
 
 
 def num_tokens(
@@ -102,27 +93,7 @@ def image_positions(
         Offsets [..., 1, k], which are the places themselves, and the number of positions that an
         unpruned image takes up.
     """
-    return place[..., None, :], num_tokens(config, grid)
-
-
-def run_layers(
-    params: dict[str, Any],
-    config: LlavaConfig,
-    rows: Rows,
-    span: tuple[int, int],
-    cache: Cache | None = None,
-    wanted: Wanted = Wanted(),
-    execution: Execution = Execution(),
-) -> Stage:
-    """Runs some blocks of the language model; see `decoder.run_layers`."""
-    return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
-
-
-def logits(
-    params: dict[str, Any], config: LlavaConfig, hidden: Float[Array, "*b e"]
-) -> Float[Array, "*b v"]:
-    """Applies the final norm and the output head; float32."""
-    return decoder.logits(params["language"], config.text, hidden)
+    return place[..., None, :], jnp.asarray(num_tokens(config, grid))
 
 
 def vision_flops(config: LlavaConfig, grid: tuple[int, int]) -> dict[str, int]:

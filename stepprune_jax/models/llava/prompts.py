@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stepprune_jax.data.prompts import IMAGE_MARK, check_marks
+from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 
 # The longest row that LLaVA-1.5 was trained with, visual tokens counted.
 CONTEXT_LIMIT = 2048
@@ -17,29 +17,8 @@ _ENDS = (" ", "</s>")
 
 
 def place_images(message: str, num_images: int) -> str:
-    """Puts image marks where LLaVA-1.5 has them: in front, each followed by a newline.
-
-    A single image goes to the front wherever the message had it, as the reference does. With
-    several images and as many marks in the message, the marks stay where they are.
-
-    Args:
-        message: the user's words, with or without `IMAGE_MARK`.
-        num_images: how many images go with them.
-
-    Returns:
-        The message for `conversation`.
-
-    Raises:
-        ValueError: the message has marks, but not one per image.
-    """
-    marks = message.count(IMAGE_MARK)
-    if marks:
-        check_marks(message, num_images)
-    if marks > 1:
-        return message
-    if marks == 1:
-        message = message.replace(IMAGE_MARK, "").strip()
-    return f"{IMAGE_MARK}\n" * num_images + message
+    """Puts image marks where LLaVA-1.5 has them, each followed by a newline: `marks_in_front`."""
+    return marks_in_front(message, num_images, f"{IMAGE_MARK}\n")
 
 
 def conversation(turns: Sequence[str | None], system: str = _SYSTEM) -> str:

@@ -5,7 +5,7 @@ Radford and others, "Learning transferable visual models from natural language s
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,8 @@ def embed_patches(
     patches = product(patches.reshape(i, side * side, p * p * 3), kernel)
     first = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
     hidden = jnp.concatenate([first, patches], axis=1) + params["position_embedding"]
-    return LayerNorm(config.layer_norm_eps).apply({"params": params["pre_norm"]}, hidden)
+    norm = LayerNorm(config.layer_norm_eps)
+    return cast(Array, norm.apply({"params": params["pre_norm"]}, hidden))
 
 
 def encode(
@@ -178,7 +179,7 @@ def encode(
 
     def body(hidden, index):
         weights = take_layer(params["layers"], index)
-        output = block.apply({"params": weights}, hidden, execution.attention)
+        output = cast(BlockOutput, block.apply({"params": weights}, hidden, execution.attention))
         return output.hidden, output
 
     hidden = embed_patches(params, config, pixels)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.weights import Rule, Target, linear, targets
+from stepprune_jax.models.weights import Rule, Target, language_rules, linear, renamed, targets
 
 _VISION = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
 _LANGUAGE = "language_model.model."
-_HEAD = "language_model.lm_head."
+_HEAD = "language_model.lm_head"
 
 # First match wins, so a longer prefix stands before the shorter one it starts with.
 _PREFIXES = (
@@ -28,8 +28,8 @@ _PREFIXES = (
     ("model.mm_projector.2.", _PROJECTOR + "linear_2."),
     ("model.multi_modal_projector.", _PROJECTOR),
     ("multi_modal_projector.", _PROJECTOR),
-    ("language_model.lm_head.", _HEAD),
-    ("lm_head.", _HEAD),
+    ("language_model.lm_head.", _HEAD + "."),
+    ("lm_head.", _HEAD + "."),
     ("language_model.model.", _LANGUAGE),
     ("model.language_model.", _LANGUAGE),
     ("model.", _LANGUAGE),  # original LLaVA-v1.5 is a plain Llama file
@@ -70,7 +70,6 @@ def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
 def _rules(patch_size: int) -> tuple[Rule, ...]:
     """All rules of a LLaVA with an output head of its own."""
     tower, block = _VISION, _VISION + "encoder.layers.{}."
-    llama = _LANGUAGE + "layers.{}."
     return (
         Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
         Rule(
@@ -92,18 +91,7 @@ def _rules(patch_size: int) -> tuple[Rule, ...]:
         *_layer_norm("vision/post_norm", tower + "post_layernorm"),
         *linear("projector/up", _PROJECTOR + "linear_1", True),
         *linear("projector/down", _PROJECTOR + "linear_2", True),
-        Rule("language/embed/embedding", _LANGUAGE + "embed_tokens.weight"),
-        Rule("language/layers/norm1/scale", llama + "input_layernorm.weight"),
-        *linear("language/layers/attention/query", llama + "self_attn.q_proj", False),
-        *linear("language/layers/attention/key", llama + "self_attn.k_proj", False),
-        *linear("language/layers/attention/value", llama + "self_attn.v_proj", False),
-        *linear("language/layers/attention/out", llama + "self_attn.o_proj", False),
-        Rule("language/layers/norm2/scale", llama + "post_attention_layernorm.weight"),
-        *linear("language/layers/mlp/gate", llama + "mlp.gate_proj", False),
-        *linear("language/layers/mlp/up", llama + "mlp.up_proj", False),
-        *linear("language/layers/mlp/down", llama + "mlp.down_proj", False),
-        Rule("language/norm/scale", _LANGUAGE + "norm.weight"),
-        *linear("language/head", _HEAD.removesuffix("."), False),
+        *language_rules(_LANGUAGE, _HEAD, False),
     )
 
 
@@ -138,10 +126,7 @@ def canonical_name(name: str, of_vision_folder: bool = False) -> str | None:
         return (
             None if name.startswith(_CLIP_EXTRAS) else _VISION + name.removeprefix("vision_model.")
         )
-    for prefix, canonical in _PREFIXES:
-        if name.startswith(prefix):
-            return canonical + name[len(prefix) :]
-    return name
+    return renamed(name, _PREFIXES)
 
 
 def is_vision_name(name: str) -> bool:
@@ -160,5 +145,5 @@ def is_harmless(name: str, config: LlavaConfig) -> bool:
         True for the short list of known extras.
     """
     return name.endswith(_HARMLESS_ENDINGS) or (
-        config.text.tie_embeddings and name.startswith(_HEAD)
+        config.text.tie_embeddings and name.startswith(_HEAD + ".")
     )

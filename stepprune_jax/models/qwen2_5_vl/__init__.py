@@ -16,17 +16,15 @@ from stepprune_jax.models.qwen2_5_vl.images import (
     max_pixels,
     pixel_cache,
     preprocess,
+    seen,
 )
 from stepprune_jax.models.qwen2_5_vl.model import (
     POSITION_AXES,
-    embed_text,
     encode_image,
     image_positions,
     init_params,
-    logits,
     num_tokens,
     project,
-    run_layers,
     vision_flops,
 )
 from stepprune_jax.models.qwen2_5_vl.prompts import CONTEXT_LIMIT, conversation, place_images
@@ -48,7 +46,6 @@ __all__ = [
     "canonical_name",
     "complete_vocabulary",
     "conversation",
-    "embed_text",
     "encode_image",
     "grids",
     "hf_config",
@@ -58,7 +55,6 @@ __all__ = [
     "init_params",
     "is_harmless",
     "is_vision_name",
-    "logits",
     "matches",
     "max_pixels",
     "num_tokens",
@@ -67,7 +63,7 @@ __all__ = [
     "preprocess",
     "project",
     "read_config",
-    "run_layers",
+    "seen",
     "vision_flops",
     "vision_folder",
     "weight_targets",

@@ -161,7 +161,7 @@ class QwenConfig:
     @property
     def family(self) -> Any:
         """The package of functions that are this family's; see `models.family`."""
-        return import_module(__package__)
+        return import_module(__name__.rpartition(".")[0])
 
     @property
     def feature_width(self) -> int:
@@ -224,11 +224,11 @@ class QwenConfig:
         # and which ends an answer, too.
         ends = token_ids(ids["eos_token_id"], "eos_token_id", where) or (151645,)
         ends += token_ids(ids["bos_token_id"], "bos_token_id", where) or (151643,)
-        image = config.get("image_token_id", 151655)
+        image = token_id(config.get("image_token_id"), "image_token_id", where)
         return cls(
             vision=QwenVisionConfig.from_hf(config["vision_config"]),
             text=_text_config(text, bool(tied)),
-            image_token_id=token_id(image, "image_token_id", where),
+            image_token_id=cls.image_token_id if image is None else image,
             eos_token_ids=tuple(dict.fromkeys(ends)),
             pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
         )

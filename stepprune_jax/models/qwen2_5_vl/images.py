@@ -224,15 +224,15 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
             f"{MAX_ASPECT} to 1"
         )
     factor, sides = config.vision.factor, (height, width)
-    rounded = tuple(round(side / factor) * factor for side in sides)
+    rounded = [round(side / factor) * factor for side in sides]
     area = math.prod(rounded)
     if area > config.max_pixels:
         scale = math.sqrt((height * width) / config.max_pixels)
-        return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in sides)
+        rounded = [max(factor, math.floor(side / scale / factor) * factor) for side in sides]
     if area < config.min_pixels:
         scale = math.sqrt(config.min_pixels / (height * width))
-        return tuple(math.ceil(side * scale / factor) * factor for side in sides)
-    return rounded
+        rounded = [math.ceil(side * scale / factor) * factor for side in sides]
+    return rounded[0], rounded[1]
 
 
 def _resize(
@@ -294,6 +294,11 @@ def preprocess(
         _to_patches(config.vision, table, _resize(config, settings, image)) for image in images
     ]
     return stack_images(parts)
+
+
+def seen(config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Image.Image:
+    """Returns an image as the tower sees it, at the size that it is resized to."""
+    return Image.fromarray(_resize(config, settings, image).transpose(1, 2, 0))
 
 
 class PatchCache(ByteCache):

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import tower
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
@@ -52,14 +51,6 @@ def project(
     return features
 
 
-def embed_text(
-    params: dict[str, Any], config: QwenConfig, ids: Int[Array, "b l"]
-) -> Float[Array, "b l e"]:
-    """Looks token embeddings up."""
-    del config
-    return decoder.embed(params["language"], ids)
-
-
 def num_tokens(
     config: QwenConfig, grid: Int[Array | np.ndarray, "*b 2"]
 ) -> Int[Array | np.ndarray, "*b"]:
@@ -86,26 +77,6 @@ def image_positions(
     columns = jnp.maximum(grid[..., 1:], 1)
     offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
     return offset, grid.max(-1)
-
-
-def run_layers(
-    params: dict[str, Any],
-    config: QwenConfig,
-    rows: Rows,
-    span: tuple[int, int],
-    cache: Cache | None = None,
-    wanted: Wanted = Wanted(),
-    execution: Execution = Execution(),
-) -> Stage:
-    """Runs some blocks of the language model; see `decoder.run_layers`."""
-    return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
-
-
-def logits(
-    params: dict[str, Any], config: QwenConfig, hidden: Float[Array, "*b e"]
-) -> Float[Array, "*b v"]:
-    """Applies the final norm and the output head; float32."""
-    return decoder.logits(params["language"], config.text, hidden)
 
 
 def vision_flops(config: QwenConfig, grid: tuple[int, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stepprune_jax.data.prompts import IMAGE_MARK, check_marks
+from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 
 # The longest row that Qwen2.5-VL was trained with, visual tokens counted.
 CONTEXT_LIMIT = 32768
@@ -16,29 +16,8 @@ _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 
 def place_images(message: str, num_images: int) -> str:
-    """Puts image marks in front, with nothing between.
-
-    A single image goes to the front wherever the message had it, as training data mean it. With
-    several images and as many marks in the message, the marks stay where they are.
-
-    Args:
-        message: the user's words, with or without `IMAGE_MARK`.
-        num_images: how many images go with them.
-
-    Returns:
-        The message for `conversation`.
-
-    Raises:
-        ValueError: the message has marks, but not one per image.
-    """
-    marks = message.count(IMAGE_MARK)
-    if marks:
-        check_marks(message, num_images)
-    if marks > 1:
-        return message
-    if marks == 1:
-        message = message.replace(IMAGE_MARK, "").strip()
-    return IMAGE_MARK * num_images + message
+    """Puts image marks in front, with nothing between: `marks_in_front`."""
+    return marks_in_front(message, num_images)
 
 
 def conversation(turns: Sequence[str | None]) -> str:

@@ -9,8 +9,10 @@ has. Rows of patches are cut into blocks of that length: what a patch attends to
 lies in its own block and the two beside it, wherever the windows begin. No window is padded.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -347,7 +349,7 @@ def _embed(
     kernel = kernel.reshape(frames, p, p, 3, -1).transpose(0, 3, 1, 2, 4)
     values = values.astype(kernel.dtype)
     parts = (wide_product(values, frame.reshape(3 * p * p, -1)) for frame in kernel)
-    return sum(parts).astype(kernel.dtype)
+    return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
 def _taken(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "i n w"]:
@@ -395,10 +397,10 @@ def encode(
     def body(hidden, index):
         weights = {"params": take_layer(vision["layers"], index)}
         full = index in config.full_blocks if isinstance(index, int) else is_full[index]
-        output = block.apply(weights, hidden, context, full, execution.attention)
+        output = cast(BlockOutput, block.apply(weights, hidden, context, full, execution.attention))
         return output.hidden, output
 
-    merged = pixels.values.reshape(i, m // unit, unit * values)
+    merged = jnp.reshape(cast(Array, pixels.values), (i, m // unit, unit * values))
     hidden = _embed(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
     watched = [at for _, at in named.values()]
     hidden, outputs, _ = run_stack(
@@ -408,7 +410,7 @@ def encode(
         watched,
         apart=is_apart(vision["layers"]),
     )
-    tokens = Merger(config).apply({"params": params["merger"]}, hidden)
+    tokens = cast(Array, Merger(config).apply({"params": params["merger"]}, hidden))
     tapped = {}
     for name, (kind, at) in named.items():
         if kind == "received":

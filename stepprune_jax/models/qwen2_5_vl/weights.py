@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
-from stepprune_jax.models.weights import Rule, Target, linear, targets
+from stepprune_jax.models.weights import Rule, Target, language_rules, linear, renamed, targets
 
 _VISION = "visual."
 _MERGER = "visual.merger."
@@ -43,8 +43,7 @@ SHARDING_RULES = (
 
 def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
     """All rules of a model with an output head of its own."""
-    block, layer = _VISION + "blocks.{}.", _LANGUAGE + "layers.{}."
-    p = vision.patch_size
+    block, p = _VISION + "blocks.{}.", vision.patch_size
     return (
         Rule(
             "vision/patch_embedding/kernel",
@@ -62,18 +61,7 @@ def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
         Rule("merger/norm/scale", _MERGER + "ln_q.weight"),
         *linear("merger/up", _MERGER + "mlp.0", True),
         *linear("merger/down", _MERGER + "mlp.2", True),
-        Rule("language/embed/embedding", _LANGUAGE + "embed_tokens.weight"),
-        Rule("language/layers/norm1/scale", layer + "input_layernorm.weight"),
-        *linear("language/layers/attention/query", layer + "self_attn.q_proj", True),
-        *linear("language/layers/attention/key", layer + "self_attn.k_proj", True),
-        *linear("language/layers/attention/value", layer + "self_attn.v_proj", True),
-        *linear("language/layers/attention/out", layer + "self_attn.o_proj", False),
-        Rule("language/layers/norm2/scale", layer + "post_attention_layernorm.weight"),
-        *linear("language/layers/mlp/gate", layer + "mlp.gate_proj", False),
-        *linear("language/layers/mlp/up", layer + "mlp.up_proj", False),
-        *linear("language/layers/mlp/down", layer + "mlp.down_proj", False),
-        Rule("language/norm/scale", _LANGUAGE + "norm.weight"),
-        *linear("language/head", _HEAD, False),
+        *language_rules(_LANGUAGE, _HEAD, True),
     )
 
 
@@ -104,10 +92,7 @@ def canonical_name(name: str, of_vision_folder: bool = False) -> str:
         The canonical name; a name of no dialect is returned as it is.
     """
     del of_vision_folder
-    for prefix, canonical in _PREFIXES:
-        if name.startswith(prefix):
-            return canonical + name[len(prefix) :]
-    return name
+    return renamed(name, _PREFIXES)
 
 
 def is_vision_name(name: str) -> bool:

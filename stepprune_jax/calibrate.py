@@ -1,0 +1,84 @@
+"""Measures which stop bias keeps how many tokens on average, for `--mean_budget`.
+
+    python -m stepprune_jax.calibrate --policy FILE --model DIR --data FOLDER --out NEW
+
+Training does so by itself where there is a validation split. The folder has questions in LLaVA's
+format (validation.jsonl, images/); no answers are looked at. NEW is the same policy with a table.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax.numpy as jnp
+
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import DTYPES
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import check_fits, load_policy, save_policy
+from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.data.llava import read_questions
+from stepprune_jax.evaluation.calibrate import calibrate_policy
+from stepprune_jax.evaluation.split import spread_over
+from stepprune_jax.models.stack import Execution
+from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.user_input import user_input
+
+_NAME = "stepprune_jax.calibrate"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and calibrates; one line on mistakes, exit code 2."""
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--policy", required=True, help="policy file, or the name of a shipped one")
+    add("--model", required=True, help="the model that it was trained for: folder, hub id, shapes")
+    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
+    add("--data", required=True, help="folder with SPLIT.jsonl and images/")
+    add("--split", default="validation", help="which questions; validation by default")
+    add("--questions", type=int, default=256, help="how many of them, spread evenly; 0 for all")
+    add("--batch_size", type=int, default=16, help="questions at a time")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+    add("--out", required=True, help="policy file to write")
+    given = parser.parse_args(argv)
+    with user_input():
+        policy = load_policy(given.policy)
+        if policy.method != "stepprune":
+            raise ValueError(f"--policy: {policy.method} has no stop of its own to calibrate")
+        for name, least in (("questions", 0), ("batch_size", 1)):
+            if getattr(given, name) < least:
+                raise ValueError(f"--{name} is {getattr(given, name)}, expected at least {least}")
+        source = inspect_folder(given.model, given.vision_folder)
+        check_fits(policy, source.config)
+        folder = Path(given.data).expanduser()
+        asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
+        if not asked:
+            raise ValueError(f"{folder / given.split}.jsonl holds no questions")
+        dtype = jnp.dtype(given.dtype)
+        model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder)
+        questions = [asked[at] for at in spread_over(len(asked), given.questions)]
+        policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
+        path = save_policy(policy, given.out)
+    print(_page(policy.calibration))
+    print(path)
+
+
+def _page(table: Calibration) -> str:
+    """The table as text."""
+    lines = [
+        f"{table.questions} questions, {table.num_tokens:g} visual tokens each on average",
+        "mean count  stop bias  at the least  at the largest",
+    ]
+    columns = (table.mean_count, table.stop_bias, table.at_floor, table.at_cap)
+    for mean, bias, floor, cap in zip(*columns, strict=True):
+        lines.append(f"{mean:10.1f}  {bias:9.3f}  {floor:12.0%}  {cap:14.0%}")
+    return "\n".join(lines)
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,146 @@
+"""The Hugging Face hub: "hub:owner/name", or "hub:owner/name@revision".
+
+Environment variables of `huggingface_hub` apply: with HF_HUB_OFFLINE=1 only what has been
+downloaded before is used, HF_TOKEN opens private repositories, HF_ENDPOINT names another hub.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub
+
+PREFIX = "hub:"
+# Owners of published checkpoints: their ids cannot be mistyped paths.
+KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
+
+
+class Repository(NamedTuple):
+    """A repository of the hub.
+
+    Attributes:
+        name: "owner/name".
+        revision: a branch, a tag or the hash of a commit; None for the newest.
+    """
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def is_meant(given: str | Path) -> bool:
+    """Whether a repository is asked for in so many words: "hub:owner/name"."""
+    return str(given).startswith(PREFIX)
+
+
+def repository(given: str | Path) -> Repository | None:
+    """Reads the name of a repository.
+
+    Args:
+        given: "hub:owner/name"; "owner/name" will do if the owner is one of `KNOWN_OWNERS`. Behind
+            an @ there may be a revision.
+
+    Returns:
+        The repository, or None if that is no name of one.
+    """
+    name, at, revision = str(given).removeprefix(PREFIX).partition("@")
+    if not _is_name(name) or (at and not revision):
+        return None
+    if not is_meant(given) and name.partition("/")[0] not in KNOWN_OWNERS:
+        return None
+    return Repository(name, revision or None)
+
+
+def find_repository(given: str | Path, missing: str) -> Repository:
+    """Reads the name of a repository where no file or folder has that name.
+
+    Args:
+        given: as in `repository`.
+        missing: what has been looked for on this machine, for the message: "no folder a/b".
+
+    Returns:
+        The repository.
+
+    Raises:
+        FileNotFoundError: it is no name of one. A mistyped path must not fetch whatever a stranger
+            has put under that name, so that owners who are not known take the prefix.
+    """
+    found = repository(given)
+    if found is not None:
+        return found
+    if is_meant(given) or not _is_name(str(given).partition("@")[0]):
+        raise FileNotFoundError(f"{missing}, and it is not a hub id ({PREFIX}owner/name)")
+    raise FileNotFoundError(
+        f"{missing}. If a repository of the Hugging Face hub is meant, say {PREFIX}{given}; "
+        f"only those of {', '.join(KNOWN_OWNERS)} are asked for without"
+    )
+
+
+def download(source: Repository, patterns: Sequence[str]) -> Path:
+    """Downloads files of a repository, unless they are here already.
+
+    Args:
+        source: the repository.
+        patterns: of the files' names.
+
+    Returns:
+        The folder they lie in.
+
+    Raises:
+        FileNotFoundError: no such repository or revision, or it is out of reach.
+    """
+    try:
+        folder = huggingface_hub.snapshot_download(
+            source.name, revision=source.revision, allow_patterns=list(patterns)
+        )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"fetching {str(source)!r} from the Hugging Face hub failed: {_one_line(error)}. "
+            "Without a network, download the repository elsewhere and give its place here"
+        ) from error
+    return Path(folder)
+
+
+def upload(folder: Path, names: Sequence[str], target: Repository, *, private: bool) -> str:
+    """Uploads files of a folder in one commit.
+
+    Args:
+        folder: where they lie.
+        names: of the files.
+        target: the repository, which is created if it is not there; its revision is the branch.
+        private: whether a repository that is created is private.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        OSError: not logged in, not allowed to, or out of reach.
+    """
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(target.name, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=target.name,
+            folder_path=folder,
+            allow_patterns=list(names),
+            revision=target.revision,
+            commit_message="Upload a policy of stepprune_jax",
+        )
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"uploading to {target} failed: {_one_line(error)}. The files are in {folder}; "
+            f"`hf upload {target.name} {folder}` uploads them as well"
+        ) from error
+    return commit.commit_url
+
+
+def _is_name(name: str) -> bool:
+    """Whether a text has the form owner/name."""
+    owner, _, rest = name.partition("/")
+    return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,74 @@
+"""Configurations by name: "shapes", "llava7b:literal", "ablations/causal".
+
+They are the files of `configs/`, which an installed package has inside it. A configuration that
+builds on another one calls `load`:
+
+    from stepprune_jax import configurations
+
+    def get_config(arg=""):
+        c = configurations.load("shapes", arg)
+        c.data.name, c.data.folder = "folder", "my_data"
+        return c
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from stepprune_jax.user_input import nearest
+
+_PACKAGE = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """Returns the names of all configurations, in alphabetical order."""
+    folder = _folder()
+    return sorted(
+        path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")
+    )
+
+
+def find(config: str) -> str:
+    """Resolves a configuration to its file.
+
+    Args:
+        config: a name of `names`, or the path of a file; what follows a colon is its argument.
+
+    Returns:
+        The path of the file, with the argument, if there is one, behind a colon.
+
+    Raises:
+        FileNotFoundError: it is neither; the message lists the names.
+    """
+    name, colon, argument = config.partition(":")
+    known = names()
+    if name in known:
+        return f"{_folder() / name}.py{colon}{argument}"
+    if not Path(name).is_file():
+        raise FileNotFoundError(
+            f"no configuration file {name}, and no configuration of that name."
+            f"{nearest(name, known)} The names are {', '.join(known)}"
+        )
+    return config
+
+
+def load(name: str, argument: str = "") -> ConfigDict:
+    """Returns a configuration, for one that builds on it.
+
+    Args:
+        name: of `names`, or the path of a file.
+        argument: of its `get_config`, such as "literal".
+
+    Raises:
+        FileNotFoundError: there is no such configuration.
+        ValueError: it does not take the argument.
+    """
+    get_config = runpy.run_path(find(name))["get_config"]
+    return get_config(argument) if argument else get_config()
+
+
+def _folder() -> Path:
+    """The folder of the files: in the package, or beside it in a clone."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"

@@ -1,0 +1,75 @@
+"""A page in the browser that answers from all visual tokens and from those that are kept.
+
+    python -m stepprune_jax.demo
+
+serves http://127.0.0.1:7860 with the small model of the shapes world and the policies that are
+shipped for it. `--model` takes any LLaVA or Qwen2.5-VL; `--policy` adds policies of your own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax.numpy as jnp
+
+from stepprune_jax.checkpoints.frozen import DTYPES
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.checkpoints.shipped import MODELS, policy_names
+from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.demo.compare import list_choices
+from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.user_input import user_input
+
+_NAME = "stepprune_jax.demo"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the arguments and serves the page; one line on mistakes, exit code 2."""
+    parser = Parser(prog=program(_NAME), description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--model", default="shapes", help="checkpoint folder, hub id, or shapes: the small one")
+    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
+    add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
+    add("--max_pixels", type=int, help="largest area of a resized image, likewise")
+    add("--policy", action="append", default=[], help="policy file or name; may be given again")
+    add("--dtype", choices=DTYPES, help="float32 for the small model, else bfloat16")
+    add("--host", default="127.0.0.1", help="address to listen at")
+    add("--port", type=int, default=7860, help="port to listen at")
+    given = parser.parse_args(argv)
+    try:
+        from stepprune_jax.demo.app import build, serve
+    except ImportError as error:
+        parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
+    small = given.model in MODELS
+    with user_input():
+        names = given.policy + ([name for name in _shipped() if small])
+        policies = {Path(name).stem: load_policy(name) for name in names}
+        model = load_vlm(
+            given.model,
+            dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
+            vision_folder=given.vision_folder,
+            min_pixels=given.min_pixels,
+            max_pixels=given.max_pixels,
+        )
+        choices = list_choices(model, policies)
+    name = "The small LLaVA of the shapes world" if small else Path(given.model).name
+    serve(
+        build(model, name, choices, shapes_examples() if small else []),
+        given.host,
+        given.port,
+    )
+
+
+def _shipped() -> list[str]:
+    """Names of the shipped policies, StepPrune's own first."""
+    return sorted(policy_names(), key=lambda name: (name not in MODELS, name))
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
+if __name__ == "__main__":
+    command()

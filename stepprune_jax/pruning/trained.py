@@ -1,0 +1,318 @@
+"""A trained policy as one object: weights, configuration, feature statistics, stop.
+
+It prunes by itself, so that nothing that belongs to its weights can be left out. The pure functions
+of `stepprune_jax.policy` lie underneath, and take the same parts as arguments.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax import policy as functions
+from stepprune_jax.policy import FeatureStats, Picks, PolicyConfig, Pruned
+from stepprune_jax.policy.checks import AnyArray
+from stepprune_jax.pruning import autoselect
+from stepprune_jax.pruning.autoselect import AutoSelectConfig
+from stepprune_jax.pruning.calibration import Calibration, calibrate
+
+# The kind of a policy, as its file names it.
+METHODS = {"stepprune": PolicyConfig, "autoselect": AutoSelectConfig}
+CALIBRATE = "python -m stepprune_jax.calibrate"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy with everything that its use needs.
+
+    It is a pytree, whose leaves are weights, statistics and stop bias: give it to a jitted function
+    as an argument.
+
+    Attributes:
+        params: weights, the tree of `init_policy` (or of `autoselect.init`).
+        config: shape and reading; its type says which method this is.
+        stats: statistics of the features it was trained with; None where those were gated as they
+            are, which has to be said.
+        stop_bias: number added to the stop logits when nothing else is asked for.
+        calibration: what stop bias a mean count takes; None where that was not measured.
+    """
+
+    params: Any
+    config: PolicyConfig | AutoSelectConfig = dataclasses.field(metadata={"static": True})
+    stats: FeatureStats | None
+    stop_bias: Any = 0.0
+    calibration: Calibration | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def init(
+        cls, key: Array, config: PolicyConfig | AutoSelectConfig, stats: FeatureStats | None
+    ) -> "Policy":
+        """Draws the weights of a policy that is to be trained.
+
+        Args:
+            key: PRNG key; consumed.
+            config: shape and reading.
+            stats: statistics of the features, gathered with `update_stats`; None to gate them as
+                they are.
+        """
+        if isinstance(config, AutoSelectConfig):
+            return cls(autoselect.init(key, config), config, stats)
+        return cls(functions.init_policy(key, config), config, stats)
+
+    @property
+    def method(self) -> str:
+        """One of `METHODS`: "stepprune" or "autoselect"."""
+        return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
+
+    def replace(self, **changes: Any) -> "Policy":
+        """Returns a policy with other values of some fields."""
+        return dataclasses.replace(self, **changes)
+
+    def bias_at(self, mean_budget: float | int) -> float:
+        """The stop bias at which it keeps so many tokens on average.
+
+        Args:
+            mean_budget: tokens to keep of an image, on average over questions as those that the
+                policy was calibrated on.
+
+        Returns:
+            The bias.
+
+        Raises:
+            ValueError: it has no stop or no calibration, or cannot keep so many.
+
+        Warns:
+            UserWarning: as `Calibration.bias_at`.
+        """
+        if self.method != "stepprune":
+            raise ValueError(f"{self.method} has no stop of its own, and so no mean budget")
+        if self.calibration is None:
+            raise ValueError(
+                "the policy has no calibration, which a mean budget (--mean_budget) needs: make "
+                f"one with {CALIBRATE}, or give a stop bias (--stop_bias)"
+            )
+        return self.calibration.bias_at(mean_budget)
+
+    def prune(
+        self,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None = None,
+        *,
+        budget: ArrayLike | None = None,
+        mean_budget: float | int | None = None,
+        stop_bias: ArrayLike | None = None,
+        **arguments: Any,
+    ) -> Pruned:
+        """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
+
+        It reads the counts on the host and so cannot be jitted; `select_fn` can.
+
+        Args:
+            image: image tokens X, as the tower gives them.
+            text: word embeddings of the question.
+            budget: exact count, an integer or one per row.
+            mean_budget: count on average, by the policy's calibration.
+            stop_bias: in place of the policy's own. Without any of the three it stops by itself.
+            **arguments: further keyword arguments of `prune`: image_mask, text_mask, min_tokens,
+                max_tokens, max_steps, group, ladder, order, init_fn, step_fn.
+
+        Returns:
+            The kept tokens in the smallest bucket that holds every row.
+
+        Raises:
+            ValueError: as `prune`, or as `bias_at`, or more than one of the three.
+        """
+        bias = self._bias(budget, mean_budget, stop_bias)
+        if isinstance(self.config, AutoSelectConfig):
+            image = jnp.asarray(image)
+            order, ladder = arguments.pop("order", "raster"), arguments.pop("ladder", None)
+            picks = self._best(self.config, image, text, budget, **arguments)
+            sizes = functions.bucket_ladder(image.shape[1]) if ladder is None else ladder
+            capacity = functions.choose_bucket(picks.count, sizes)
+            return functions.gather(picks, image, capacity, order=order)
+        return functions.prune(
+            self.params,
+            self.config,
+            image,
+            text,
+            stats=self.stats,
+            budget=budget,
+            stop_bias=bias,
+            **arguments,
+        )
+
+    def select_fn(
+        self,
+        capacity: int,
+        *,
+        budget: int | None = None,
+        mean_budget: float | int | None = None,
+        order: str = "raster",
+        **arguments: Any,
+    ) -> Callable[..., Pruned]:
+        """Makes a pure function of static shapes that prunes: for `jax.jit`, or inside your own.
+
+            select = jax.jit(policy.select_fn(capacity=64, mean_budget=48))
+            pruned = select(policy, image, text)
+
+        Args:
+            capacity: size of the result; rows that keep more lose their last choices.
+            budget: exact count of each row.
+            mean_budget: count on average, by the policy's calibration. Without either the policy
+                stops by itself.
+            order: order of the kept tokens, as in `gather`.
+            **arguments: further keyword arguments of `choose`.
+
+        Returns:
+            A function of (policy, image, text), and of image_mask and text_mask by name, that
+            returns a `Pruned`. The policy's weights and statistics are arguments, no constants.
+
+        Raises:
+            ValueError: as `bias_at`.
+        """
+        bias = self._bias(budget, mean_budget, None)
+        own = budget is None and mean_budget is None
+
+        def select(
+            policy: Policy,
+            image: Float[Array, "b n d"],
+            text: Float[Array, "b l e"] | None = None,
+            *,
+            image_mask: Bool[Array, "b n"] | None = None,
+            text_mask: Bool[Array, "b l"] | None = None,
+        ) -> Pruned:
+            given = {"image_mask": image_mask, "text_mask": text_mask, **arguments}
+            if isinstance(policy.config, AutoSelectConfig):
+                picks = policy._best(policy.config, image, text, budget, **given)
+            else:
+                picks = functions.choose(
+                    policy.params,
+                    policy.config,
+                    image,
+                    text,
+                    stats=policy.stats,
+                    budget=budget,
+                    stop_bias=policy.stop_bias if own else bias,
+                    **given,
+                )
+            return functions.gather(picks, image, capacity, order=order)
+
+        return select
+
+    def train_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> tuple[Float[Array, ""], Any]:
+        """The training objective, with the policy's own statistics; see `train_loss`.
+
+        Differentiate with respect to the weights alone:
+        `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
+
+        Args:
+            key: PRNG key; consumed.
+            image: image tokens X.
+            text: word embeddings of the question, never of the answer.
+            lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
+            *arguments: further ones of the method's `train_loss`; of "autoselect", the progress.
+            **keywords: likewise; not `stats`.
+
+        Returns:
+            The loss, and the `Gated` behind it.
+        """
+        given = (key, image, text, lm_loss_fn, *arguments)
+        keywords["stats"] = self.stats
+        if isinstance(self.config, AutoSelectConfig):
+            return autoselect.train_loss(self.params, self.config, *given, **keywords)
+        return functions.train_loss(self.params, self.config, *given, **keywords)
+
+    def calibrate(self, batches: Iterable[tuple[AnyArray, AnyArray | None]]) -> "Policy":
+        """Measures what stop bias a mean count takes.
+
+        Args:
+            batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
+                without padding. A few hundred questions do; a program is compiled for each shape.
+
+        Returns:
+            The policy, calibrated.
+
+        Raises:
+            ValueError: it has no stop, or there are no batches.
+        """
+        if not isinstance(self.config, PolicyConfig):
+            raise ValueError(f"{self.method} has no stop of its own to calibrate")
+        parts = [(_margins(self, image, text), jnp.shape(image)[:2]) for image, text in batches]
+        if not parts:
+            raise ValueError("batches is empty, expected at least one")
+        steps = max(margin.shape[1] for margin, _ in parts)
+        rows = [
+            np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
+            for m, _ in parts
+        ]
+        sizes = np.concatenate([np.full(rows, tokens) for _, (rows, tokens) in parts])
+        table = calibrate(np.concatenate(rows), sizes, self.config.min_tokens)
+        return self.replace(calibration=table)
+
+    def _bias(
+        self, budget: Any, mean_budget: float | int | None, stop_bias: ArrayLike | None
+    ) -> ArrayLike:
+        """The stop bias that is asked for."""
+        given = {"budget": budget, "mean_budget": mean_budget, "stop_bias": stop_bias}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are given, expected one of them")
+        if mean_budget is not None:
+            return self.bias_at(mean_budget)
+        return self.stop_bias if stop_bias is None else stop_bias
+
+    def _best(
+        self,
+        config: AutoSelectConfig,
+        image: Float[Array, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        budget: Any,
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+    ) -> Picks:
+        """The best tokens of a one-shot scorer."""
+        if budget is None:
+            raise ValueError("autoselect has no stop of its own, expected a budget")
+        b, n = image.shape[:2]
+        found = autoselect.scores(
+            self.params,
+            config,
+            image,
+            text,
+            image_mask=image_mask,
+            text_mask=text_mask,
+            stats=self.stats,
+        )
+        real = jnp.full(b, n) if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
+        count = jnp.minimum(jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (b,)), real)
+        order = autoselect.order(found)
+        action = jnp.where(jnp.arange(n) < count[:, None], order, n)
+        rows = jnp.arange(b)[:, None]
+        kept = jnp.zeros((b, n), bool).at[rows, action].set(True, mode="drop")
+        return Picks(action, count, kept)
+
+
+@jax.jit
+def _margins(
+    policy: Policy, image: Float[Array, "b n d"], text: Float[Array, "b l e"] | None
+) -> Float[Array, "b t"]:
+    """Stop margins of rollouts that do not stop."""
+    x = functions.standardise(jnp.asarray(image), policy.stats)
+    encoded = functions.encode(policy.params, policy.config, x, text)
+    slots = functions.memory(policy.params, encoded)
+    return functions.rank(policy.params, policy.config, slots).margin

@@ -1,0 +1,150 @@
+"""Policies and models from a stand-in of the hub, and policies to it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hub_server import serving
+from huggingface_hub import constants
+
+from stepprune_jax import export
+from stepprune_jax.checkpoints import Policy, hub, load_policy, save_policy
+from stepprune_jax.checkpoints.folder import find_folder
+from stepprune_jax.evaluation.settings import find_policy, own_policy
+from stepprune_jax.policy import PolicyConfig, init_policy
+
+CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
+NAME = "policy.safetensors"
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, None, stop_bias=0.5)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving(tmp_path / "cache", monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def published(server, policy, tmp_path):
+    """Two versions on the hub; the hash of the first."""
+    files = [
+        save_policy(policy.replace(stop_bias=bias), tmp_path / f"{bias}").read_bytes()
+        for bias in (0.5, 1.5)
+    ]
+    first = server.commit("org/name", {NAME: files[0], "README.md": b"A card."})
+    server.commit("org/name", {NAME: files[1]})
+    server.commit("org/name", {NAME: files[0]}, "tuned")
+    return first
+
+
+def test_names_of_repositories():
+    assert hub.repository("hub:org/name@v1") == ("org/name", "v1")
+    assert hub.repository("hub:org/name@refs/pr/1") == ("org/name", "refs/pr/1")
+    assert hub.repository("llava-hf/llava-1.5-7b-hf") == ("llava-hf/llava-1.5-7b-hf", None)
+    for other in ("org/name", "hub:name", "hub:a/b/c", "hub:./a", "hub:org/name@", "hub:/a", "a@b"):
+        assert hub.repository(other) is None, other
+
+
+def test_a_policy_comes_from_the_hub_at_the_revision_that_is_asked_for(server, published, policy):
+    found = load_policy("hub:org/name")
+    assert (found.config, found.stop_bias) == (CONFIG, 1.5)
+    jax.tree.map(np.testing.assert_array_equal, found.params, policy.params)
+    assert not any("README" in path for path in server.asked)
+    assert load_policy(f"hub:org/name@{published}").stop_bias == 0.5
+    assert load_policy("hub:org/name@tuned").stop_bias == 0.5
+    # Where a program takes a policy's file, it takes that.
+    assert own_policy("runs/none", "hub:org/name") == find_policy("a row", "hub:org/name")
+
+
+def test_without_a_network_what_was_downloaded_is_used(server, published, monkeypatch):
+    load_policy("hub:org/name@tuned")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server.asked.clear()
+    assert load_policy("hub:org/name@tuned").stop_bias == 0.5 and not server.asked
+    with pytest.raises(FileNotFoundError, match=r"'org/other' from .* failed: .*Without a network"):
+        load_policy("hub:org/other")
+
+
+def test_what_the_hub_does_not_have_is_named_in_one_line(server, published):
+    server.commit("org/empty", {"README.md": b"A card."})
+    for given, message in (
+        ("hub:org/none", "fetching 'org/none' from .* failed: 404 .*Repository Not Found"),
+        ("hub:org/name@v9", "fetching 'org/name@v9' from .* failed: 404 .*Revision Not Found"),
+        ("hub:org/empty", r"org/empty on the Hugging Face hub has no policy\.safetensors"),
+        ("hub:org", r"no policy file at hub:org, and it is not a hub id \(hub:owner/name\)"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message) as error:
+            load_policy(given)
+        assert "\n" not in str(error.value)
+
+
+def test_a_mistyped_path_asks_nobody(server, published):
+    for read in (load_policy, lambda path: own_policy("runs/none", path)):
+        with pytest.raises(
+            FileNotFoundError, match=r"no policy file at org/name\. .* hub:org/name;"
+        ):
+            read("org/name")
+        with pytest.raises(
+            FileNotFoundError, match=r"no policy file at runs/a/p\.safetensors, and"
+        ):
+            read("runs/a/p.safetensors")
+    with pytest.raises(FileNotFoundError, match="looked for org/name and"):
+        find_policy("a row", "org/name")
+    assert not server.asked
+
+
+def test_a_model_comes_at_a_revision_too(server):
+    first = server.commit("org/model", {"config.json": b"{}", "weights.bin": b"a pickle"})
+    server.commit("org/model", {"config.json": b'{"model_type": "llava"}'})
+    folder = find_folder(f"hub:org/model@{first}")
+    assert (folder / "config.json").read_text() == "{}" and not (folder / "weights.bin").exists()
+    assert "llava" in (find_folder("hub:org/model") / "config.json").read_text()
+
+
+@pytest.fixture
+def trained(policy, monkeypatch):
+    config = {
+        "model.folder": "hub:org/model@v1",
+        "data.folder": "data",
+        "steps": 3,
+        "batch_size": 2,
+    }
+    about = {"config": config, "model": "0a", "data": "0b"}
+    monkeypatch.setattr(export, "latest_policy", lambda workdir: (3, policy, about))
+
+
+def test_an_exported_policy_is_uploaded_with_its_card(server, trained, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "right")
+    export.main(["run", "--out", "release", "--stop_bias=2", "--push", "me/mine", "--private"])
+    file, card, commit = capsys.readouterr().out.split()
+    assert (file, card) == (f"release/{NAME}", "release/README.md")
+    assert "/me/mine/commit/" in commit and server.private
+    files = server.files["me/mine", server.at("me/mine", "main")]
+    assert {*files} == {NAME, "README.md"}
+    text = files["README.md"].decode()
+    assert "--policy hub:me/mine --image" in text and "\nbase_model: org/model\n" in text
+    assert load_policy("hub:me/mine").stop_bias == 2
+
+
+def test_a_failed_upload_is_reported_in_one_line(server, trained, monkeypatch, capsys, tmp_path):
+    def error(*arguments):
+        with pytest.raises(SystemExit) as end:
+            export.main(["run", "--out", "release", *arguments])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.count("\n") == 1
+        return said
+
+    assert "--push is 'mine', expected owner/name" in error("--push=mine")
+    assert not (tmp_path / "release").exists()
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    said = error("--push=me/mine")
+    assert "uploading to me/mine failed: " in said and "401" in said
+    assert "The files are in release; `hf upload me/mine release` uploads them as well" in said
+    assert load_policy(tmp_path / "release" / NAME).config == dataclasses.replace(CONFIG)

@@ -1,0 +1,111 @@
+"""What the page does, without the page."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, list_choices
+from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.demo.panel import draw_answers, draw_kept
+from stepprune_jax.pruning import Policy
+from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.visualize.overlays import seen_patches
+
+CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
+TABLE = Calibration((1.0, 4.0), (6.0, -6.0), (1.0, 0.0), (0.0, 1.0), 9.0, 5)
+IMAGE = Image.fromarray(np.arange(40 * 60 * 3, dtype=np.uint8).reshape(40, 60, 3))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = testing.tiny_llava(tmp_path_factory.mktemp("demo"))
+    return load_vlm(folder, dtype=jnp.float32, progress=False)
+
+
+@pytest.fixture(scope="module")
+def choices(model):
+    params, stats = init_policy(jax.random.key(0), CONFIG), FeatureStats.start(32)
+    other = PolicyConfig(feature_width=16, num_heads=2)
+    policies = {
+        "mine": Policy(params, CONFIG, stats),
+        "calibrated": Policy(params, CONFIG, stats, calibration=TABLE),
+        "of another model": Policy(init_policy(jax.random.key(0), other), other, None),
+    }
+    return list_choices(model, policies)
+
+
+def test_what_a_model_can_be_pruned_by(choices):
+    assert list(choices)[:2] == ["mine", "calibrated"] and "of another model" not in choices
+    assert {"random", "grid", "cls", "visionzip"} < choices.keys()
+    assert not {"all", "stepprune", "autoselect"} & choices.keys()
+    assert choices["mine"].modes == (BY_ITSELF, EXACTLY)
+    assert choices["calibrated"].modes == (BY_ITSELF, ON_AVERAGE, EXACTLY)
+    assert choices["grid"].modes == (EXACTLY,)
+
+
+def test_both_answers_and_what_was_kept(model, choices):
+    shown = compare(model, choices["mine"], IMAGE.convert("RGBA"), "red dog?", EXACTLY, 3)
+    assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
+    html = draw_answers(shown)
+    assert "all tokens: 9 of 9" in html and "kept tokens: 3 of 9" in html
+    picture = draw_kept(model, shown)
+    steps = re.findall(r'<rect x="(\d+)" y="(\d+)".*?<title>step (\d) of 3</title>', picture)
+    # Patches of 160 pixels, in the order of choice.
+    found = [int(y) // 160 * 3 + int(x) // 160 for x, y, _ in steps]
+    assert found == list(shown.pruned.kept_indices[0])
+    assert [step for *_, step in steps] == ["1", "2", "3"]
+    average = choices["calibrated"].method(ON_AVERAGE, 2.5)
+    assert average.params.stop_bias == pytest.approx(0.0)
+
+
+def test_merged_tokens_are_no_patches(model, choices):
+    shown = compare(model, choices["visionzip"], IMAGE, "two?", EXACTLY, 4)
+    assert draw_kept(model, shown).count("<title>") == 2
+
+
+def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
+    model = load_vlm(testing.tiny_qwen(tmp_path), dtype=jnp.float32, progress=False)
+    config, wide = model.config, IMAGE.resize((90, 20))
+    pixels = config.family.preprocess(config, model.image_settings, [wide])
+    rows, columns = config.family.grids(config, pixels)[0].tolist()
+    assert rows < columns
+    found = seen_patches(model, wide, (rows, columns), [0, rows * columns - 1, -1])
+    assert found.grid == (columns, columns) and len(found.patches) == 2
+    pixel = config.family.seen(config, model.image_settings, wide)
+    side = pixel.width // columns
+    for patch, (left, top) in zip(found.patches, ((0, 0), (columns - 1, rows - 1)), strict=True):
+        at, whole = divmod(patch, columns)[::-1], found.image
+        here = [whole.crop([side * (x + n) for n in (0, 1) for x in at])]
+        here.append(pixel.crop([side * (x + n) for n in (0, 1) for x in (left, top)]))
+        assert here[0].tobytes() == here[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "mode", "count", "message"),
+    [
+        ("mine", " ", EXACTLY, 3, "question is empty"),
+        ("mine", "two?", EXACTLY, 9, "from 1 to 4"),
+        ("mine", "two?", ON_AVERAGE, 3, "cannot keep tokens 'on average'"),
+    ],
+)
+def test_mistakes_are_said(model, choices, name, question, mode, count, message):
+    with pytest.raises(ValueError, match=message):
+        compare(model, choices[name], IMAGE, question, mode, count)
+
+
+def test_a_text_is_no_html(model, choices):
+    shown = compare(model, choices["grid"], IMAGE, "two?", EXACTLY, 2)
+    shown = shown._replace(pruned=shown.pruned._replace(text="<b>&"))
+    assert "<p>&lt;b&gt;&amp;</p>" in draw_answers(shown)
+
+
+def test_images_to_begin_with():
+    examples = shapes_examples(3)
+    assert len({example.question for example in examples}) == 3
+    assert examples[0].image.tobytes() == shapes_examples(1)[0].image.tobytes()

@@ -1,0 +1,146 @@
+"""A policy as one object: it prunes with what belongs to its weights."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepprune_jax import policy as functions
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.pruning import AutoSelectConfig, Policy, autoselect, make_method
+from stepprune_jax.pruning.calibration import calibrate, read_calibration
+
+WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
+CONFIG = PolicyConfig(decoder_layers=1, min_tokens=2, **WIDTHS)
+B, N = 24, 20
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Features far from standard, and questions."""
+    image = 40 + 7 * jax.random.normal(jax.random.key(0), (B, N, 16))
+    return image, jax.random.normal(jax.random.key(1), (B, 3, 8))
+
+
+@pytest.fixture(scope="module")
+def policy(world):
+    stats = functions.update_stats(FeatureStats.start(16), world[0])
+    drawn = Policy.init(jax.random.key(2), CONFIG, stats)
+    # Sharp: counts differ between rows.
+    return drawn.replace(params=jax.tree.map(lambda x: 3 * x, drawn.params), stop_bias=0.5)
+
+
+@pytest.fixture(scope="module")
+def calibrated(policy, world):
+    image, text = world
+    return policy.calibrate([(image[:16], text[:16]), (image[16:], text[16:])])
+
+
+def test_it_prunes_with_its_statistics_and_its_stop(policy, world):
+    found = policy.prune(*world)
+    expected = functions.prune(
+        policy.params, CONFIG, *world, stats=policy.stats, stop_bias=policy.stop_bias
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    forgotten = functions.prune(policy.params, CONFIG, *world, stop_bias=policy.stop_bias)
+    assert found.count.tolist() != forgotten.count.tolist()
+    with pytest.raises(TypeError, match="stats"):
+        Policy(policy.params, CONFIG)
+
+
+@pytest.mark.parametrize("how", [{}, {"budget": 4}, {"mean_budget": 5.0}])
+def test_a_pure_function_keeps_the_same_tokens(calibrated, world, how):
+    select = jax.jit(calibrated.select_fn(10, **how))
+    found, expected = select(calibrated, *world), calibrated.prune(*world, **how)
+    np.testing.assert_array_equal(found.count, expected.count)
+    size = min(found.index.shape[1], expected.index.shape[1])
+    np.testing.assert_array_equal(found.index[:, :size], expected.index[:, :size])
+    np.testing.assert_allclose(found.tokens[:, :size], expected.tokens[:, :size], rtol=1e-6)
+
+
+def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
+    table = calibrated.calibration
+    assert table.questions == B and table.num_tokens == N
+    assert list(table.mean_count) == sorted(table.mean_count)
+    for mean in (3.0, 5.0, 8.0):
+        found = float(calibrated.prune(*world, mean_budget=mean).count.mean())
+        assert found == pytest.approx(mean, abs=0.5)
+    low, high = table.mean_count[0], table.mean_count[-1]
+    assert low >= 2 and high <= 10
+    with pytest.raises(ValueError, match=rf"mean budget is 19, expected {low:g} to {high:g}, what"):
+        calibrated.prune(*world, mean_budget=19)
+
+
+def test_a_policy_without_calibration_says_how_to_make_one(policy, world):
+    with pytest.raises(ValueError, match=r"no calibration.*stepprune_jax.calibrate.*stop_bias"):
+        policy.prune(*world, mean_budget=5)
+    with pytest.raises(ValueError, match="budget and mean_budget are given, expected one of them"):
+        policy.prune(*world, budget=3, mean_budget=5)
+
+
+def test_a_count_that_hardly_varies_is_said():
+    # All but one row stop at once, at any bias above -3.
+    margin = np.full((40, 6), -9.0)
+    margin[:39, 1] = 3.0
+    table = calibrate(margin, np.full(40, 12), 1)
+    assert table.at_floor[0] >= 0.97
+    with pytest.warns(UserWarning, match=r"9\d% of the calibration's questions is the least"):
+        table.bias_at(1.1)
+    with pytest.warns(UserWarning, match="is the largest"):
+        table.bias_at(table.mean_count[-1])
+    same = read_calibration(json.loads(json.dumps(table.as_json())))
+    assert same == table and hash(same) == hash(table)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mean_count": [2.0, 1.0]}, "mean_count does not ascend"),
+        ({"stop_bias": [0.0]}, "stop_bias is no table of finite numbers"),
+        ({"at_cap": [0.0, float("nan")]}, "at_cap is no table"),
+        ({"questions": [1]}, "questions is no table"),
+        ({"more": 1}, "has other fields than mean_count, stop_bias"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(change, message):
+    good = {"mean_count": [1.0, 2.0], "stop_bias": [1.0, 0.0], "at_floor": [1.0, 0.0]}
+    good |= {"at_cap": [0.0, 0.5], "num_tokens": 9.0, "questions": 4}
+    assert read_calibration(good).bias_at(1.5) == 0.5
+    with pytest.raises(ValueError, match=message):
+        read_calibration(good | change)
+
+
+def test_a_mean_budget_of_a_method_is_a_bias_of_its_calibration(calibrated):
+    method = make_method(None, "mean:5", policy=calibrated)
+    assert method.params.stop_bias == calibrated.bias_at(5)
+    assert make_method(None, "mean:5", policy=calibrated, stop_bias=2.0).params.stop_bias == 2.0
+
+
+def test_it_is_a_pytree_of_its_arrays(calibrated, world):
+    doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(calibrated)
+    assert doubled.config == CONFIG and doubled.calibration == calibrated.calibration
+    np.testing.assert_allclose(doubled.params["stop"], 2 * calibrated.params["stop"])
+
+    def loss(params, policy, image, text):
+        policy = policy.replace(params=params)
+        return policy.train_loss(jax.random.key(0), image, text, lambda x: jnp.mean(x**2))[0]
+
+    grads = jax.jit(jax.grad(loss))(calibrated.params, calibrated, *world)
+    assert jax.tree.structure(grads) == jax.tree.structure(calibrated.params)
+
+
+def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
+    image, text = world
+    scorer = Policy.init(jax.random.key(3), AutoSelectConfig(**WIDTHS), FeatureStats.start(16))
+    mask = jnp.arange(N) < jnp.where(jnp.arange(B) == 0, 3, N)[:, None]
+    found = scorer.prune(image, text, budget=5, image_mask=mask, order="pick")
+    assert found.count.tolist() == [3] + [5] * (B - 1)
+    scores = autoselect.scores(
+        scorer.params, scorer.config, image, text, image_mask=mask, stats=scorer.stats
+    )
+    np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
+    for wrong in ({}, {"mean_budget": 4}):
+        with pytest.raises(ValueError, match="no stop of its own"):
+            scorer.prune(image, text, **wrong)

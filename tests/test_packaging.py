@@ -1,0 +1,124 @@
+"""What pip installs: built as a release is, used in an empty folder of a fresh environment."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import stepprune_jax
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+# Small enough for a test: a few updates of a few rows of the shapes world.
+SMALL = [
+    "--config.steps=2",
+    "--config.optimizer.warmup=0",
+    "--config.batch_size=4",
+    "--config.cpu_devices=1",
+    "--config.data.train_scenes=8",
+    "--config.data.validation_scenes=2",
+    "--config.data.test_scenes=2",
+    "--config.data.stats_images=4",
+]
+
+
+def test_the_version_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert stepprune_jax.__version__ in (project["version"], "unknown")
+
+
+def test_links_of_the_readme_lead_to_the_repository_that_is_named():
+    readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]
+    text = readme("https://example.org/stepprune")
+    assert "](https://example.org/stepprune/raw/HEAD/docs/images/world.png)" in text
+    assert "](https://example.org/stepprune/blob/HEAD/docs/pruners.md)" in text
+    assert "](https://arxiv.org/" in text and not re.search(r"\]\((?!https?:|#)", text)
+    assert readme(None) == (ROOT / "README.md").read_text()
+
+
+def build(kind, source, out):
+    command = [sys.executable, "-c", BUILD.format(kind), str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """Scripts of an environment with the wheel that is built from the source distribution."""
+    work = tmp_path_factory.mktemp("release")
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    source = shutil.copytree(ROOT, work / "source", ignore=ignored)
+    (work / "sdist").mkdir(), (work / "wheel").mkdir()
+    with tarfile.open(build("sdist", source, work / "sdist")) as archive:
+        archive.extractall(work / "unpacked", filter="data")
+    (unpacked,) = (work / "unpacked").iterdir()
+    for name in ("docs/paper.md", "configs/shapes.py", "CHANGELOG.md", "tests/conftest.py"):
+        assert (unpacked / name).is_file(), name
+    wheel = build("wheel", unpacked, work / "wheel")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", work / "env"], check=True)
+    places = {"base": str(work / "env"), "platbase": str(work / "env")}
+    packages = Path(sysconfig.get_path("purelib", vars=places))
+    scripts = Path(sysconfig.get_path("scripts", vars=places))
+    pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", wheel], check=True)
+    # Its dependencies are those of this environment, behind what is installed here.
+    here = [place for place in sys.path if place.endswith("site-packages")]
+    (packages / "here.pth").write_text("\n".join(here))
+    return scripts
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(name, *arguments, status=0):
+        done = subprocess.run(
+            [scripts / name, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == status, done.stdout
+        return done.stdout
+
+    where = "import stepprune_jax as s; print(s.__file__, s.__version__)"
+    file, version = run("python", "-c", where).split()
+    assert Path(file).is_relative_to(scripts.parent) and version == stepprune_jax.__version__
+    assert Path(file).with_name("py.typed").is_file()
+
+    said = run("stepprune-train", "--config=nonsense", status=2)
+    assert said.startswith("stepprune-train: error: no configuration file nonsense, and no ")
+    assert said.count("\n") == 1 and "llava7b" in said and "ablations/causal" in said
+    said = run("stepprune-train", "--help", status=1)
+    assert "Trains a selector" in said and "--[no]dry_run" in said and "llava7b:literal" in said
+    assert run("stepprune-train", "--config=llava7b:loose", status=2).startswith("stepprune-train:")
+
+    assert "Done: " in run("stepprune-train", "--config=shapes", *SMALL)
+    run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
+    page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
+    assert "stepprune-eval --config=shapes" in page
+
+    Image.fromarray(np.zeros((96, 96, 3), np.uint8)).save(tmp_path / "x.png")
+    model = Path(file).parent / "assets" / "shapes_llava"
+    asked = ["--image=x.png", "--prompt=is there a red circle ?", f"--model={model}"]
+    answer = run("stepprune-generate", *asked, "--policy=runs/shapes/policy.safetensors", "--json")
+    assert '"kept"' in answer
+    assert "policy.safetensors" in run("stepprune-export", "runs/shapes", "--out=release")
+    said = run("stepprune-score", "pope", "--answers=none.jsonl", status=2)
+    assert said.startswith("stepprune-score: error: ")
+    said = run("stepprune-pretrain", "--config=shapes", status=2)
+    assert said.startswith("stepprune-pretrain: error: ")

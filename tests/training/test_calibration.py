@@ -1,0 +1,70 @@
+"""A trained policy knows which stop bias keeps how many tokens on average."""
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import ASKED, make_run, write_data, write_questions
+
+from stepprune_jax import calibrate, load_policy, save_policy, testing
+from stepprune_jax.training import train
+from stepprune_jax.training.validation import read_calibration_questions
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibration")
+    return testing.tiny_llava(folder / "model"), write_questions(write_data(folder / "data"))
+
+
+@pytest.mark.slow
+def test_the_end_of_training_and_the_command_measure_the_same(world, tmp_path, capsys):
+    model, data = world
+    changes = {"steps": 3, "validation.calibrate": 4}
+    train(make_run(model, data, **changes), tmp_path / "run")
+    path = tmp_path / "run" / "policy.safetensors"
+    policy = load_policy(path)
+    table = policy.calibration
+    assert (table.questions, table.num_tokens) == (4, 9)
+    assert 1 <= table.mean_count[0] <= table.mean_count[-1] <= 4
+    bare = save_policy(policy.replace(calibration=None), tmp_path / "bare")
+    arguments = ["--policy", bare, "--model", model, "--data", data, "--out", tmp_path / "new"]
+    more = ["--questions", "4", "--batch_size", "8", "--dtype", "float32"]
+    calibrate.main([*map(str, arguments), *more])
+    found = load_policy(tmp_path / "new")
+    assert found.calibration == table
+    jax.tree.map(np.testing.assert_array_equal, found.params, policy.params)
+    out = capsys.readouterr().out
+    assert "4 questions, 9 visual tokens each" in out and out.rstrip().endswith("new")
+    # A finished run is not calibrated again.
+    before = path.read_bytes()
+    train(make_run(model, data, **changes), tmp_path / "run")
+    assert path.read_bytes() == before
+
+
+def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
+    model, data = world
+    run = make_run(model, data, **{"validation.calibrate": 2})
+    asked = read_calibration_questions(run, tmp_path)
+    assert [question.text for question in asked] == [ASKED[0], ASKED[2]]
+    plain = make_run(model, write_data(tmp_path / "plain"), **{"validation.calibrate": 2})
+    assert read_calibration_questions(plain, tmp_path) == []
+    (tmp_path / "plain" / "validation.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="calibrate=0 leaves the file unread"):
+        read_calibration_questions(plain, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--policy": "autoselect"}, "autoselect has no stop of its own to calibrate"),
+        ({"--policy": "absent"}, "nor a shipped policy of that name (autoselect, literal"),
+        ({"--model": "shapes", "--data": "absent"}, "absent"),
+        ({"--questions": "-1"}, "--questions is -1, expected at least 0"),
+    ],
+)
+def test_mistakes_are_user_errors(tmp_path, changes, message):
+    given = {"--policy": "literal", "--model": "shapes", "--data": str(tmp_path)}
+    given |= {"--out": str(tmp_path / "new")} | changes
+    with pytest.raises((ValueError, OSError)) as refusal:
+        calibrate.main([part for pair in given.items() for part in pair])
+    assert message in str(refusal.value)
