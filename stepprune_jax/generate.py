@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints.load import VLM, load_params
+from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.data.images import open_image
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_tokens", type=int, default=128, help="longest answer")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")
+    add("--repetition_penalty", type=float, help="1: none; by default the model folder's own")
     add("--seed", type=int, default=0, help="of the sampling")
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights and computation")
     add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
@@ -105,7 +106,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
     dtype, layers = _DTYPES[arguments.dtype], arguments.layers
     params = load_params(source, mesh, dtype, layers=layers)
-    return VLM(params, source.config, tokenizer, settings, source.folder), images, options
+    return make_vlm(source, params, tokenizer, settings), images, options
 
 
 def _check_trace(arguments: argparse.Namespace) -> None:
@@ -139,6 +140,7 @@ _OPTIONS = (
     "max_tokens",
     "temperature",
     "top_p",
+    "repetition_penalty",
     "seed",
 )
 

@@ -37,6 +37,7 @@ from stepprune_jax.command_line import Parser
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method
@@ -58,7 +59,9 @@ def default_rows(num_tokens: int) -> list[str]:
     return [UNPRUNED, *rows, *stopping]
 
 
-def read_rows(names: Sequence[str], config: Any, decoder_layers: int, dtype: str) -> list[Row]:
+def read_rows(
+    names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
+) -> list[Row]:
     """Makes the methods of rows, without what they would have learned.
 
     Args:
@@ -110,7 +113,7 @@ def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
     return weights, FeatureStats.start(shape.feature_width)
 
 
-def check_memory(flags: argparse.Namespace, config: Any, rows: Sequence[Row]) -> None:
+def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[Row]) -> None:
     """Refuses what does not fit into the memory that is free, before anything is allocated.
 
     Raises:

@@ -23,6 +23,7 @@ from stepprune_jax.inference.pipeline import Images, Prompts
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch, jit_for_weights
 from stepprune_jax.policy import PolicyConfig
@@ -72,7 +73,7 @@ class Bench(NamedTuple):
     rounds: int
 
 
-def draw_batch(config: Any, size: int, text: int, seed: int = 0) -> Batch:
+def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batch:
     """Draws images and prompts.
 
     Args:
@@ -273,7 +274,7 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
 
 def _encode_for_policy(
     params: Any,
-    config: Any,
+    config: ModelConfig,
     learned: Trained,
     features: Array,
     words: Array,

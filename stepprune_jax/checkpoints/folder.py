@@ -9,6 +9,7 @@ from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
+from stepprune_jax.settings import is_number
 
 # What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
 # left out, as they are never read.
@@ -26,12 +27,14 @@ class Source(NamedTuple):
         config: the model.
         vision_folder: where the image tower lies, if not in the same folder; None otherwise.
         origins: the folders or hub ids by which these were named.
+        repetition_penalty: of ``generation_config.json``, 1 where that has none.
     """
 
     folder: Path
     config: ModelConfig
     vision_folder: Path | None
     origins: tuple[str, ...]
+    repetition_penalty: float = 1.0
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
@@ -100,17 +103,28 @@ def inspect_folder(
             f"architectures {raw.get('architectures')!r}; supported: {supported}"
         )
     configured, bounds = family.vision_folder(raw), (min_pixels, max_pixels)
+    penalty = _repetition_penalty(folder)
     if configured is not None:
         vision, origin = _vision_folder(folder, configured, vision_folder)
         config = family.bound_images(family.read_config(raw, _read_config(vision)), vision, *bounds)
-        return Source(folder, config, vision, (str(folder_or_hub_id), origin))
+        return Source(folder, config, vision, (str(folder_or_hub_id), origin), penalty)
     if vision_folder is not None:
         raise ValueError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "whose tower lies elsewhere, such as the original LLaVA-v1.5"
         )
     config = family.bound_images(family.read_config(raw, None), folder, *bounds)
-    return Source(folder, config, None, (str(folder_or_hub_id),))
+    return Source(folder, config, None, (str(folder_or_hub_id),), penalty)
+
+
+def _repetition_penalty(folder: Path) -> float:
+    """The penalty that answers of a folder's model are drawn with."""
+    file = folder / "generation_config.json"
+    given = read_json_object(file).get("repetition_penalty") if file.is_file() else None
+    penalty = 1.0 if given is None else given
+    if not is_number(penalty) or penalty <= 0:
+        raise ValueError(f"{file}: repetition_penalty is {penalty!r}, expected a number > 0")
+    return float(penalty)
 
 
 def fetch_weights(source: Source) -> None:

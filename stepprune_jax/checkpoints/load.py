@@ -49,6 +49,8 @@ class VLM(NamedTuple):
         tokenizer: a `transformers` tokenizer, or None.
         image_settings: the family's settings of how images become pixels, or None.
         folder: where it was loaded from, or None.
+        repetition_penalty: of its ``generation_config.json``, 1 where that has none; `generate`
+            applies it as `transformers` does.
     """
 
     params: dict[str, Any]
@@ -56,6 +58,7 @@ class VLM(NamedTuple):
     tokenizer: Any = None
     image_settings: Any = None
     folder: Path | None = None
+    repetition_penalty: float = 1.0
 
 
 class _Block(NamedTuple):
@@ -122,7 +125,15 @@ def load_vlm(
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     params = load_params(source, mesh, dtype, layers=layers, progress=progress)
-    return VLM(params, source.config, tokenizer, settings, source.folder)
+    return make_vlm(source, params, tokenizer, settings)
+
+
+def make_vlm(
+    source: folders.Source, params: dict[str, Any], tokenizer: Any, image_settings: Any
+) -> VLM:
+    """Puts together what was loaded from a folder."""
+    penalty = source.repetition_penalty
+    return VLM(params, source.config, tokenizer, image_settings, source.folder, penalty)
 
 
 def load_params(

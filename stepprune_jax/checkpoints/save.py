@@ -50,6 +50,8 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
     _write_json(folder / "config.json", family.hf_config(config, str(dtype)))
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     generation = {**ids, "eos_token_id": list(config.eos_token_ids)}
+    if model.repetition_penalty != 1:
+        generation["repetition_penalty"] = model.repetition_penalty
     _write_json(folder / "generation_config.json", generation)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

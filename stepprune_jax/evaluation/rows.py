@@ -14,6 +14,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questi
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
 
 
@@ -63,7 +64,7 @@ class TableRow(NamedTuple):
 
 def plan_rows(
     settings: EvalSettings,
-    config: Any,
+    config: ModelConfig,
     policies: Mapping[str, Policy],
     biases: Mapping[str, Mapping[int | str, float]],
     seed: int,

@@ -20,6 +20,7 @@ from stepprune_jax.checkpoints.policy import (
 from stepprune_jax.checkpoints.shipped import find_shipped_policy
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
 from stepprune_jax.settings import (
@@ -299,7 +300,9 @@ def load_policies(settings: EvalSettings, own: Path | None) -> dict[str, Policy]
     return {name: load_policy(path) for name, path in paths.items()}
 
 
-def check_policies(policies: Mapping[str, Policy], config: Any, settings: EvalSettings) -> None:
+def check_policies(
+    policies: Mapping[str, Policy], config: ModelConfig, settings: EvalSettings
+) -> None:
     """Refuses policies that do not fit the model or cannot keep to the budgets.
 
     Args:

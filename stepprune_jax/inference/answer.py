@@ -19,6 +19,7 @@ from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import check_sampling
 from stepprune_jax.inference.text import TextStream, answer_text
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Budget, Method, Policy, Pruner, make_method
@@ -73,6 +74,8 @@ class Options(NamedTuple):
         max_tokens: longest answer.
         temperature: 0 for greedy.
         top_p: probability mass to sample from.
+        repetition_penalty: how much less likely tokens become that have been read or written, see
+            `sampling.penalise`; by default that of the model's folder, which may have none (1).
         seed: an integer or a PRNG key. The same seed gives the same answer.
         stop_ids: ids that end an answer; by default those of the configuration.
         context_limit: longest prompt after expansion, with the counts that were kept; longer ones
@@ -93,6 +96,7 @@ class Options(NamedTuple):
     max_tokens: int = 128
     temperature: float | int = 0.0
     top_p: float | int = 1.0
+    repetition_penalty: float | int | None = None
     seed: int | Array = 0
     stop_ids: Sequence[int] | None = None
     context_limit: int | None = None
@@ -183,7 +187,7 @@ def stream(
     return answers[0]
 
 
-def method_of(config: Any, options: Options) -> Method:
+def method_of(config: ModelConfig, options: Options) -> Method:
     """Makes the method that options ask for, after checking that it fits the model.
 
     Args:
@@ -244,7 +248,7 @@ def read_budget(
     return Budget("mean", mean_budget)
 
 
-def check_options(config: Any, options: Options) -> Method:
+def check_options(config: ModelConfig, options: Options) -> Method:
     """Refuses options that mean nothing, before any work.
 
     Args:
@@ -257,7 +261,8 @@ def check_options(config: Any, options: Options) -> Method:
     Raises:
         ValueError: which one, and what was expected.
     """
-    check_sampling(options.temperature, options.top_p)
+    penalty = 1.0 if options.repetition_penalty is None else options.repetition_penalty
+    check_sampling(options.temperature, options.top_p, penalty)
     if options.positions not in POSITIONS:
         raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
@@ -300,11 +305,14 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
     method = pipeline.place_method(model, method)
     key = jax.random.key(options.seed) if isinstance(options.seed, int) else options.seed
     stops = model.config.eos_token_ids if options.stop_ids is None else options.stop_ids
+    penalty = options.repetition_penalty
+    penalty = model.repetition_penalty if penalty is None else penalty
     sampling = decoding.Sampling(
         key,
         np.float32(options.temperature),
         np.float32(options.top_p),
         np.array(stops, np.int32),
+        None if penalty == 1 else np.float32(penalty),
     )
     how = RunOptions(
         options.positions, options.execution, options.context_limit, options.max_tokens

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.inference.sampling import sample
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.inference.sampling import penalise, sample
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.pruning import LayerCut, LayerPruner
@@ -30,12 +32,14 @@ class Sampling(NamedTuple):
         temperature: 0 for greedy.
         top_p: mass to sample from.
         stop_ids: [t] ids that end a row.
+        repetition_penalty: of `sampling.penalise`; None, which is another program, for none.
     """
 
     key: Array
     temperature: ArrayLike
     top_p: ArrayLike
     stop_ids: Int[ArrayLike, "t"]
+    repetition_penalty: ArrayLike | None = None
 
 
 class RunOptions(NamedTuple):
@@ -69,6 +73,7 @@ class Decoding(NamedTuple):
         key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch.
         step: number of the next step; the prefill was step 0.
         tokens: [b, max_tokens] int32 the answers, -1 behind them.
+        seen: [b, v] tokens of prompt and answer, where they are to be penalised; else None.
     """
 
     cache: Any
@@ -79,6 +84,7 @@ class Decoding(NamedTuple):
     key: Array
     step: Int[Array, ""]
     tokens: Int[Array, "b max_tokens"]
+    seen: Bool[Array, "b v"] | None = None
 
 
 class Stages(NamedTuple):
@@ -136,12 +142,39 @@ def row_keys(key: Array, rows: int) -> Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
+def seen_ids(
+    config: ModelConfig, ids: Int[Array, "b l"], length: Int[Array, "b"]
+) -> Bool[Array, "b v"]:
+    """Marks the tokens of prompts; an image counts as the model's own id for images.
+
+    Args:
+        config: the model's shape.
+        ids: right-padded, `IMAGE_TOKEN` where an image stands.
+        length: ids of each row.
+
+    Returns:
+        [b, v] True at tokens that occur.
+    """
+    vocabulary = config.text.vocab_size
+    image = vocabulary if config.image_token_id is None else config.image_token_id
+    ids = jnp.where(ids == IMAGE_TOKEN, image, ids)
+    # What is beyond the vocabulary is dropped.
+    ids = jnp.where(jnp.arange(ids.shape[1]) < length[:, None], ids, vocabulary)
+    rows = jnp.arange(ids.shape[0])[:, None]
+    return jnp.zeros((ids.shape[0], vocabulary), bool).at[rows, ids].set(True, mode="drop")
+
+
 def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     """Draws every row's next token and notes it, unless the row is finished."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
     draw = jax.vmap(sample, in_axes=(0, 0, None, None))
-    token = draw(keys, logits, sampling.temperature, sampling.top_p)
+    seen, drawn_from = state.seen, logits
+    if seen is not None:
+        drawn_from = penalise(logits, seen, sampling.repetition_penalty)
+    token = draw(keys, drawn_from, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
+    if seen is not None:
+        seen = seen.at[jnp.arange(token.size), token].set(True)
     noted = jnp.where(state.finished, -1, token)
     # The largest is NaN if any is.
     finite = state.finite & (state.finished | jnp.isfinite(logits.max(axis=-1)))
@@ -152,12 +185,13 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
         count=state.count + ~state.finished,
         step=state.step + 1,
         tokens=jax.lax.dynamic_update_slice(state.tokens, noted[:, None], (0, state.step)),
+        seen=seen,
     )
 
 
 def start(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     learned: Any,
     sequence: vlm.Sequence,
     counts: tuple[Int[Array, "b j"], ...],
@@ -165,6 +199,7 @@ def start(
     *,
     stages: Stages,
     options: RunOptions,
+    seen: Bool[Array, "b v"] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill and draws the first tokens.
@@ -178,6 +213,7 @@ def start(
         sampling: how tokens are drawn.
         stages: cuts between layers, and lengths of the rows behind them.
         options: how the model is run.
+        seen: [b, v] tokens of the prompts, if the sampling has a penalty.
         mesh: of the weights, to lay the cache out on.
 
     Returns:
@@ -207,6 +243,7 @@ def start(
         key=row_keys(sampling.key, b),
         step=jnp.int32(0),
         tokens=jnp.full((b, max_tokens), -1, jnp.int32),
+        seen=seen,
     )
     rows = (sequence, *result.cuts)
     trace = Trace(
@@ -218,7 +255,7 @@ def start(
 
 def advance(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     state: Decoding,
     sampling: Sampling,
     execution: Execution = Execution(),
@@ -243,7 +280,7 @@ def advance(
 
 def decode(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     state: Decoding,
     sampling: Sampling,
     limit: ArrayLike,

@@ -27,6 +27,7 @@ from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
 from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
@@ -146,7 +147,7 @@ class Ready(NamedTuple):
     kept: Int[np.ndarray, "b"]
 
 
-def read_images(config: Any, pixels: Any) -> Images:
+def read_images(config: ModelConfig, pixels: Any) -> Images:
     """Describes images by their pixels, as the family's preprocessing makes them."""
     grid = np.asarray(config.family.grids(config, pixels), np.int32)
     return Images(pixels, grid, np.asarray(config.family.num_tokens(config, grid), np.int32))
@@ -427,7 +428,7 @@ def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
     return np.where(rows < count, rows, 0)
 
 
-def _padded_tokens(config: Any, images: Images | Vision) -> int:
+def _padded_tokens(config: ModelConfig, images: Images | Vision) -> int:
     """The number n of tokens that the tower's result has for each image."""
     if isinstance(images, Vision):
         return images.features.shape[1]
@@ -436,7 +437,7 @@ def _padded_tokens(config: Any, images: Images | Vision) -> int:
 
 
 @functools.cache
-def _tower_tokens(config: Any, structure: Any, leaves: tuple[Any, ...]) -> int:
+def _tower_tokens(config: ModelConfig, structure: Any, leaves: tuple[Any, ...]) -> int:
     """Shape of the tower's result for an image."""
     one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
     encode_one = functools.partial(vlm.encode_image, config=config)
@@ -538,7 +539,7 @@ def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b wi
 
 
 def _survivors(
-    pruner: Pruner, config: Any, of_image: Int[np.ndarray, "b j"], cuts: int
+    pruner: Pruner, config: ModelConfig, of_image: Int[np.ndarray, "b j"], cuts: int
 ) -> Int[np.ndarray, "cuts b j 2"]:
     """`Pruner.survivors` of each image of each row, none of images without tokens."""
     left = np.zeros((cuts, *of_image.shape, 2), np.int32)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
@@ -105,7 +106,7 @@ class Choice(NamedTuple):
 
 def encode(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     pixels: Any,
     *,
     taps: tuple[Tap, ...],
@@ -120,7 +121,7 @@ def encode(
 
 def see(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     images: Features,
     pairs: Pairs,
     *,
@@ -148,7 +149,7 @@ def see(
 
 def choose(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     learned: Any,
     images: Pixels | Features,
     pairs: Pairs,
@@ -186,7 +187,7 @@ def choose(
 
 def rank(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     learned: Any,
     images: Features,
     pairs: Pairs,
@@ -202,7 +203,7 @@ def rank(
 
 def place(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     kept: Kept,
     texts: Texts,
     *,
@@ -238,7 +239,7 @@ def place(
 
 def begin(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     learned: Any,
     kept: Kept,
     texts: Texts,
@@ -274,6 +275,7 @@ def begin(
         projected=stages.projected,
         mesh=mesh,
     )
+    penalised = sampling.repetition_penalty is not None
     state, trace = decoding.start(
         params,
         config,
@@ -283,6 +285,7 @@ def begin(
         sampling,
         stages=stages,
         options=options,
+        seen=decoding.seen_ids(config, texts.ids, texts.length) if penalised else None,
         mesh=mesh,
     )
     if kept.order is not None:
@@ -293,7 +296,7 @@ def begin(
 
 def answer(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     learned: Any,
     images: Pixels | Features,
     pairs: Pairs,

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, temperature, nucleus."""
+"""From logits to a token: greedy, temperature, nucleus, repetition penalty."""
 
 import math
 
@@ -8,20 +8,48 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 
-def check_sampling(temperature: float | int, top_p: float | int) -> None:
+def check_sampling(
+    temperature: float | int, top_p: float | int, repetition_penalty: float | int = 1.0
+) -> None:
     """Refuses settings that mean nothing.
 
     Args:
         temperature: to divide logits by; 0 for greedy.
         top_p: probability mass to sample from.
+        repetition_penalty: of `penalise`.
 
     Raises:
-        ValueError: a temperature below 0 or not finite, or top_p outside (0, 1].
+        ValueError: a temperature below 0 or not finite, top_p outside (0, 1], or a penalty that is
+            not a positive number.
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature is {temperature}, expected a number >= 0 (0 is greedy)")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}, expected a number in (0, 1]")
+    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+        raise ValueError(
+            f"repetition_penalty is {repetition_penalty}, expected a number > 0 (1 is none)"
+        )
+
+
+def penalise(
+    logits: Float[Array, "*b v"], seen: Bool[Array, "*b v"], penalty: ArrayLike
+) -> Float[Array, "*b v"]:
+    """Makes tokens less likely that have been read or written before.
+
+    Keskar and others (https://arxiv.org/abs/1909.05858), Sec. 4.1, as `transformers` reads it:
+    positive logits are divided by the penalty, negative ones multiplied.
+
+    Args:
+        logits: [..., v] of the next token.
+        seen: [..., v] True at tokens of the prompt and of the answer so far.
+        penalty: a positive number; 1 changes nothing.
+
+    Returns:
+        [..., v] float32.
+    """
+    logits = logits.astype(jnp.float32)
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v"]:

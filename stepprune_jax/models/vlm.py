@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, lay_out
 
@@ -114,7 +115,7 @@ class Prefill(NamedTuple):
     cuts: tuple[Sequence, ...] = ()
 
 
-def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, Any]:
+def init_params(key: Array, config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Random weights of the whole model.
 
     Args:
@@ -131,7 +132,7 @@ def init_params(key: Array, config: Any, dtype: Any = jnp.float32) -> dict[str, 
 
 
 def abstract_params(
-    config: Any,
+    config: ModelConfig,
     dtype: Any = jnp.bfloat16,
     layers: str = "stacked",
     platform: str | None = None,
@@ -153,7 +154,7 @@ def abstract_params(
 
 def encode_image(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     pixels: Any,
     taps: Ordered[Tap] = (),
     execution: Execution = Execution(),
@@ -177,14 +178,14 @@ def encode_image(
 
 
 def project(
-    params: dict[str, Any], config: Any, features: Float[Array, "*b d"]
+    params: dict[str, Any], config: ModelConfig, features: Float[Array, "*b d"]
 ) -> Float[Array, "*b e"]:
     """Maps visual features [..., d] to the language model's width [..., e]."""
     return config.family.project(params, config, features)
 
 
 def embed_text(
-    params: dict[str, Any], config: Any, ids: Int[Array, "b l"]
+    params: dict[str, Any], config: ModelConfig, ids: Int[Array, "b l"]
 ) -> Float[Array, "b l e"]:
     """Token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
     del config
@@ -223,7 +224,7 @@ def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Arr
 
 def assemble(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     ids: Int[Array, "b l"],
     text_length: Int[Array, "b"],
     visual: Visual,
@@ -309,7 +310,7 @@ def assemble(
 
 
 def from_embeddings(
-    config: Any, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
+    config: ModelConfig, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
 ) -> Sequence:
     """Rows of embeddings without visual tokens, at positions 0, 1, 2, ...
 
@@ -384,7 +385,7 @@ def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
 
 def run_layers(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     rows: Rows,
     span: tuple[int, int],
     cache: Cache | None = None,
@@ -409,7 +410,7 @@ def run_layers(
 
 
 def logits(
-    params: dict[str, Any], config: Any, hidden: Float[Array, "*b e"]
+    params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
     """Float32 logits [..., v] of last-layer hidden states [..., e]: final norm and head."""
     return decoder.logits(params["language"], config.text, hidden)
@@ -417,7 +418,7 @@ def logits(
 
 def prefill(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     sequence: Sequence,
     max_new_tokens: int,
     cuts: Ordered[Cut] = (),
@@ -470,7 +471,7 @@ def prefill(
 
 def decode_step(
     params: dict[str, Any],
-    config: Any,
+    config: ModelConfig,
     token: Int[Array, "b"],
     cache: Cache | tuple[Cache, ...],
     execution: Execution = Execution(),

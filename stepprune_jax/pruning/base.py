@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
@@ -239,7 +240,7 @@ class Pruner:
     # `own_positions`.
     positions: ClassVar[str] = "original"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses what cannot work, before anything is loaded.
 
         Args:
@@ -267,7 +268,7 @@ class Pruner:
                 f"visual tokens, as many as {self.name} can keep"
             )
 
-    def own_positions(self, config: Any) -> str:
+    def own_positions(self, config: ModelConfig) -> str:
         """Returns the position ids of kept tokens in its authors' program for such a model.
 
         They are those of `vlm.assemble`. Where a token has several ids, all programs keep them.
@@ -278,7 +279,7 @@ class Pruner:
         """Returns the largest count that it can keep of an image of so many tokens."""
         return num_tokens
 
-    def taps(self, config: Any) -> tuple[Tap, ...]:
+    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Names the intermediates of the tower that it needs to see."""
         del config
         return ()
@@ -318,7 +319,7 @@ class Pruner:
         count = self.budget.count(num_tokens)
         return None if count is None else min(count, self.most(num_tokens))
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple["LayerCut", ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple["LayerCut", ...]:
         """Names the layers of the language model before which it drops tokens.
 
         Args:
@@ -331,7 +332,7 @@ class Pruner:
         del config, num_tokens
         return ()
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple["Survivors", ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple["Survivors", ...]:
         """Says how many tokens of an image are left behind each cut.
 
         Args:
@@ -344,7 +345,7 @@ class Pruner:
         del config, num_tokens
         return ()
 
-    def layer_tokens(self, config: Any, num_tokens: int) -> list[int]:
+    def layer_tokens(self, config: ModelConfig, num_tokens: int) -> list[int]:
         """Counts the tokens of an image that enter each layer of the language model.
 
         Args:
@@ -398,10 +399,10 @@ class LayerPruner(Pruner, abc.ABC):
         return num_tokens
 
     @abc.abstractmethod
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Names the places; as in `Pruner`, but there is one at least."""
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the budget, behind a single cut."""
         del config
         return (Survivors(self.budget.exact_count(num_tokens)),)
@@ -585,7 +586,7 @@ def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "
     return pool & (up_to > before)
 
 
-def ranking_block(config: Any, name: str) -> int:
+def ranking_block(config: ModelConfig, name: str) -> int:
     """Finds the tower's block that tells which tokens matter, by its class token or without one.
 
     Args:
@@ -602,7 +603,7 @@ def ranking_block(config: Any, name: str) -> int:
     return tower_block(config, name) if received is None else received
 
 
-def tower_block(config: Any, name: str) -> int:
+def tower_block(config: ModelConfig, name: str) -> int:
     """Finds the tower's block whose output a model projects, if its class token ranks patches.
 
     Args:

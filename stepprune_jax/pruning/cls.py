@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score, tower_block
 
@@ -19,12 +20,12 @@ class Cls(Ranker):
     name = "cls"
     label = "[CLS] top-K"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses models without a class token, too."""
         super().check(config, num_tokens)
         tower_block(config, self.name)
 
-    def taps(self, config: Any) -> tuple[Tap, ...]:
+    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention."""
         return (Tap("attention", tower_block(config, self.name)),)
 

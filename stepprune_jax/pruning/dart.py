@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
@@ -44,7 +45,7 @@ class Dart(LayerPruner):
     name = "dart"
     label = "DART"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses a layer that does not exist, no pivots, and an unknown order."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
@@ -64,12 +65,12 @@ class Dart(LayerPruner):
     def _pivots(self) -> int:
         return self.pivot_image_token + self.pivot_text_token
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
         del config, num_tokens
         return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what the pivots take, and those of the image."""
         del config
         budget = self.budget.exact_count(num_tokens)

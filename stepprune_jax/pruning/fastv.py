@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning.base import Budget, LayerCut, LayerPruner, Survivors, keep_best
@@ -33,7 +34,7 @@ class FastV(LayerPruner):
     name = "fastv"
     label = "FastV"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses a layer that does not exist, and averages below what the first layers take."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
@@ -49,18 +50,18 @@ class FastV(LayerPruner):
         """Drops how the number is counted as well."""
         return dataclasses.replace(self, budget=Budget(), average=False)
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
         del config, num_tokens
         return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what stays from layer K on."""
         budget = self._budget(config, num_tokens) if self.average else self.budget
         assert budget is not None  # `check` has refused it
         return (Survivors(budget.exact_count(num_tokens)),)
 
-    def _budget(self, config: Any, num_tokens: int) -> Budget | None:
+    def _budget(self, config: ModelConfig, num_tokens: int) -> Budget | None:
         """What has to stay from layer K on for the budget to be the mean; None if nothing may."""
         depth, share = (
             config.text.num_layers,

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, keep_best, ranking_block, take
 
@@ -50,14 +51,14 @@ class HoloV(Pruner):
     exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses models that do not rank patches, and no crops."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         if self.crops < 1:
             raise ValueError(f"holov: crops is {self.crops}, expected an integer from 1")
 
-    def taps(self, config: Any) -> tuple[Tap, ...]:
+    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention, or what tokens receive."""
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.pruning.base import (
     EXACT,
@@ -45,7 +46,7 @@ class PruMerge(Pruner):
     exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
         tower_block(config, self.name)
@@ -54,7 +55,7 @@ class PruMerge(Pruner):
                 f"{self.name}: neighbours is {self.neighbours}, expected an integer from 0"
             )
 
-    def taps(self, config: Any) -> tuple[Tap, ...]:
+    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's query and all keys of the tower's last block."""
         del config
         return Tap("query", -1), Tap("keys", -1)

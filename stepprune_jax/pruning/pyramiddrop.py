@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
@@ -50,7 +51,7 @@ class PyramidDrop(LayerPruner):
     positions: ClassVar[str] = "compact"
     schedules: ClassVar[tuple[str, ...]] = ("image_token_ratio_list",)
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses layers that do not exist, lists that do not fit, and means out of reach."""
         super().check(config, num_tokens)
         depth, ratios = config.text.num_layers, self.image_token_ratio_list
@@ -74,12 +75,12 @@ class PyramidDrop(LayerPruner):
         """Drops the schedule: `drop` is given the counts."""
         return PyramidDrop()
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut before each layer of the list."""
         del num_tokens
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what is left from each layer of the list on, at least one token."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
@@ -102,7 +103,7 @@ class PyramidDrop(LayerPruner):
         (attention,) = taps.values()
         return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)
 
-    def _layers(self, config: Any) -> tuple[int, ...]:
+    def _layers(self, config: ModelConfig) -> tuple[int, ...]:
         """The list of layers."""
         if self.layer_list is not None:
             return self.layer_list
@@ -111,8 +112,8 @@ class PyramidDrop(LayerPruner):
             return layers if self._meets(layers, config) else early
         return layers
 
-    def _meets(self, layers: tuple[int, ...], config: Any) -> bool:
+    def _meets(self, layers: tuple[int, ...], config: ModelConfig) -> bool:
         """Whether the mean over layers can be the budget with a token left in the last stage."""
         n = config.max_image_tokens
         widths = stage_widths(layers, config.text.num_layers)
-        return n * mean_ratio(widths, self.budget.count(n) / n) ** len(layers) >= 1
+        return n * mean_ratio(widths, self.budget.exact_count(n) / n) ** len(layers) >= 1

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.vlm import Sequence, last_slots
@@ -57,7 +58,7 @@ class TextRated(LayerPruner):
     # Intermediates of the layer in front of a cut, besides its attention.
     extra_taps: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses layers that do not exist, lists that do not fit, and budgets out of reach."""
         super().check(config, num_tokens)
         depth, layers = config.text.num_layers, self._layers(config)
@@ -71,7 +72,7 @@ class TextRated(LayerPruner):
         if self._list(config, num_tokens) is not None:
             return
         counts = [num_tokens, *map(sum, self.survivors(config, num_tokens))]
-        budget = self.budget.count(num_tokens)
+        budget = self.budget.exact_count(num_tokens)
         total = sum(w * n for w, n in zip(stage_widths(layers, depth), counts, strict=True))
         if total > budget * depth if self.average else counts[-1] != budget:
             raise ValueError(
@@ -85,7 +86,7 @@ class TextRated(LayerPruner):
             self, budget=Budget(), pruning_loc=None, sparse_token_list=None, average=True
         )
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut behind each layer of the list; the first one looks at embeddings too."""
         del num_tokens
         cuts = []
@@ -95,7 +96,7 @@ class TextRated(LayerPruner):
             cuts.append(LayerCut(layer + 1, (*taps, *embeddings), "text"))
         return tuple(cuts)
 
-    def survivors(self, config: Any, num_tokens: int) -> tuple[Survivors, ...]:
+    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns what is kept, and what is recycled, behind each layer of the list."""
         values, left, before = self._list(config, num_tokens), [], num_tokens
         totals = ()
@@ -145,14 +146,14 @@ class TextRated(LayerPruner):
         del dropped
         return 0
 
-    def _layers(self, config: Any) -> tuple[int, ...]:
+    def _layers(self, config: ModelConfig) -> tuple[int, ...]:
         """The layers behind which tokens are pruned."""
         if self.pruning_loc is not None:
             return self.pruning_loc
         behind = choose_layers(tuple(layer + 1 for layer in LAYERS), config.text.num_layers)
         return tuple(layer - 1 for layer in behind)
 
-    def _list(self, config: Any, num_tokens: int) -> tuple[int, ...] | None:
+    def _list(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...] | None:
         """Tokens of an image to keep at each cut; None if they follow from the budget."""
         if self.sparse_token_list is not None:
             return self.sparse_token_list
@@ -216,7 +217,7 @@ class SparseVLMv2(TextRated):
     }
     extra_taps: ClassVar[tuple[str, ...]] = ("rotary",)
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses a vote without heads."""
         super().check(config, num_tokens)
         if self.heads < 1:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, evenly, keep_best
@@ -50,7 +51,7 @@ class TopV(LayerPruner):
     name = "topv"
     label = "TopV"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses a layer that has none behind it, and numbers out of range."""
         super().check(config, num_tokens)
         last = config.text.num_layers - 2
@@ -63,7 +64,7 @@ class TopV(LayerPruner):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"topv: {field} is {getattr(self, field)}, expected 0 or more")
 
-    def cuts(self, config: Any, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut behind the layer."""
         del config, num_tokens
         taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, ranking_block, take
 
@@ -41,7 +42,7 @@ class VisionZip(Pruner):
     exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
-    def check(self, config: Any, num_tokens: int) -> None:
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Refuses models that do not rank patches, and budgets without room for both kinds."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
@@ -63,7 +64,7 @@ class VisionZip(Pruner):
         """Keeps the number, which decides on the shapes of both kinds."""
         return self
 
-    def taps(self, config: Any) -> tuple[Tap, ...]:
+    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns what ranks tokens, the keys, and with a class token the same block's output."""
         block = ranking_block(config, self.name)
         if config.received_block is not None:

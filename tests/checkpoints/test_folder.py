@@ -106,6 +106,14 @@ def test_unsupported_architectures_are_named_with_the_supported(tmp_path, fields
     assert repr(fields.get("model_type")) in str(error.value)
 
 
+@pytest.mark.parametrize("penalty", ["0", '"x"', "true", "1e400"])
+def test_a_penalty_that_is_none_is_refused(tmp_path, penalty):
+    testing.tiny_llava(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"repetition_penalty": {penalty}}}')
+    with pytest.raises(ValueError, match=r"generation_config.json: repetition_penalty is .*> 0"):
+        folders.inspect_folder(tmp_path)
+
+
 def test_parts_of_another_kind_are_refused(tmp_path):
     raw = testing.tiny_hf_config(text={"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
     with pytest.raises(ValueError, match="'yarn' is not supported"):

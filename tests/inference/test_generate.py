@@ -445,6 +445,7 @@ BAD = {
     "positions": ({"positions": "mixed"}, ValueError, "positions is 'mixed'; supported"),
     "temperature": ({"temperature": -1.0}, ValueError, "temperature is -1"),
     "top_p": ({"top_p": 0.0}, ValueError, "top_p is 0"),
+    "penalty": ({"repetition_penalty": 0}, ValueError, "repetition_penalty is 0, expected a numb"),
     "max_tokens": ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
     "context": ({"context_limit": 0}, ValueError, "context_limit is 0"),
     "budget alone": ({"budget": 3}, ValueError, r"\(--budget\) needs a pruner \(--pruner\) or a"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepprune_jax.inference import nucleus, sample
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.decoding import row_keys
-from stepprune_jax.inference.sampling import check_sampling
+from stepprune_jax.inference.sampling import check_sampling, penalise
 
 PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 
@@ -56,6 +56,12 @@ def test_the_nucleus_is_that_of_the_reference(seed, top_p):
     warper = transformers.TopPLogitsWarper(top_p)
     expected = torch.isfinite(warper(None, torch.from_numpy(logits))).numpy()
     np.testing.assert_array_equal(nucleus(jnp.asarray(logits), top_p), expected)
+
+
+def test_a_repetition_penalty_by_hand():
+    logits = jnp.array([[2.0, -2.0, 0.0, 2.0, -2.0]])
+    seen = jnp.array([[True, True, True, False, False]])
+    np.testing.assert_array_equal(penalise(logits, seen, 2.0), [[1.0, -4.0, 0.0, 2.0, -2.0]])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

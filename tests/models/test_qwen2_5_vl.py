@@ -30,6 +30,7 @@ from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.generate import main
+from stepprune_jax.inference import generate
 from stepprune_jax.models import qwen2_5_vl, vlm
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import tower
@@ -323,7 +324,7 @@ def test_compact_positions_are_the_same_on_all_axes(pair, seen):
         assert sequence.next_position[row] == length
 
 
-def answer_of_reference(pair, prompt, shown, max_tokens):
+def answer_of_reference(pair, prompt, shown, max_tokens, **options):
     """Greedy ids."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)
     seen = processor(shown, return_tensors="pt") if shown else {}
@@ -346,6 +347,7 @@ def answer_of_reference(pair, prompt, shown, max_tokens):
         max_new_tokens=max_tokens,
         eos_token_id=list(pair.model.config.eos_token_ids),
         pad_token_id=0,
+        **options,
     )
     return answer[0, ids.shape[1] :].tolist()
 
@@ -361,6 +363,23 @@ def test_the_command_gives_the_ids_of_the_reference(pair, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["token_ids"] == answer_of_reference(pair, "Is it red?", shown, 6)
     assert answer["visual_tokens"] == answer["kept"] == 35 + 22
+
+
+def test_the_repetition_penalty_of_the_folder_is_that_of_the_reference(pair):
+    """Published folders have one of 1.05; it counts prompt, image and answer, row by row."""
+    file = pair.folder / "generation_config.json"
+    file.write_text('{"repetition_penalty": 1.5}')
+    try:
+        model = load_vlm(pair.folder, dtype=jnp.float32, progress=False)
+    finally:
+        file.unlink()
+    cases = [("Is it red?", [image(*SIZES[0])]), ("Is there a red one in it, or a blue one?", [])]
+    prompts, shown = zip(*cases, strict=True)
+    expected = [answer_of_reference(pair, *case, 8, repetition_penalty=1.5) for case in cases]
+    answers = generate(model, prompts, shown, max_tokens=8)
+    assert [list(answer.token_ids) for answer in answers] == expected
+    plain = generate(model, prompts, shown, max_tokens=8, repetition_penalty=1)
+    assert [list(answer.token_ids) for answer in plain] != expected
 
 
 def test_one_block_of_the_tower_at_true_widths_equals_the_reference():
