@@ -4,7 +4,6 @@ from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.pruning.base import (
     POSITIONS,
-    Budget,
     Kept,
     LayerCut,
     LayerPruner,
@@ -15,6 +14,7 @@ from stepprune_jax.pruning.base import (
     Trained,
     View,
 )
+from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax import policy
 from stepprune_jax.policy import FeatureStats, ParamSpec, PolicyConfig
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
-from stepprune_jax.pruning.base import EXACT, Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.budget import EXACT
 
 Params = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""One interface to every way of pruning: budgets, what a method sees, what it keeps.
+"""One interface to every way of pruning: what a method sees, what it keeps, and where.
 
 A `Pruner` is a frozen, hashable configuration with pure functions. It chooses before the language
 model (`select`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an order
@@ -8,8 +8,6 @@ learned comes as an argument. Nothing outside this package asks which method it 
 
 import abc
 import dataclasses
-import math
-from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -21,116 +19,10 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning.budget import EXACT, Budget
 
-EXACT = ("count", "rate")
-KINDS = ("all", *EXACT, "mean", "own")
 # Position ids of kept tokens that a user may ask for; "own" is `own_positions`.
 POSITIONS = (*vlm.POSITIONS, "own")
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """How many tokens of an image to keep.
-
-    Attributes:
-        kind: "all"; "count", the same number of every image; "rate", a share of each image's
-            tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
-            to a mean number; "own", as many as the method decides image by image, such as a learned
-            stop as it is.
-        value: the number or the share; None for "all" and "own".
-    """
-
-    kind: str = "all"
-    value: int | float | Fraction | None = None
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(KINDS)}")
-        value = self.value
-        good = {
-            "all": value is None,
-            "own": value is None,
-            "count": isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-            "rate": isinstance(value, int | float | Fraction) and 0 < value <= 1,
-            "mean": isinstance(value, int | float | Fraction) and 0 < value < math.inf,
-        }[self.kind]
-        if not good:
-            expected = {
-                "count": "an integer from 1",
-                "rate": "a share in (0, 1]",
-                "mean": "a positive number",
-            }.get(self.kind, "no number")
-            raise ValueError(f"budget is {value!r}, expected {expected}")
-
-    @classmethod
-    def parse(cls, text: str | int | float | None) -> "Budget":
-        """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
-
-        Args:
-            text: the text, or a count; None is "all".
-
-        Returns:
-            The budget. Shares are exact: a third of 576 tokens is 192.
-
-        Raises:
-            ValueError: something else, or a number out of range.
-        """
-        text = "all" if text is None else str(text)
-        if text in ("all", "own"):
-            return cls(text)
-        try:
-            if text.startswith("mean:"):
-                return cls("mean", float(text.removeprefix("mean:")))
-            if text.endswith("%"):
-                return cls("rate", Fraction(text[:-1]) / 100)
-            if "/" in text:
-                return cls("rate", Fraction(text))
-            return cls("count", int(text))
-        except (ValueError, ZeroDivisionError) as error:
-            raise ValueError(
-                f"budget is {text!r}, expected a count such as 64, a share such as 1/3 or 22.2%, "
-                "mean:32, own, or all"
-            ) from error
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the number kept of an image follows from its size alone."""
-        return self.kind in (*EXACT, "all")
-
-    @property
-    def number(self) -> int | float | Fraction:
-        """The value, of a kind that has one."""
-        if self.value is None:
-            raise ValueError(f"a budget of kind {self.kind!r} has no number")
-        return self.value
-
-    def count(self, num_tokens: int) -> int | None:
-        """Tokens kept of an image of so many; None if the method decides."""
-        if self.kind == "all":
-            return num_tokens
-        if self.kind == "count":
-            return min(int(self.number), num_tokens)
-        if self.kind == "rate":
-            share = Fraction(self.number)
-            half_up = 2 * num_tokens * share.numerator + share.denominator
-            return max(1, half_up // (2 * share.denominator))
-        return None
-
-    def exact_count(self, num_tokens: int) -> int:
-        """Tokens kept of an image of so many, where `is_exact`."""
-        count = self.count(num_tokens)
-        if count is None:
-            raise ValueError(f"budget is {self}, expected one that gives a number of tokens")
-        return count
-
-    def __str__(self) -> str:
-        """Returns what `parse` reads."""
-        if self.kind == "rate":
-            share = Fraction(self.number)
-            return f"{share.numerator}/{share.denominator}"
-        if self.kind == "mean":
-            return f"mean:{float(self.number):g}"
-        return str(self.value) if self.kind == "count" else self.kind
 
 
 class View(NamedTuple):

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Int
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import Budget, LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, keep_best, ranking_block, take
+from stepprune_jax.pruning.base import Kept, Pruner, View, keep_best, ranking_block, take
+from stepprune_jax.pruning.budget import EXACT
 
 _EXACT = lax.Precision.HIGHEST
 # Keeps divisions finite, as in the authors' program.

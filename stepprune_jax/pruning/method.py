@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect
-from stepprune_jax.pruning.base import Budget, Pruner, Trained
+from stepprune_jax.pruning.base import Pruner, Trained
+from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV

@@ -16,15 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import (
-    EXACT,
-    Kept,
-    Pruner,
-    View,
-    by_score,
-    evenly,
-    tower_block,
-)
+from stepprune_jax.pruning.base import Kept, Pruner, View, by_score, evenly, tower_block
+from stepprune_jax.pruning.budget import EXACT
 
 
 @dataclasses.dataclass(frozen=True)

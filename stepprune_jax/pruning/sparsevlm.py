@@ -20,7 +20,8 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.vlm import Sequence, last_slots
-from stepprune_jax.pruning.base import Budget, LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.schedule import (
     check_layers,
     choose_layers,

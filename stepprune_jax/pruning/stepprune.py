@@ -10,16 +10,8 @@ from jaxtyping import Array, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning.base import (
-    EXACT,
-    Budget,
-    Kept,
-    Pruner,
-    Ranker,
-    Ranking,
-    Trained,
-    View,
-)
+from stepprune_jax.pruning.base import Kept, Pruner, Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.budget import EXACT, Budget
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import EXACT, Kept, Pruner, View, by_score, ranking_block, take
+from stepprune_jax.pruning.base import Kept, Pruner, View, by_score, ranking_block, take
+from stepprune_jax.pruning.budget import EXACT
 
 
 @dataclasses.dataclass(frozen=True)
