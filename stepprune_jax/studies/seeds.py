@@ -47,7 +47,12 @@ from stepprune_jax.evaluation.statistics import stop_figures
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Policy
 from stepprune_jax.studies.processes import Job, run_jobs
-from stepprune_jax.studies.spread import differences, summarise
+from stepprune_jax.studies.spread import (
+    budget_table,
+    differences,
+    own_stop_table,
+    summarise,
+)
 from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
 from stepprune_jax.training import read_run, train
 from stepprune_jax.workdir.checkpoints import claim
@@ -245,7 +250,9 @@ def evaluate_runs(
         "differences": differences(tables),
     }
     write_json(report / "seeds.json", result)
-    parts = [markdown_table(part) for part in (result["rows"], result["differences"]) if part]
+    gaps = result["differences"]
+    parts = [own_stop_table(result["rows"]), budget_table(result["rows"])]
+    parts = [part for part in (*parts, markdown_table(gaps) if gaps else "") if part]
     (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
     print("\n".join(parts), end="")
     return result

@@ -1,11 +1,14 @@
-"""Means and standard deviations over seeds."""
+"""Means and standard deviations over seeds, and the tables that show them."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from stepprune_jax.evaluation.names import DEFAULT
+from scipy import stats
+
+from stepprune_jax.evaluation.cells import markdown_rows
+from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 
 Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")
@@ -74,9 +77,9 @@ def differences(tables: Sequence[Table]) -> Table:
         tables: of each run.
 
     Returns:
-        Objects with first, second, pruning_rate, difference and its standard error over seeds.
-        Runs of two methods are independent; adaptive and exact of one seed are the same policy, so
-        there the error is that of the paired differences.
+        Objects with first, second, pruning_rate, difference, its standard error over seeds and the
+        p of a t-test. Runs of two methods are independent (Welch's test); adaptive and exact of one
+        seed are the same policy, so there error and test are those of the paired differences.
     """
     groups = _groups(tables)
     found = []
@@ -86,18 +89,95 @@ def differences(tables: Sequence[Table]) -> Table:
         if mode == "exact" and method != DEFAULT and (DEFAULT, mode, place) in groups:
             own = [row["accuracy"] for row in groups[DEFAULT, mode, place]]
             gap = statistics.fmean(own) - statistics.fmean(accuracy)
-            found.append(_gap(DEFAULT, method, rate, gap, _standard_error(own, accuracy)))
+            error = _standard_error(own, accuracy)
+            p = error and stats.ttest_ind(own, accuracy, equal_var=False).pvalue
+            found.append(_gap(DEFAULT, method, rate, gap, error, p))
         if mode == "adaptive" and (method, "exact", place) in groups:
             other = {row["seed"]: row["accuracy"] for row in groups[method, "exact", place]}
             gaps = [row["accuracy"] - other[row["seed"]] for row in rows]
             error = None
             if len(gaps) > 1:
                 error = round(statistics.stdev(gaps) / math.sqrt(len(gaps)), 2)
+            p = error and stats.ttest_1samp(gaps, 0).pvalue
             names = f"{method}, adaptive", f"{method}, exact"
-            found.append(_gap(*names, rate, statistics.fmean(gaps), error))
+            found.append(_gap(*names, rate, statistics.fmean(gaps), error, p))
     return found
 
 
-def _gap(first: str, second: str, rate: float, gap: float, error: float | None) -> dict[str, Any]:
+def _gap(
+    first: str, second: str, rate: float, gap: float, error: float | None, p: float | None
+) -> dict[str, Any]:
     head = {"first": first, "second": second, "pruning_rate": rate}
-    return head | {"difference": round(gap, 2), "standard_error": error}
+    p = None if p is None else float(f"{p:.2g}")
+    return head | {"difference": round(gap, 2), "standard_error": error, "p": p}
+
+
+def budget_table(rows: Table) -> str:
+    """Formats retention by method and budget as Markdown; rows of own stops are left out.
+
+    Args:
+        rows: from `summarise`.
+
+    Returns:
+        A line a method and mode: runs, and at each budget the mean retention in percent, its
+        standard deviation, and the mean count where that is not the budget's.
+    """
+    groups = _lines(rows)
+    budgets = next(iter(groups.values()))
+    header = ["method", "mode", "runs", *(f"{row['mean_k']:.0f}" for row in budgets)]
+    lines = []
+    for (method, mode), line in groups.items():
+        cells = [f"{_spread(row, 'retention')}{_count(row, mode)}" for row in line]
+        lines.append([method, mode, str(line[0]["seeds"]), *cells])
+    return markdown_rows(header, lines)
+
+
+def own_stop_table(rows: Table) -> str:
+    """Formats the rows of own stops as Markdown, empty if there are none.
+
+    Args:
+        rows: from `summarise`.
+
+    Returns:
+        A line a method: runs, mean count, retention in percent, the share of questions at the
+        bounds of the count, and the rank correlation of count and relevant patches.
+    """
+    own = [row for row in rows if row["method"] in _own_stops(rows)]
+    header = ["method", "runs", "mean K", "retention", "% at bounds", "Spearman"]
+    lines = [
+        [
+            row["method"],
+            str(row["seeds"]),
+            _spread(row, "mean_k"),
+            _spread(row, "retention"),
+            row["at_bounds"],
+            row["spearman_relevant"],
+        ]
+        for row in own
+    ]
+    return markdown_rows(header, lines) if lines else ""
+
+
+def _own_stops(rows: Table) -> set[str]:
+    return {own_stop(row["method"]) for row in rows}
+
+
+def _lines(rows: Table) -> dict[tuple[str, str], Table]:
+    """Rows at budgets, by method and mode."""
+    groups: dict[tuple[str, str], Table] = {}
+    for row in rows:
+        if row["method"] != ALL and row["method"] not in _own_stops(rows):
+            groups.setdefault((row["method"], row["mode"]), []).append(row)
+    return groups
+
+
+def _spread(row: dict[str, Any], name: str) -> str:
+    """Mean and deviation to one decimal."""
+    if row[name] is None:
+        return ""
+    deviation = row[f"{name}_std"]
+    return f"{row[name]:.1f}" + ("" if deviation is None else f" +- {deviation:.1f}")
+
+
+def _count(row: dict[str, Any], mode: str) -> str:
+    return "" if mode == "exact" else f" (K {row['mean_k']:.1f})"

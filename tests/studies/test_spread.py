@@ -2,7 +2,12 @@ import math
 
 import pytest
 
-from stepprune_jax.studies.spread import differences, summarise
+from stepprune_jax.studies.spread import (
+    budget_table,
+    differences,
+    own_stop_table,
+    summarise,
+)
 
 
 def row(method, mode, rate, accuracy, seed, mean_k=3.0):
@@ -71,10 +76,28 @@ def test_differences_worked_by_hand():
     adaptive = found["StepPrune, adaptive", "StepPrune, exact"]
     # 1 and 3 points on two seeds: mean 2, deviation sqrt(2), error 1.
     assert adaptive["difference"] == 2.0 and adaptive["standard_error"] == 1.0
+    assert adaptive["p"] == round(1 - 2 / math.pi * math.atan(2), 2)  # Student's t, 1 degree
     against = found["StepPrune", "AutoSelect-like"]
     # Means 72 and 70; variances 8 and 2 over two seeds each.
     assert against["difference"] == 2.0
     assert against["standard_error"] == pytest.approx(math.sqrt(8 / 2 + 2 / 2), abs=0.01)
     assert len(found) == 2
     single = differences([TABLES[0], TABLES[2]])
-    assert {d["standard_error"] for d in single} == {None}
+    assert {d["standard_error"] for d in single} == {d["p"] for d in single} == {None}
+
+
+def test_tables_have_a_line_for_each_method():
+    stop = {"at_bounds": 2.0, "spearman_relevant": 0.5}
+    tables = [[*table[:3], *(row | stop for row in table[3:])] for table in TABLES]
+    rows = summarise(UNTRAINED, tables)
+    assert budget_table(rows).splitlines() == [
+        "| method | mode | runs | 3 | 3 |",
+        "| --- | --- | --- | --- | --- |",
+        "| StepPrune | exact | 2 | 73.0 +- 2.8 | 64.0 +- 4.2 |",
+        "| StepPrune | adaptive | 2 | 75.0 +- 4.2 (K 3.0) |",
+        "| AutoSelect-like | exact | 2 | 71.0 +- 1.4 |",
+    ]
+    assert own_stop_table(rows).splitlines()[2:] == [
+        "| StepPrune, own stop | 2 | 3.0 +- 0.0 | 78.0 +- 1.4 | 2.0 | 0.5 |"
+    ]
+    assert own_stop_table(rows[:1]) == ""
