@@ -53,6 +53,8 @@ def read_pickle(file: str | Path) -> Any:
             f"{path}: names {error}, which is not loaded, as it could run any code: expected a "
             "pickle of numpy arrays of numbers, lists, tuples, numbers and strings alone"
         ) from None
+    except OSError:
+        raise
     except MemoryError as error:
         raise ValueError(f"{path} needs more memory than there is") from error
     except Exception as error:  # of any kind, by what a damaged file does to the stack
