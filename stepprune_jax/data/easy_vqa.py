@@ -7,20 +7,24 @@ answer, number of the image], and ``images/NUMBER.png``. Images of one coloured 
 answers. The validation split is cut from the training images and shares none with them.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import read_json_list, words
+from stepprune_jax.data.llava_folder import (
+    Asked,
+    validation_images,
+    write_conversations,
+    write_questions,
+)
 
 
-class Asked(NamedTuple):
+class Line(NamedTuple):
     """One line of easy-VQA.
 
     Attributes:
@@ -54,28 +58,20 @@ def convert(
             answer and a number; the file and the entry are named. Nothing is written then.
     """
     source, out = Path(source), Path(out)
-    if not 0 < validation_share < 1:
-        raise ValueError(f"validation_share is {validation_share}, expected between 0 and 1")
     train, test = read_split(source, "train"), read_split(source, "test")
-    numbers = np.asarray(sorted({asked.image for asked in train}))
-    count = round(validation_share * len(numbers))
-    if not 0 < count < len(numbers):
-        raise ValueError(
-            f"validation_share {validation_share} of {len(numbers)} training images leaves the "
-            f"{'training' if count else 'validation'} split without an image"
-        )
-    held = set(np.random.default_rng(seed).permutation(numbers)[:count].tolist())
-    validation = [asked for asked in train if asked.image in held]
-    train = [asked for asked in train if asked.image not in held]
-    _copy_images(source, out, "train", numbers.tolist())
-    _copy_images(source, out, "test", sorted({asked.image for asked in test}))
-    _write_conversations(out / "train.json", train)
-    _write_questions(out, "validation", "train", validation)
-    _write_questions(out, "test", "test", test)
+    numbers = sorted({line.image for line in train})
+    held = validation_images(numbers, validation_share, seed)
+    validation = [line for line in train if line.image in held]
+    train = [line for line in train if line.image not in held]
+    _copy_images(source, out, "train", numbers)
+    _copy_images(source, out, "test", sorted({line.image for line in test}))
+    write_conversations(out, _asked(train, "train"))
+    write_questions(out, "validation", _asked(validation, "train"))
+    write_questions(out, "test", _asked(test, "test"))
     return {"train": len(train), "validation": len(validation), "test": len(test)}
 
 
-def read_split(source: str | Path, split: str) -> list[Asked]:
+def read_split(source: str | Path, split: str) -> list[Line]:
     """Reads a split of easy-VQA and checks that its images are there.
 
     Args:
@@ -96,34 +92,42 @@ def read_split(source: str | Path, split: str) -> list[Asked]:
             f"{source} has no {split}/questions.json; expected the folder of easy-VQA that holds "
             "train/ and test/"
         )
-    asked, present = [], set()
+    lines, present = [], set()
     for number, entry in enumerate(read_json_list(file, "question")):
-        item = _asked(entry, f"{file}: entry {number}")
+        item = _line(entry, f"{file}: entry {number}")
         if item.image not in present and not (folder / "images" / _image(item.image)).is_file():
             path = folder / "images" / _image(item.image)
             raise FileNotFoundError(f"{file}: entry {number}: no image at {path}")
         present.add(item.image)
-        asked.append(item)
-    return asked
+        lines.append(item)
+    return lines
 
 
-def category(asked: Asked) -> str:
+def category(line: Line) -> str:
     """Kind of a question: "yes-no", "color" or "shape"."""
-    if asked.answer in ("yes", "no"):
+    if line.answer in ("yes", "no"):
         return "yes-no"
-    return "color" if "color" in asked.question.split() else "shape"
+    return "color" if "color" in line.question.split() else "shape"
 
 
-def _asked(entry: Any, where: str) -> Asked:
+def _line(entry: Any, where: str) -> Line:
     """Checks one entry."""
     if not isinstance(entry, list) or len(entry) != 3:
         raise ValueError(f"{where}: expected [question, answer, image], got {entry!r}")
-    named = dict(zip(Asked._fields, entry, strict=True))
+    named = dict(zip(Line._fields, entry, strict=True))
     question, answer = words(named, "question", where), words(named, "answer", where)
     image = named["image"]
     if not isinstance(image, int) or isinstance(image, bool) or image < 0:
         raise ValueError(f"{where}: expected the number of an image, got {image!r}")
-    return Asked(question, answer, image)
+    return Line(question, answer, image)
+
+
+def _asked(lines: Sequence[Line], images: str) -> list[Asked]:
+    """The lines as they are written; `images` is the folder of their images."""
+    return [
+        Asked(line.question, line.answer, category(line), f"{images}/{_image(line.image)}")
+        for line in lines
+    ]
 
 
 def _image(number: int) -> str:
@@ -136,39 +140,6 @@ def _copy_images(source: Path, out: Path, split: str, numbers: Sequence[int]) ->
     target.mkdir(parents=True, exist_ok=True)
     for number in tqdm(numbers, f"copying {split}", unit="image", disable=len(numbers) < 500):
         shutil.copyfile(source / split / "images" / _image(number), target / _image(number))
-
-
-def _write_conversations(file: Path, asked: Sequence[Asked]) -> None:
-    """Writes all questions about an image as one conversation."""
-    turns: dict[int, list[dict[str, str]]] = {}
-    for question, answer, image in asked:
-        said = turns.setdefault(image, [])
-        said.append({"from": "human", "value": question if said else f"<image>\n{question}"})
-        said.append({"from": "gpt", "value": answer})
-    samples = [
-        {"id": f"train_{image}", "image": f"train/{_image(image)}", "conversations": said}
-        for image, said in turns.items()
-    ]
-    file.write_text(json.dumps(samples, indent=1) + "\n", encoding="utf-8")
-
-
-def _write_questions(out: Path, split: str, images: str, asked: Sequence[Asked]) -> None:
-    """Writes a question file and its answers; `images` is the folder of the images."""
-    questions, answers = [], []
-    for number, item in enumerate(asked):
-        name = f"{split}_{number:06d}"
-        questions.append(
-            {
-                "question_id": name,
-                "image": f"{images}/{_image(item.image)}",
-                "text": item.question,
-                "category": category(item),
-            }
-        )
-        answers.append({"question_id": name, "answer": item.answer})
-    for file, rows in ((f"{split}.jsonl", questions), (f"{split}_answers.jsonl", answers)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (out / file).write_text(text, encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,22 @@
+"""The small LLaVA of the shapes world, trained further on Sort-of-CLEVR: docs/your-own-data.md.
+
+    python -m stepprune_jax.data.sort_of_clevr --source FILE --out data/sort_of_clevr
+    python -m stepprune_jax.pretrain --config configs/pretrain_sort_of_clevr.py
+
+The result is runs/pretrain_sort_of_clevr/model.
+"""
+
+from ml_collections import ConfigDict
+
+from stepprune_jax import configurations
+
+
+def get_config() -> ConfigDict:
+    """Returns the configuration of `configs/pretrain_easyvqa.py` with other data and more steps."""
+    c = configurations.load("pretrain_easyvqa")
+    c.data.folder = "data/sort_of_clevr"
+    # Half of the questions relate one object to all others, which takes long to learn.
+    c.language.steps = 2000
+    c.language.whole_steps = 1200
+    c.noise.steps = 600
+    return c

@@ -1,0 +1,27 @@
+"""StepPrune on Sort-of-CLEVR, a public set of images of six shapes: docs/your-own-data.md.
+
+    python train.py --config configs/sort_of_clevr.py
+    python eval.py --config configs/sort_of_clevr.py
+
+The frozen model is that of `configs/pretrain_sort_of_clevr.py`.
+`configs/sort_of_clevr.py:literal` follows the paper to the letter.
+"""
+
+from ml_collections import ConfigDict
+
+from stepprune_jax import configurations
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the configuration of `configs/shapes.py` with another model and other data.
+
+    Args:
+        arg: reading of the paper, "literal" or nothing.
+    """
+    c = configurations.load("shapes", arg)
+    c.model.folder = "runs/pretrain_sort_of_clevr/model"
+    c.data.name = "folder"
+    c.data.folder = "data/sort_of_clevr"
+    c.eval.budgets = (48, 32, 16, 8)
+    c.eval.rows = ConfigDict()  # those of the package were trained for the shapes world's model
+    return c

@@ -1,0 +1,133 @@
+"""Pickles of numpy arrays, lists and numbers, read without running anything that they name.
+
+A pickle names functions, which Python imports and calls. Here the names that numpy writes lead to
+stand-ins of this module, and any other ends the reading. Numpy itself sees nothing but bytes: its
+own functions trust the state that a pickle gives them.
+"""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+
+class Array:
+    """An array of numbers.
+
+    Attributes:
+        values: the array.
+    """
+
+    values: np.ndarray = np.empty(0)
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, fortran, raw = state
+        self.values = _values(raw, dtype, shape, "F" if fortran else "C")
+
+
+def read_pickle(file: str | Path) -> Any:
+    """Reads a pickle of arrays, lists, tuples, numbers and strings.
+
+    Args:
+        file: written by Python 2 or 3, with numpy 1 or 2. All of it is held in memory.
+
+    Returns:
+        What was pickled, with an `Array` in place of each numpy array and Python numbers in place
+        of numpy's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it names another class or function, which the message has and which is not
+            looked up; or it is damaged, or no pickle. The message is one line.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file at {path}")
+    try:
+        with path.open("rb") as handle:
+            return _Unpickler(handle).load()
+    except _RefusedError as error:
+        raise ValueError(
+            f"{path}: names {error}, which is not loaded, as it could run any code: expected a "
+            "pickle of numpy arrays of numbers, lists, tuples, numbers and strings alone"
+        ) from None
+    except OSError:
+        raise
+    except MemoryError as error:
+        raise ValueError(f"{path} needs more memory than there is") from error
+    except Exception as error:  # of any kind, by what a damaged file does to the stack
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: not a pickle that can be read: {reason}") from error
+
+
+class _RefusedError(Exception):
+    """A pickle names what is not to be loaded."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of `_KNOWN` alone; strings of Python 2, bytes among them, are Latin-1."""
+
+    def __init__(self, handle: BinaryIO):
+        super().__init__(handle, encoding="latin1")
+
+    def find_class(self, module: str, name: str) -> Any:
+        # numpy 2 has its modules in numpy._core.
+        known = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
+        if known not in _KNOWN:
+            raise _RefusedError(repr(f"{module}.{name}"))
+        return _KNOWN[known]
+
+
+class _Dtype:
+    """Stands in for `numpy.dtype`, for types of numbers."""
+
+    def __init__(self, code: str, *_: Any):
+        if not re.fullmatch("[biuf][1248]", code):
+            raise _RefusedError(f"the dtype {code!r}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] == ">":
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+def _values(raw: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    raw = raw.encode("latin1") if isinstance(raw, str) else raw
+    return np.frombuffer(raw, dtype.dtype).reshape(shape, order=order)
+
+
+def _reconstruct(*_: Any) -> Array:
+    """An array that is still to be given its state."""
+    return Array()
+
+
+def _from_buffer(
+    raw: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: str
+) -> Array:
+    """An array of pickle's protocol 5."""
+    array = Array()
+    array.values = _values(raw, dtype, shape, order)
+    return array
+
+
+def _scalar(dtype: _Dtype, raw: bytes | str) -> bool | int | float:
+    return _values(raw, dtype, (), "C").item()
+
+
+def _encode(text: str, codec: str) -> bytes:
+    """How Python 3 writes bytes for Python 2."""
+    if codec != "latin1":
+        raise _RefusedError(f"the codec {codec!r}")
+    return text.encode("latin1")
+
+
+_KNOWN = {
+    "_codecs.encode": _encode,
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _from_buffer,
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": Array,
+}

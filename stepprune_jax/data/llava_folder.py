@@ -1,0 +1,88 @@
+"""Writing questions about images as a data folder in LLaVA's formats, for sets of other formats."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Asked(NamedTuple):
+    """A question about an image, with its answer.
+
+    Attributes:
+        question: the question.
+        answer: one word.
+        category: kind of question, for tables.
+        image: path of the image in the folder `images/`.
+    """
+
+    question: str
+    answer: str
+    category: str
+    image: str
+
+
+def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[int]:
+    """Chooses the training images that become the validation split.
+
+    Args:
+        numbers: of the training images, in ascending order.
+        share: share of them to choose.
+        seed: of the choice.
+
+    Returns:
+        The numbers of those chosen.
+
+    Raises:
+        ValueError: the share leaves one of the two splits empty.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"validation_share is {share}, expected between 0 and 1")
+    count = round(share * len(numbers))
+    if not 0 < count < len(numbers):
+        raise ValueError(
+            f"validation_share {share} of {len(numbers)} training images leaves the "
+            f"{'training' if count else 'validation'} split without an image"
+        )
+    return set(np.random.default_rng(seed).permutation(np.asarray(numbers))[:count].tolist())
+
+
+def write_conversations(out: Path, asked: Sequence[Asked]) -> None:
+    """Writes `train.json`: all questions about an image as one conversation.
+
+    Args:
+        out: the folder.
+        asked: the questions of the training split.
+    """
+    turns: dict[str, list[dict[str, str]]] = {}
+    for question, answer, _, image in asked:
+        said = turns.setdefault(image, [])
+        said.append({"from": "human", "value": question if said else f"<image>\n{question}"})
+        said.append({"from": "gpt", "value": answer})
+    samples = [
+        {"id": f"train_{Path(image).stem}", "image": image, "conversations": said}
+        for image, said in turns.items()
+    ]
+    (out / "train.json").write_text(json.dumps(samples, indent=1) + "\n", encoding="utf-8")
+
+
+def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
+    """Writes `SPLIT.jsonl` and `SPLIT_answers.jsonl`.
+
+    Args:
+        out: the folder.
+        split: "validation" or "test".
+        asked: the questions of the split.
+    """
+    questions, answers = [], []
+    for number, (question, answer, category, image) in enumerate(asked):
+        name = f"{split}_{number:06d}"
+        questions.append(
+            {"question_id": name, "image": image, "text": question, "category": category}
+        )
+        answers.append({"question_id": name, "answer": answer})
+    for file, rows in ((f"{split}.jsonl", questions), (f"{split}_answers.jsonl", answers)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / file).write_text(text, encoding="utf-8")

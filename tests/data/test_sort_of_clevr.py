@@ -1,0 +1,202 @@
+"""Questions, answers and colours of a drawing of our own survive the way through the pickle."""
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from sort_of_clevr_file import CODES, HALF, RGB, SIDE, Python2, code, draw, entry, place
+
+from stepprune_jax.data import check, sort_of_clevr
+from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+# Subtype, colour, other colour, class; one in words.
+TERNARY = [(0, "red", "blue", 4), (1, "gray", "green", 0), (2, "orange", "yellow", 8)]
+TERNARY_WORDS = [
+    ("How many objects are between the red and the blue object?", "zero", "between"),
+    ("Is an object on the line through the gray and the green object?", "yes", "line"),
+    (
+        "How many objects form an obtuse triangle with the orange and the yellow object?",
+        "four",
+        "obtuse",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    random = np.random.default_rng(0)
+    return {"train": [place(random) for _ in range(5)], "test": [place(random) for _ in range(2)]}
+
+
+def write(path, worlds, pickler=pickle.Pickler, **layout):
+    value = tuple([entry(things, **layout) for things in worlds[split]] for split in worlds)
+    with path.open("wb") as file:
+        pickler(file, 2).dump(value)
+    return path
+
+
+def expected(question, things):
+    """The answer to a question in words, and its family."""
+    color = re.search(rf"the ({'|'.join(CODES)}) object", question)[1]
+    me = things[color]
+
+    def distance(other):
+        return np.hypot(other.x - me.x, other.y - me.y)
+
+    others = [thing for name, thing in things.items() if name != color]
+    if "closest" in question:
+        return min(others, key=distance).shape, "closest"
+    if "furthest" in question:
+        return max(others, key=distance).shape, "furthest"
+    if "How many" in question:
+        return NUMBERS[sum(thing.shape == me.shape for thing in things.values())], "count"
+    if "left" in question:
+        return ("yes" if me.x < SIDE / 2 else "no"), "horizontal"
+    if "top" in question:
+        return ("yes" if me.y < SIDE / 2 else "no"), "vertical"
+    return me.shape, "shape"
+
+
+@pytest.mark.parametrize("layout", [{}, {"width": 18}, {"width": 18, "ternary": TERNARY}])
+@pytest.mark.parametrize("pickler", [pickle.Pickler, Python2])
+def test_every_question_has_its_answer_in_words(worlds, tmp_path, layout, pickler):
+    source, out = write(tmp_path / "soc.pickle", worlds, pickler, **layout), tmp_path / "out"
+    counts = sort_of_clevr.convert(source, out, validation_share=0.4)
+    assert counts == {"train": 3 * 36, "validation": 2 * 36, "test": 2 * 36}
+    assert not any(part.faults for part in check.check_folder(out))
+
+    found = []
+    for sample in read_conversations(out / "train.json", out / "images"):
+        found += [(sample.image, *sample.turns[n : n + 2], None) for n in range(0, 72, 2)]
+    trained = {image for image, *_ in found}
+    for split in ("validation", "test"):
+        asked = read_questions(out / f"{split}.jsonl", out / "images")
+        answers = read_answers(out / f"{split}_answers.jsonl", asked)
+        found += [(q.image, q.text, a, q.category) for q, a in zip(asked, answers, strict=True)]
+        assert not trained & {question.image for question in asked}
+    seen = set()
+    for image, question, answer, category in found:
+        things = worlds[image.parent.name][int(image.stem)]
+        right, family = expected(question, things)
+        assert (answer, category or family) == (right, family), question
+        seen.add((family, answer))
+    assert {family for family, _ in seen} >= {"shape", "horizontal", "vertical", "closest", "count"}
+    assert {a for _, a in seen} >= {"yes", "no", "rectangle", "circle", "two", "three", "four"}
+
+
+def test_red_is_red_and_left_is_left(worlds, tmp_path):
+    sort_of_clevr.convert(write(tmp_path / "soc.pickle", worlds), tmp_path, validation_share=0.4)
+    for split, numbered in worlds.items():
+        for number, things in enumerate(numbered):
+            with Image.open(tmp_path / "images" / split / f"{number}.png") as image:
+                assert (image.size, image.mode) == ((SIDE, SIDE), "RGB")
+                for color, thing in things.items():
+                    assert image.getpixel((thing.x, thing.y)) == RGB[color]
+                    corner = image.getpixel((thing.x + HALF, thing.y + HALF))
+                    assert (corner == RGB[color]) == (thing.shape == "rectangle")
+
+
+def test_ternary_questions_are_taken_where_wanted(worlds, tmp_path):
+    source = write(tmp_path / "soc.pickle", worlds, width=18, ternary=TERNARY)
+    counts = sort_of_clevr.convert(source, tmp_path, ternary=True, validation_share=0.4)
+    assert counts == {"train": 3 * 39, "validation": 2 * 39, "test": 2 * 39}
+    asked = read_questions(tmp_path / "test.jsonl", tmp_path / "images")
+    answers = read_answers(tmp_path / "test_answers.jsonl", asked)
+    found = [(q.text, a, q.category) for q, a in zip(asked, answers, strict=True)]
+    assert found[:3] == found[39:42] == TERNARY_WORDS
+    source = write(tmp_path / "soc.pickle", worlds)
+    with pytest.raises(ValueError, match="train: there are no ternary questions"):
+        sort_of_clevr.convert(source, tmp_path, ternary=True)
+
+
+def with_(things, change):
+    """The entry with one part replaced: (place in the entry, ..., value)."""
+    made = [list(part) if isinstance(part, tuple) else part for part in entry(things)]
+    *path, last, value = change
+    inner = made
+    for step in path:
+        inner = inner[step]
+    inner[last] = value
+    return made
+
+
+def two_colors():
+    bits = code(11, 0, 0, "red")
+    bits[1] = 1
+    return bits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((0, [[1.0]]), "expected an image of floats .height, width, 3., got list"),
+        ((0, np.ones((6, 10))), r"image of floats .*, got an array \[6, 10\] of float64"),
+        ((0, np.ones((4, 4, 3), np.uint8)), r"got an array \[4, 4, 3\] of uint8"),
+        ((0, np.full((4, 4, 3), 2.0)), "expected an image of values from 0 to 1"),
+        ((0, np.full((4, 4, 3), np.nan)), "expected an image of values from 0 to 1"),
+        ((0, np.ones((4, 4, 3))), r"nothing is red, which is \(0, 0, 255\) with blue first"),
+        ((1, 0, 5, np.zeros(11)), r"not the code of a question: \[0.0, 0.0"),
+        ((1, 0, 5, two_colors()), "not the code of a question"),
+        ((1, 0, 5, code(11, 0, 0, "red") * 2), "not the code of a question"),
+        ((1, 0, 5, code(18, 2, 0, "red")), "not the code of a question"),
+        ((1, 0, 5, code(18, 0, 0, "red", "blue")), "not the code of a question"),
+        ((1, 0, 5, np.zeros(12)), r"11 or 18 numbers, got an array \[12\] of float64"),
+        ((1, 0, 5, "red?"), "expected questions of 11 or 18 numbers, got str"),
+        ((1, 1, 0, 4), r"answer of \[2, 3\] to a question of the family closest, got 4"),
+        ((1, 1, 0, "yes"), "family closest, got 'yes'"),
+        ((2, 1, 1, True), r"answer of \[0, 1\] to a question of the family horizontal, got True"),
+        ((1, 1, [2]), "expected answers to 18 questions, got 1 entries"),
+        ((1, []), "expected a pair of questions and answers, got 0 entries"),
+        ((1, None), "expected a pair of questions and answers, got NoneType"),
+    ],
+)
+def test_entries_of_another_form_are_refused_before_anything_is_written(
+    worlds, tmp_path, change, message
+):
+    good = entry(worlds["train"][0])
+    path = tmp_path / "soc.pickle"
+    path.write_bytes(pickle.dumps(([good] * 3, [good, with_(worlds["test"][0], change)])))
+    with pytest.raises(ValueError, match=rf"soc\.pickle: test: image 1: .*{message}") as found:
+        sort_of_clevr.convert(path, tmp_path / "out")
+    assert "\n" not in str(found.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"train": []}, "expected training and test images, got dict"),
+        (([], [], []), "expected training and test images, got 3 entries"),
+        (([], []), "train: expected images with their questions, got 0 entries"),
+        (([3], [3]), "train: image 0: expected an image and two or three pairs of lists, got int"),
+    ],
+)
+def test_files_of_another_form_are_refused(tmp_path, value, message):
+    path = tmp_path / "soc.pickle"
+    path.write_bytes(pickle.dumps(value))
+    with pytest.raises(ValueError, match=rf"soc\.pickle: {message}"):
+        sort_of_clevr.convert(path, tmp_path / "out")
+
+
+def test_images_with_red_first_are_refused(worlds, tmp_path):
+    good = entry(worlds["train"][0])
+    other = (draw(worlds["test"][0])[..., ::-1], *good[1:])
+    path = tmp_path / "soc.pickle"
+    path.write_bytes(pickle.dumps(([good] * 3, [other])))
+    with pytest.raises(ValueError, match=r"test: image 0: nothing is orange.* blue first"):
+        sort_of_clevr.convert(path, tmp_path / "out")
+
+
+def test_the_command_converts_and_reports_mistakes_in_one_line(worlds, tmp_path, capsys):
+    source = write(tmp_path / "soc.pickle", worlds)
+    arguments = ["--source", str(source), "--out", str(tmp_path / "out")]
+    sort_of_clevr.main([*arguments, "--validation_share", "0.4"])
+    assert capsys.readouterr().out.endswith("out: 108 train, 72 validation, 72 test questions\n")
+    source.write_bytes(b"cos\nsystem\n(Vtrue\ntR.")
+    with pytest.raises(SystemExit) as exit:
+        sort_of_clevr.main(arguments)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1
+    assert "soc.pickle: names 'os.system', which is not loaded" in error
