@@ -51,6 +51,7 @@ from stepprune_jax.studies.spread import (
     budget_table,
     differences,
     own_stop_table,
+    pack,
     summarise,
 )
 from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
@@ -293,19 +294,27 @@ def _evaluate_missing(
     path, mark = first
     untrained = records(path, mark, base.seed, {})
     if _known(path, mark) is None:
-        _save(path, mark, accuracy_table(untrained, base.seed))
+        _save(path, mark, _table(untrained, untrained, base.seed))
     for run, mark in todo:
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         path = run.folder / RESULTS
         policy = policies[run.folder]
         trained = records(path, mark, run.seed, {run.method: policy})
-        table = accuracy_table([full_row(untrained), *trained], run.seed)[1:]
+        table = _table(trained, untrained, run.seed)
         if isinstance(policy.config, PolicyConfig):
             n = model.config.max_image_tokens
             bounds = policy.config.min_tokens, policy.config.steps(n)
             stops = [stop_figures(row, test.scenes, *bounds) for row in trained]
             table = [row | stop for row, stop in zip(table, stops, strict=True)]
         _save(path, mark, table)
+
+
+def _table(
+    rows: Sequence[Records], untrained: Sequence[Records], seed: int
+) -> list[dict[str, Any]]:
+    """`accuracy_table` of some rows, with what each question's answer was worth."""
+    table = accuracy_table([full_row(untrained), *rows], seed)[1:]
+    return [line | {"correct": pack(row.correct)} for line, row in zip(table, rows, strict=True)]
 
 
 def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
@@ -326,7 +335,8 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
     saved = read_json_object(path)
-    return saved["table"] if saved["mark"] == mark else None
+    whole = all("correct" in row for row in saved["table"])  # of an earlier version
+    return saved["table"] if whole and saved["mark"] == mark else None
 
 
 def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:

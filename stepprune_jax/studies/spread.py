@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool, Float
 from scipy import stats
 
 from stepprune_jax.evaluation.cells import markdown_rows
@@ -14,6 +16,17 @@ Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")
 # What only rows with a learned stop have.
 _OF_STOPS = ("spearman_relevant", "at_bounds")
+
+
+def pack(correct: Bool[np.ndarray, "q"]) -> str:
+    """Writes which questions were answered correctly as text, eight to two digits."""
+    return np.packbits(correct).tobytes().hex()
+
+
+def _mean_correct(rows: Table) -> Float[np.ndarray, "q"]:
+    """The share of runs that answer each question correctly."""
+    bits = [np.frombuffer(bytes.fromhex(row["correct"]), np.uint8) for row in rows]
+    return np.mean([np.unpackbits(b)[: rows[0]["questions"]] for b in bits], axis=0)
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
@@ -62,54 +75,57 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
     return found
 
 
-def _standard_error(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Of the difference of two independent means."""
-    if min(len(first), len(second)) < 2:
-        return None
-    parts = (statistics.variance(v) / len(v) for v in (first, second))
-    return round(math.sqrt(sum(parts)), 2)
-
-
 def differences(tables: Sequence[Table]) -> Table:
-    """The default method's accuracy minus others', and adaptive minus exact, in points.
+    """Differences in accuracy, in points: the default method's to others', adaptive to exact.
 
     Args:
-        tables: of each run.
+        tables: of each run, on the same questions; each row with `correct`, from `pack`.
 
     Returns:
-        Objects with first, second, pruning_rate, difference, its standard error over seeds and the
-        p of a t-test. Runs of two methods are independent (Welch's test); adaptive and exact of one
-        seed are the same policy, so there error and test are those of the paired differences.
+        Objects with first, second, pruning_rate and difference, first minus second; `runs_error`,
+        its standard error over training runs, and `p` of a t-test; `questions_error`, that from
+        the choice of the test questions. Runs of two methods are independent (Welch's test);
+        adaptive and exact of one seed are the same policy, so there error and test are those of
+        the paired differences.
     """
     groups = _groups(tables)
-    found = []
-    for (method, mode, place), rows in groups.items():
-        accuracy = [row["accuracy"] for row in rows]
-        rate = rows[0]["pruning_rate"]
-        if mode == "exact" and method != DEFAULT and (DEFAULT, mode, place) in groups:
-            own = [row["accuracy"] for row in groups[DEFAULT, mode, place]]
-            gap = statistics.fmean(own) - statistics.fmean(accuracy)
-            error = _standard_error(own, accuracy)
-            p = error and stats.ttest_ind(own, accuracy, equal_var=False).pvalue
-            found.append(_gap(DEFAULT, method, rate, gap, error, p))
-        if mode == "adaptive" and (method, "exact", place) in groups:
-            other = {row["seed"]: row["accuracy"] for row in groups[method, "exact", place]}
-            gaps = [row["accuracy"] - other[row["seed"]] for row in rows]
-            error = None
-            if len(gaps) > 1:
-                error = round(statistics.stdev(gaps) / math.sqrt(len(gaps)), 2)
-            p = error and stats.ttest_1samp(gaps, 0).pvalue
-            names = f"{method}, adaptive", f"{method}, exact"
-            found.append(_gap(*names, rate, statistics.fmean(gaps), error, p))
-    return found
+    pairs = []
+    for method, mode, place in groups:
+        exact = method, "exact", place
+        if mode == "exact" and method != DEFAULT:
+            pairs += [((DEFAULT, own, place), exact) for own in ("exact", "adaptive")]
+        if mode == "adaptive":
+            pairs.append(((method, mode, place), exact))
+    known = [pair for pair in pairs if groups.keys() >= {*pair}]
+    return [
+        {"first": f"{first[0]}, {first[1]}", "second": f"{second[0]}, {second[1]}"}
+        | _difference(groups[first], groups[second], paired=first[0] == second[0])
+        for first, second in known
+    ]
 
 
-def _gap(
-    first: str, second: str, rate: float, gap: float, error: float | None, p: float | None
-) -> dict[str, Any]:
-    head = {"first": first, "second": second, "pruning_rate": rate}
-    p = None if p is None else float(f"{p:.2g}")
-    return head | {"difference": round(gap, 2), "standard_error": error, "p": p}
+def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
+    """The difference of two groups of runs, whose seeds are the same if `paired`."""
+    ours, theirs = ([row["accuracy"] for row in rows] for rows in (first, second))
+    error = p = None
+    if paired:
+        other = {row["seed"]: row["accuracy"] for row in second}
+        gaps = [row["accuracy"] - other[row["seed"]] for row in first]
+        if len(gaps) > 1:
+            error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+            p = stats.ttest_1samp(gaps, 0).pvalue
+    elif min(len(ours), len(theirs)) > 1:
+        error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (ours, theirs)))
+        p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
+    by_question = _mean_correct(first) - _mean_correct(second)
+    sampling = 100 * float(np.std(by_question, ddof=1)) / math.sqrt(len(by_question))
+    return {
+        "pruning_rate": second[0]["pruning_rate"],
+        "difference": round(statistics.fmean(ours) - statistics.fmean(theirs), 2),
+        "runs_error": None if error is None else round(error, 2),
+        "p": None if p is None else float(f"{p:.2g}"),
+        "questions_error": round(sampling, 2),
+    }
 
 
 def budget_table(rows: Table) -> str:

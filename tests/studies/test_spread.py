@@ -1,24 +1,27 @@
 import math
 
+import numpy as np
 import pytest
 
 from stepprune_jax.studies.spread import (
     budget_table,
     differences,
     own_stop_table,
+    pack,
     summarise,
 )
 
 
-def row(method, mode, rate, accuracy, seed, mean_k=3.0):
+def row(method, mode, rate, accuracy, seed, mean_k=3.0, correct=(1, 0, 1)):
     return {
+        "correct": pack(np.array(correct, bool)),
         "method": method,
         "mode": mode,
         "pruning_rate": rate,
         "accuracy": accuracy,
         "retention": accuracy + 1,
         "mean_k": mean_k,
-        "questions": 9,
+        "questions": 3,
         "seed": seed,
     }
 
@@ -75,15 +78,29 @@ def test_differences_worked_by_hand():
     found = {(d["first"], d["second"]): d for d in differences(TABLES)}
     adaptive = found["StepPrune, adaptive", "StepPrune, exact"]
     # 1 and 3 points on two seeds: mean 2, deviation sqrt(2), error 1.
-    assert adaptive["difference"] == 2.0 and adaptive["standard_error"] == 1.0
+    assert adaptive["difference"] == 2.0 and adaptive["runs_error"] == 1.0
     assert adaptive["p"] == round(1 - 2 / math.pi * math.atan(2), 2)  # Student's t, 1 degree
-    against = found["StepPrune", "AutoSelect-like"]
+    against = found["StepPrune, exact", "AutoSelect-like, exact"]
     # Means 72 and 70; variances 8 and 2 over two seeds each.
     assert against["difference"] == 2.0
-    assert against["standard_error"] == pytest.approx(math.sqrt(8 / 2 + 2 / 2), abs=0.01)
-    assert len(found) == 2
+    assert against["runs_error"] == pytest.approx(math.sqrt(8 / 2 + 2 / 2), abs=0.01)
+    # Means 74 and 70.
+    assert found["StepPrune, adaptive", "AutoSelect-like, exact"]["difference"] == 4.0
+    assert len(found) == 3
     single = differences([TABLES[0], TABLES[2]])
-    assert {d["standard_error"] for d in single} == {d["p"] for d in single} == {None}
+    assert {d["runs_error"] for d in single} == {d["p"] for d in single} == {None}
+
+
+def test_the_error_of_the_questions_is_that_of_paired_answers():
+    tables = [
+        [row("StepPrune", "exact", 66.7, 70.0, 0, correct=(1, 1, 0, 1, 1, 0, 0, 1, 1))],
+        [row("AutoSelect-like", "exact", 66.7, 71.0, 0, correct=(1, 0, 0, 1, 1, 1, 0, 1, 0))],
+    ]
+    for (line,) in tables:
+        line["questions"] = 9
+    (found,) = differences(tables)
+    gaps = [0, 1, 0, 0, 0, -1, 0, 0, 1]
+    assert found["questions_error"] == round(100 * np.std(gaps, ddof=1) / 3, 2)
 
 
 def test_tables_have_a_line_for_each_method():
