@@ -21,7 +21,7 @@ from stepprune_jax.evaluation.accuracy import (
     markdown_table,
     write_accuracy,
 )
-from stepprune_jax.evaluation.names import ALL, own_stop
+from stepprune_jax.evaluation.names import ALL, row_place
 from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
 from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
@@ -123,17 +123,12 @@ def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[A
         labels: of methods, in the order of the table.
 
     Returns:
-        The files by method; of a method exact rows first, then adaptive ones, from the largest
-        budget on; files of other methods last.
+        The files, as `names.row_place` orders them.
     """
-    places = {label: at for at, label in enumerate([*labels, own_stop(DEFAULT)])}
 
     def place(file: AnswerFile) -> tuple[Any, ...]:
         provenance = file.provenance
-        label = provenance.method
-        of = DEFAULT if label == own_stop(DEFAULT) else label
-        adaptive = provenance.mode != "exact"
-        return places.get(of, len(places)), label != of, adaptive, -(provenance.budget or 0)
+        return row_place(provenance.method, provenance.mode, provenance.budget, labels)
 
     return sorted(files, key=place)
 

@@ -67,9 +67,9 @@ def test_the_report_has_the_paper_s_columns(done):
     first = [line.split(" | ")[:3] for line in lines[4:8]]
     assert first == [
         ["| 9 (0.0 % pruned)", "all tokens", "exact"],
+        ["| own stop", "StepPrune, own stop", "adaptive"],
         ["| 2 (77.8 % pruned)", "StepPrune", "exact"],
         ["| 2 (77.8 % pruned)", "StepPrune", "adaptive"],
-        ["| own stop", "StepPrune, own stop", "adaptive"],
     ]
     assert "## Visual tokens kept, mean ± standard deviation" in page
     assert "python eval.py --here" in page and "## Scores" in said

@@ -15,6 +15,7 @@ from stepprune_jax.evaluation.accuracy import (
     markdown_table,
     write_accuracy,
 )
+from stepprune_jax.evaluation.names import row_place
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import (
     Records,
@@ -46,6 +47,22 @@ EXACT = records("StepPrune", "exact", 3, [3] * 4, [1, 0, 1, 0])
 ADAPTIVE = records("StepPrune", "adaptive", 3, [1, 2, 4, 5], [1, 1, 1, 0])
 RANDOM = records("random", "exact", 3, [3] * 4, [0, 0, 0, 0])
 ROWS = [FULL, RANDOM, EXACT, ADAPTIVE]
+
+
+def test_rows_stand_in_one_order():
+    labels = ["random", "mine", "StepPrune", "ablated"]
+    rows = [
+        ("all tokens", "exact", 9),
+        ("StepPrune, own stop", "adaptive", None),
+        ("random", "exact", 4),
+        ("mine", "exact", 4),
+        ("StepPrune", "exact", 4),
+        ("StepPrune", "adaptive", 4),
+        ("ablated", "exact", 4),
+        ("an unknown one", "exact", 4),
+        ("random", "exact", 2),
+    ]
+    assert sorted(rows[::-1], key=lambda row: row_place(*row, labels)) == rows
 
 
 def test_rates_of_the_paper():
