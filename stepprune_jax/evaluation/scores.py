@@ -67,7 +67,7 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
         fingerprint), asked, answered; `headline`, `parts` and `warnings` of the scorer, or headline
         null and `problem`, why there is no score; K of the questions with an image: mean_k, sd_k,
         min_k, max_k; `ms`, the mean time of a question. K and time are null where nothing was
-        answered.
+        answered, time also where the answers do not say it.
     """
     made, answers = file.provenance, _whole_lines(file)
     measured = _measured(answers)
@@ -104,12 +104,13 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
     kept = np.array([answer.fields.get("kept", 0) for answer in answers])
     kept = kept[kept > 0] if (kept > 0).any() else kept
+    times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
     return {
         "mean_k": float(kept.mean()),
         "sd_k": float(kept.std()),
         "min_k": int(kept.min()),
         "max_k": int(kept.max()),
-        "ms": float(np.mean([answer.fields.get("ms", 0.0) for answer in answers])),
+        "ms": float(np.mean(times)) if times else None,
     }
 
 

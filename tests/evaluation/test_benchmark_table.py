@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation import table as module
-from stepprune_jax.evaluation.scores import read_scores
+from stepprune_jax.evaluation.scores import read_scores, score_file
 from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 
@@ -95,6 +96,19 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
 def test_runs_that_do_not_belong_together_are_refused(field, value, message):
     with pytest.raises(ValueError, match=f"a and b have {message}"):
         merge_scores({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
+
+
+def test_time_is_that_of_the_answers_which_say_it(tmp_path):
+    provenance = Provenance("pope", "q", 3, "grid", "exact", 64, 576, None, "model")
+    file = AnswerFile(tmp_path / "grid.jsonl", provenance)
+    line = {"prompt": "?", "text": "yes", "kept": 64}
+    for times, expected in (((1.0, 4.0), 2.5), ((1.0, None), 1.0), ((None, None), None)):
+        lines = [
+            line | {"question_id": n} | ({} if ms is None else {"ms": ms})
+            for n, ms in enumerate(times)
+        ]
+        file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert score_file(file, tmp_path)["ms"] == expected
 
 
 def test_the_command_merges_folders(tmp_path, capsys):
