@@ -8,6 +8,7 @@ files and annotations give the report. The shapes world is one of the benchmarks
 flag; `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 
+import contextlib
 import os
 import shlex
 import sys
@@ -35,6 +36,7 @@ from stepprune_jax.evaluation.settings import (
     SHAPES,
     EvalSettings,
     EvaluationRun,
+    own_policy,
     read_evaluation,
 )
 from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
@@ -112,7 +114,8 @@ def _evaluate(
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if shapes:
-            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, command)
+            own = _policy_file(workdir, policy)
+            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, own, command)
         if settings.public:
             print(as_markdown(table), end="")
             draw(answers, settings, report, command)
@@ -135,8 +138,20 @@ def _is_below(path: str) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(Path.cwd())
 
 
+def _policy_file(workdir: Path, policy: str | Path | None) -> Path | None:
+    """The file of the default row's policy; None where it is gone since it answered."""
+    with contextlib.suppress(OSError, ValueError):
+        return own_policy(workdir, policy)
+    return None
+
+
 def _report_shapes(
-    run: EvaluationRun, folder: Path, data: Path, report: Path, command: str | None
+    run: EvaluationRun,
+    folder: Path,
+    data: Path,
+    report: Path,
+    policy: Path | None,
+    command: str | None,
 ) -> None:
     """Reports on the shapes world, once every row that this run asks for is complete."""
     settings = run.eval
@@ -161,7 +176,7 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        table = write_report(run, files, data, report)
+        table = write_report(run, files, data, report, policy=policy)
         if DEFAULT not in labels:
             print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
             return

@@ -1,6 +1,6 @@
 """Scores of all answer files of a run, with K and time, in one file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,19 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
     kept = np.array([answer.fields.get("kept", 0) for answer in answers])
     kept = kept[kept > 0] if (kept > 0).any() else kept
-    times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
     return {
         "mean_k": float(kept.mean()),
         "sd_k": float(kept.std()),
         "min_k": int(kept.min()),
         "max_k": int(kept.max()),
-        "ms": float(np.mean(times)) if times else None,
+        "ms": mean_ms(answers),
     }
+
+
+def mean_ms(answers: Iterable[Answer]) -> float | None:
+    """Averages the milliseconds of the answers that say them; None if none does."""
+    times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
+    return float(np.mean(times)) if times else None
 
 
 def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -80,6 +80,11 @@ def test_the_table_has_every_row(run):
     assert {row["questions"] for row in table} == {9} and {row["seed"] for row in table} == {3}
     kept = round(9 * table[1]["mean_k"]) / 9  # the table rounds the mean over nine questions
     assert table[1]["pruning_rate"] == round(100 * (1 - kept / 9), 1)
+    assert all(row["ms"] > 0 for row in table)
+    flops = {(row["method"], row["mode"], row["pruning_rate"]): row["gflops"] for row in table}
+    assert flops["random", "exact", 77.8] == flops["grid", "exact", 77.8]
+    assert flops["random", "exact", 77.8] < flops["AutoSelect-like", "exact", 77.8]
+    assert 0 < flops["random", "exact", 77.8] < flops["random", "exact", 55.6]
     lines = (workdir / "report" / "table.csv").read_text().splitlines()
     assert len(lines) == len(table) + 1
 
@@ -127,6 +132,34 @@ def test_a_second_run_gives_the_same_report(run):
         evaluate(config, workdir)
     assert read_table(workdir) == table
     assert len(read_report(workdir / "report").records) == len(table)
+
+
+def test_what_is_not_known_any_more_is_left_open(run):
+    config, workdir, table = run
+    policy = workdir / "policy.safetensors"
+    trained, answers = policy.read_bytes(), workdir / "answers" / "shapes" / "all-tokens.jsonl"
+    said = answers.read_text()
+    lines = [json.loads(line) for line in said.splitlines()]
+    try:
+        save_policy(stepprune(7), policy)  # as after another training
+        for line in lines:
+            del line["ms"]
+        answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+            evaluate(config, workdir, stages=["score"])
+    finally:
+        policy.write_bytes(trained)
+        answers.write_text(said)
+    found = read_table(workdir)
+    assert found[0] == table[0] | {"ms": None}
+    for row, before in zip(found[1:], table[1:], strict=True):
+        of_the_run = row["method"].removesuffix(", own stop") == "StepPrune"
+        assert row == before | ({"gflops": None} if of_the_run else {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+        evaluate(config, workdir, stages=["score"])
+    assert read_table(workdir) == table
 
 
 def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypatch):
