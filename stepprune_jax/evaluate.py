@@ -32,7 +32,6 @@ from stepprune_jax.evaluation.generate_stage import (
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
 from stepprune_jax.evaluation.settings import (
-    POLICY_FILE,
     SHAPES,
     EvalSettings,
     EvaluationRun,
@@ -96,7 +95,7 @@ def _evaluate(
         report, answers = workdir / "report", answers_folder(run, workdir)
         if "score" in stages and report.exists():  # refused now, as answering takes hours
             report_folder.open_folder(report)
-    shapes = SHAPES in settings.benchmark_names
+    shapes, ask = SHAPES in settings.benchmark_names, None
     begin = time.monotonic()
     if "generate" in stages:
         generate_answers(run, workdir, policy=policy)
@@ -114,22 +113,23 @@ def _evaluate(
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if shapes:
-            own = _policy_file(workdir, policy)
-            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, own, command)
+            own, data = _policy_file(workdir, policy), roots[SHAPES]
+            ask = None if own is None else _ask(run, own, data)
+            _report_shapes(run, answers / SHAPES, data, report, own, ask, command)
         if settings.public:
             print(as_markdown(table), end="")
             draw(answers, settings, report, command)
     print(f"evaluated in {time.monotonic() - begin:.0f} s")
-    if shapes and "score" in stages and policy is None and (workdir / POLICY_FILE).is_file():
-        print(f"Ask the trained policy:\n  {_ask(run, workdir, roots[SHAPES])}")
+    if ask is not None:
+        print(f"Ask the policy yourself:\n  {ask}")
 
 
-def _ask(run: EvaluationRun, workdir: Path, data: Path) -> str:
-    """A command that asks a question of the test split of the policy that a run has trained."""
+def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
+    """A command that has a policy answer a question of the test split."""
     question = read_questions(data / "test.jsonl", data / "images")[0]
     python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
     words = [python, "-m", "stepprune_jax.generate", "--model", run.model.folder or "shapes"]
-    words += ["--policy", str(workdir / POLICY_FILE), "--image", os.path.relpath(question.image)]
+    words += ["--policy", str(policy), "--image", os.path.relpath(question.image)]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
@@ -151,6 +151,7 @@ def _report_shapes(
     data: Path,
     report: Path,
     policy: Path | None,
+    ask: str | None,
     command: str | None,
 ) -> None:
     """Reports on the shapes world, once every row that this run asks for is complete."""
@@ -176,7 +177,7 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        table = write_report(run, files, data, report, policy=policy)
+        table = write_report(run, files, data, report, policy=policy, ask=ask)
         if DEFAULT not in labels:
             print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
             return

@@ -44,6 +44,7 @@ def write_report(
     report: Path,
     *,
     policy: Path | None = None,
+    ask: str | None = None,
 ) -> list[dict[str, Any]]:
     """Writes the report of a run from its answer files.
 
@@ -52,6 +53,7 @@ def write_report(
         files: complete ones, in the order of the table.
         data: folder with the test split.
         policy: file of the default row's policy, if it is there, whose operations are counted.
+        ask: a command that asks the policy a question, for the page.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
             statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
@@ -74,6 +76,8 @@ def write_report(
         "grid": source.config.grid,
         "seed": run.seed,
         "model": str(source.folder),
+        "model_name": files[0].provenance.model,
+        "ask": ask,
         "settings": {name: _plain(value) for name, value in dataclasses.asdict(run.eval).items()},
         "stop_biases": _stop_biases(files, records),
         "device": jax.devices()[0].device_kind,

@@ -14,7 +14,7 @@ from stepprune_jax.visualize.page import PageFigure, write_page
 from stepprune_jax.visualize.training import draw_training
 
 # Of the manifest: what differs between two runs of the same command, or says where files are.
-_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model")
+_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model", "model_name", "ask")
 _CHOSEN = (
     "Examples are chosen by K and question family alone, without a look at answers or selections."
 )
@@ -139,6 +139,7 @@ def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
             "the rest dimmed, with question and answer; rows with few, middling and many tokens.",
             "Numbers: order of choice (dots from dark to bright where patches are small). "
             + _CHOSEN,
+            images=True,
         ),
         PageFigure(
             draw_selection(folder / "selection.gif", report),
@@ -146,5 +147,6 @@ def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
             "Animation: patches of test images light up one by one until the policy stops; then "
             "the answer appears.",
             _CHOSEN,
+            images=True,
         ),
     ]

@@ -203,7 +203,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, 
     said = capsys.readouterr().out
     assert "no report" not in said
     *_, last, command = said.splitlines()
-    assert last == "Ask the trained policy:"
+    assert last == "Ask the policy yourself:"
     assert f"--policy {tmp_path / 'policy.safetensors'}" in command and "--overlay" in command
     # One of this run's rows does.
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))

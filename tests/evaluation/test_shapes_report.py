@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -119,8 +120,9 @@ def test_the_report_can_be_read_again(run, world):
 
 def test_the_page_is_drawn(run):
     _, workdir, _ = run
-    page = (workdir / "report" / "index.html").read_text()
+    page = re.sub("<[^<>]*>", "", (workdir / "report" / "index.html").read_text())
     assert "python eval.py --here" in page and "AutoSelect-like" in page
+    assert "-m stepprune_jax.generate --model" in page and "--overlay kept.png" in page
     assert (workdir / "report" / "accuracy.png").stat().st_size > 1000
 
 
