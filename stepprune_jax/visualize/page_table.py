@@ -10,7 +10,7 @@ from stepprune_jax.visualize.excerpts import ALL, DEFAULT
 
 UNKNOWN = "\N{EN DASH}"
 # What a GFLOP is in each unit; the first in which the largest number is not too small is taken.
-_UNITS = {"TFLOPs": 1e-3, "GFLOPs": 1.0, "MFLOPs": 1e3}
+_UNITS = {"TFLOPs": 1e-3, "GFLOPs": 1.0, "MFLOPs": 1e3, "FLOPs": 1e9}
 
 
 class _Column(NamedTuple):
@@ -37,8 +37,8 @@ def budgets(report: Report) -> dict[float, int]:
 def html_table(report: Report) -> str:
     """Formats the table: K, retention, accuracy, time and operations of each row.
 
-    All tokens and the policy's own stop come first, then a block for each budget. Retention is
-    bold where no other row of the block has more.
+    All tokens and the policy's own stop come first, with what prunes nothing, then a block for each
+    budget. Retention is bold where no other row of the block has more.
 
     Args:
         report: a checked report.
@@ -57,7 +57,8 @@ def html_table(report: Report) -> str:
     stopping = {row["method"] for row in report.table if row["mode"] != "exact"} - {OWN_STOP}
     head = "".join(f"<th scope=col>{column.title}</th>" for column in columns)
     lines = ["<table>", f"<thead><tr><th scope=col>method</th>{head}</tr></thead>", "<tbody>"]
-    first = [row for name in (ALL, OWN_STOP) for row in report.table if row["method"] == name]
+    first = [row for row in report.table if not any(_at(row, rate) for rate in counts)]
+    first.sort(key=lambda row: (row["method"] != ALL, row["method"] != OWN_STOP))
     lines += [_row(row, columns) for row in first]
     for rate, count in counts.items():
         rows = [row for row in report.table if _at(row, rate)]
@@ -71,8 +72,7 @@ def html_table(report: Report) -> str:
 def _measured(report: Report, field: str, units: dict[str, float]) -> _Column:
     """A column in the unit that suits its largest number, with three digits of that."""
     most = max((row.get(field) or 0.0 for row in report.table), default=0.0)
-    suiting = [unit for unit, scale in units.items() if most * scale >= 0.1]
-    unit = suiting[0] if suiting else [*units][-1 if most else 0]
+    unit = next((unit for unit, scale in units.items() if most * scale >= 0.1), [*units][-1])
     digits = len(str(int(most * units[unit]))) if most * units[unit] >= 1 else 0
     return _Column(unit, field, units[unit], max(0, 3 - digits))
 

@@ -163,8 +163,19 @@ def test_table_has_a_block_for_each_budget(report):
     assert rest[0][4:] == [f"{row['ms']:.2f}", f"{row['gflops']:.3f}"]
 
 
+def test_no_row_is_left_out(report):
+    whole = report.table[0] | {"method": "grid"}  # a budget of all tokens
+    names = [row[0] for row in cells(report._replace(table=[*report.table, whole]))]
+    assert names[1:4] == ["all tokens", "StepPrune, own stop", "grid"]
+    assert len(names) == 1 + len(report.table) + 1 + 3  # header, rows, budgets
+
+
 def test_operations_are_in_a_unit_that_suits_them(report):
-    for scale, unit, shown in ((1e4, "TFLOPs", "5.38"), (1e-4, "MFLOPs", "0.054")):
+    for scale, unit, shown in (
+        (1e4, "TFLOPs", "5.38"),
+        (1e-3, "MFLOPs", "0.538"),
+        (1e-4, "FLOPs", "53800"),
+    ):
         rows = [row | {"gflops": row["gflops"] * scale} for row in report.table]
         head, first, *_ = cells(report._replace(table=rows))
         assert (head[-1], first[-1]) == (unit, shown)
@@ -176,7 +187,8 @@ def test_what_is_not_known_is_a_dash(report):
     head, first, second, *_ = cells(report._replace(table=rows))
     assert first[-2:] == [DASH, DASH] and DASH not in second and head[-1] == "GFLOPs"
     rows = [{k: v for k, v in row.items() if k not in unknown} for row in report.table]
-    assert all(row[-2:] == [DASH, DASH] for row in cells(report._replace(table=rows))[1:3])
+    head, first, second, *_ = cells(report._replace(table=rows))
+    assert head[-1] == "FLOPs" and first[-2:] == second[-2:] == [DASH, DASH]
 
 
 def test_table_marks_the_best_of_each_budget(report):
