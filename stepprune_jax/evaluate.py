@@ -179,13 +179,13 @@ def _report_shapes(
         files = in_table_order(files, settings.labels)
         table = write_report(run, files, data, report, policy=policy, ask=ask)
         if DEFAULT not in labels:
-            print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
+            print(f"no figures without the row {DEFAULT!r}; tables: {report}")
             return
         # Imported here: drawing needs what nothing else does.
         from stepprune_jax.visualize import redraw
 
         page = redraw(report, command=command)
-        print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
+        print(f"{table[0]['questions']:,} questions, {len(table)} rows; report: {page}")
 
 
 def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:

@@ -180,7 +180,7 @@ def as_markdown(table: BenchmarkTable) -> str:
     shown: list[tuple[str, Any, list[str]]] = [
         ("Scores", _score_cell, ["Avg."]),
         ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
-        ("Milliseconds a question", _ms_cell, []),
+        ("Milliseconds per question", _ms_cell, []),
     ]
     parts = []
     for title, cell, further in shown:

@@ -118,7 +118,7 @@ def describe(report: Report) -> list[tuple[str, str]]:
             error = change["standard_error_by_image"]
             spread = "" if error is None else f" ± {error:.1f} (standard error, by image)"
             value = f"{change['difference']:+.1f}{spread} points of accuracy"
-            facts.append(("Adaptive against exact at the same budget", value))
+            facts.append(("Adaptive minus exact at the same budget", value))
     return facts
 
 

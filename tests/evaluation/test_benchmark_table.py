@@ -50,7 +50,7 @@ def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
     assert first == ["576 (0.0 % pruned)", "all tokens", "exact", "1862", "85.9", "100.0"]
     assert second[3:] == ["1700", "81.3", f"{AVERAGE:.1f}"]
     assert cells(table, "Visual tokens kept, mean ± standard deviation")[1][3] == "64.0 ± 1.2"
-    assert cells(table, "Milliseconds a question")[1][3:] == ["12.3", "12.3"]
+    assert cells(table, "Milliseconds per question")[1][3:] == ["12.3", "12.3"]
 
 
 def test_a_row_without_some_score_has_no_average():
@@ -82,7 +82,7 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
     table = merge_scores(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
     assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
     assert table.average(table.rows[1]) == pytest.approx(AVERAGE)
-    assert cells(merge_scores({"part": part}), "Milliseconds a question")[0][3:] == ["-", "-"]
+    assert cells(merge_scores({"part": part}), "Milliseconds per question")[0][3:] == ["-", "-"]
 
 
 @pytest.mark.parametrize(

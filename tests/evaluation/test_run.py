@@ -216,7 +216,7 @@ def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_p
     config, _ = world
     config = changed(config, benchmarks="shapes", methods="grid")
     run(config, tmp_path)
-    assert "no figures: they are about the row 'StepPrune'" in capsys.readouterr().out
+    assert "no figures without the row 'StepPrune'" in capsys.readouterr().out
     table = json.loads((tmp_path / "report" / "table.json").read_text())
     assert [row["method"] for row in table] == ["all tokens", "grid"]
     assert not (tmp_path / "report" / "index.html").exists()
