@@ -8,6 +8,7 @@ files and annotations give the report. The shapes world is one of the benchmarks
 flag; `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 
+import contextlib
 import os
 import shlex
 import sys
@@ -31,10 +32,10 @@ from stepprune_jax.evaluation.generate_stage import (
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.scores import score_answers
 from stepprune_jax.evaluation.settings import (
-    POLICY_FILE,
     SHAPES,
     EvalSettings,
     EvaluationRun,
+    own_policy,
     read_evaluation,
 )
 from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
@@ -94,7 +95,7 @@ def _evaluate(
         report, answers = workdir / "report", answers_folder(run, workdir)
         if "score" in stages and report.exists():  # refused now, as answering takes hours
             report_folder.open_folder(report)
-    shapes = SHAPES in settings.benchmark_names
+    shapes, ask = SHAPES in settings.benchmark_names, None
     begin = time.monotonic()
     if "generate" in stages:
         generate_answers(run, workdir, policy=policy)
@@ -112,21 +113,23 @@ def _evaluate(
             table = merge_scores({workdir.name: scores})
         write_table(report, table)
         if shapes:
-            _report_shapes(run, answers / SHAPES, roots[SHAPES], report, command)
+            own, data = _policy_file(workdir, policy), roots[SHAPES]
+            ask = None if own is None else _ask(run, own, data)
+            _report_shapes(run, answers / SHAPES, data, report, own, ask, command)
         if settings.public:
             print(as_markdown(table), end="")
             draw(answers, settings, report, command)
     print(f"evaluated in {time.monotonic() - begin:.0f} s")
-    if shapes and "score" in stages and policy is None and (workdir / POLICY_FILE).is_file():
-        print(f"Ask the trained policy:\n  {_ask(run, workdir, roots[SHAPES])}")
+    if ask is not None:
+        print(f"Ask the policy yourself:\n  {ask}")
 
 
-def _ask(run: EvaluationRun, workdir: Path, data: Path) -> str:
-    """A command that asks a question of the test split of the policy that a run has trained."""
+def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
+    """A command that has a policy answer a question of the test split."""
     question = read_questions(data / "test.jsonl", data / "images")[0]
     python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
     words = [python, "-m", "stepprune_jax.generate", "--model", run.model.folder or "shapes"]
-    words += ["--policy", str(workdir / POLICY_FILE), "--image", os.path.relpath(question.image)]
+    words += ["--policy", str(policy), "--image", os.path.relpath(question.image)]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
@@ -135,8 +138,21 @@ def _is_below(path: str) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(Path.cwd())
 
 
+def _policy_file(workdir: Path, policy: str | Path | None) -> Path | None:
+    """The file of the default row's policy; None where it is gone since it answered."""
+    with contextlib.suppress(OSError, ValueError):
+        return own_policy(workdir, policy)
+    return None
+
+
 def _report_shapes(
-    run: EvaluationRun, folder: Path, data: Path, report: Path, command: str | None
+    run: EvaluationRun,
+    folder: Path,
+    data: Path,
+    report: Path,
+    policy: Path | None,
+    ask: str | None,
+    command: str | None,
 ) -> None:
     """Reports on the shapes world, once every row that this run asks for is complete."""
     settings = run.eval
@@ -161,15 +177,15 @@ def _report_shapes(
         )
     else:
         files = in_table_order(files, settings.labels)
-        table = write_report(run, files, data, report)
+        table = write_report(run, files, data, report, policy=policy, ask=ask)
         if DEFAULT not in labels:
-            print(f"no figures: they are about the row {DEFAULT!r}. Tables: {report}")
+            print(f"no figures without the row {DEFAULT!r}; tables: {report}")
             return
         # Imported here: drawing needs what nothing else does.
         from stepprune_jax.visualize import redraw
 
         page = redraw(report, command=command)
-        print(f"{table[0]['questions']} questions, {len(table)} rows: {page}")
+        print(f"{table[0]['questions']:,} questions, {len(table)} rows; report: {page}")
 
 
 def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:

@@ -16,7 +16,8 @@ from stepprune_jax import policy
 from stepprune_jax.bench.peaks import Peak
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
+from stepprune_jax.evaluation.operations import first_token_flops
+from stepprune_jax.flops import traced_flops
 from stepprune_jax.inference import decoding, pipeline, programs
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import Images, Prompts
@@ -329,27 +330,17 @@ def _work(
 ) -> dict[str, tuple[float | int, int]]:
     """Operations, by formula, and bytes of weights and caches that each stage has to move."""
     config, pruner, size = model.config, method.pruner, len(batch.prompts.length)
-    n, text = int(batch.images.sizes[0]), int(batch.prompts.length[0]) - 1
-    grid = tuple(map(int, batch.images.grid[0]))
-    stops = not pruner.budget.is_exact
-    visual = pruner.layer_tokens(config, kept if stops else n)
-    projected = n if pruner.after_projector else visual[0]
-    vision = vision_flops(config, [grid])
-    shape = getattr(pruner, "config", None)
-    shape = getattr(shape, "shape", shape)  # the policy's, or that of another one's encoder
-    selector = 0
-    if shape is not None:
-        work = policy_flops(shape, n, text, kept, exact=not stops)
-        selector = work["total"] if isinstance(pruner.config, PolicyConfig) else work["encoder"]
+    text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
+    flops = first_token_flops(config, pruner, grid, text, text, kept)
     weights, language = model.params, model.params["language"]
     learned = method.params.weights if method.params else {}
     used = {name: part for name, part in learned.items() if name != "denoiser"}
     return {
-        "tower": (size * vision["tower"], _nbytes(weights["vision"])),
-        "selector": (size * selector, _nbytes(used)),
-        "projector": (size * vision["projector"] * projected / n, _nbytes(weights["projector"])),
+        "tower": (size * flops["tower"], _nbytes(weights["vision"])),
+        "selector": (size * flops["choice"], _nbytes(used)),
+        "projector": (size * flops["projector"], _nbytes(weights["projector"])),
         "prefill": (
-            size * llm_flops(config.text, [text + count for count in visual]).flops,
+            size * flops["prefill"],
             _nbytes({name: part for name, part in language.items() if name != "embed"}),
         ),
     }

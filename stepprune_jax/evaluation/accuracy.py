@@ -1,6 +1,6 @@
 """Accuracy and retention of every row of the shapes world, as JSON, Markdown and CSV."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,15 @@ def full_row(rows: Sequence[Records]) -> Records:
     return full[0]
 
 
-def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
-    """Tabulates rows: method, mode, rate, accuracy, retention, mean K, questions, seed.
+def accuracy_table(
+    rows: Sequence[Records], seed: int, costs: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Tabulates rows: method, mode, rate, accuracy, retention, mean K, costs, questions, seed.
 
     Args:
         rows: the records of each row.
         seed: of the run.
+        costs: what each row costs, by name; the names are those of further columns.
 
     Raises:
         ValueError: no row keeps all tokens.
@@ -55,10 +58,11 @@ def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
             "accuracy": percent(row.correct),
             "retention": retention(row.correct, whole),
             "mean_k": round(float(row.count.mean()), 2),
+            **cost,
             "questions": len(row.correct),
             "seed": seed,
         }
-        for row in rows
+        for row, cost in zip(rows, costs or [{}] * len(rows), strict=True)
     ]
 
 

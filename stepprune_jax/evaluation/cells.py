@@ -17,12 +17,12 @@ def markdown_cell(value: Any) -> str:
     """Formats a value as a cell of a Markdown table, whose text is no markup.
 
     Args:
-        value: None for an empty cell, a number or a text.
+        value: None for a dash, a number or a text.
 
     Returns:
         One line. Markdown's own characters are escaped, those of HTML are entities.
     """
-    text = "" if value is None else " ".join(str(value).split())
+    text = "-" if value is None else " ".join(str(value).split())
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
 
 

@@ -1,5 +1,6 @@
 """Questions as the pipeline takes them: what the frozen model makes of them once and for all."""
 
+import functools
 import io
 import warnings
 from collections.abc import Callable, Sequence
@@ -108,23 +109,16 @@ def encode_questions(
     parts, seconds = [], 0.0
     for first in range(0, len(places), batch_size):
         rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
-
-        def run(rows=rows):
-            request = _request(model, [questions[row] for row in rows])
-            images = read_images(model.config, request.pixels)
-            if not tower:
-                return request, images
-            count = len(images.sizes)
-            repeated = np.arange(batch_size) % count
-            images = jax.tree.map(lambda part: part[repeated], images)
-            vision = fetch(encode(model, images, taps, execution))
-            return request, jax.tree.map(lambda part: part[:count], vision)
-
-        (request, images), taken = timed(run, num_compiled)
+        (request, images), taken = timed(functools.partial(_read, model, questions, rows))
+        count = len(images.sizes)
+        if tower:
+            run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
+            images, spent = timed(run, num_compiled)
+            taken += spent * count / batch_size  # images that only fill the batch up do not count
         _fill(ids, words, rows, request)
         parts.append(images)
         seconds += taken
-        report(first + len(images.sizes))
+        report(first + count)
     if without:
         _fill(ids, words, without, _request(model, [questions[row] for row in without]))
     if not parts:
@@ -135,6 +129,25 @@ def encode_questions(
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
     prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
     return Encoded(prompts, images, seconds / max(1, len(questions) - len(without)))
+
+
+def _read(
+    model: VLM, questions: Sequence[Question | BenchmarkQuestion], rows: Sequence[int]
+) -> tuple[Request, Images]:
+    """Ids and pixels of some of the questions, each with an image."""
+    request = _request(model, [questions[row] for row in rows])
+    return request, read_images(model.config, request.pixels)
+
+
+def _run_tower(
+    model: VLM, images: Images, batch_size: int, taps: Sequence[Tap], execution: Execution
+) -> Vision:
+    """Runs the tower over images, repeated until they fill a batch; the result is on the host."""
+    count = len(images.sizes)
+    repeated = np.arange(batch_size) % count
+    images = jax.tree.map(lambda part: part[repeated], images)
+    vision = fetch(encode(model, images, taps, execution))
+    return jax.tree.map(lambda part: part[:count], vision)
 
 
 def _no_images(model: VLM) -> Vision:

@@ -26,6 +26,8 @@ class Report(NamedTuple):
         scenes: what is known of the images, or None.
         grid: rows and columns of an image's patches.
         metrics_file: of the training run, or None.
+        model: name of the model; empty where it is not known.
+        ask: a command that asks the policy a question; empty where there is none.
     """
 
     table: list[dict[str, Any]]
@@ -35,6 +37,8 @@ class Report(NamedTuple):
     scenes: list[Scene] | None = None
     grid: tuple[int, int] = (12, 12)
     metrics_file: Path | None = None
+    model: str = ""
+    ask: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +134,8 @@ def read_report(folder: str | Path) -> Report:
         scenes=split.scenes,
         grid=tuple(facts["grid"]),
         metrics_file=_beside(folder, metrics) if metrics else None,
+        model=facts.get("model_name") or Path(facts.get("model", "")).name,
+        ask=facts.get("ask") or "",
     )
 
 

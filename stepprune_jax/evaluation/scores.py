@@ -1,6 +1,6 @@
 """Scores of all answer files of a run, with K and time, in one file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
         fingerprint), asked, answered; `headline`, `parts` and `warnings` of the scorer, or headline
         null and `problem`, why there is no score; K of the questions with an image: mean_k, sd_k,
         min_k, max_k; `ms`, the mean time of a question. K and time are null where nothing was
-        answered.
+        answered, time also where the answers do not say it.
     """
     made, answers = file.provenance, _whole_lines(file)
     measured = _measured(answers)
@@ -109,8 +109,14 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
         "sd_k": float(kept.std()),
         "min_k": int(kept.min()),
         "max_k": int(kept.max()),
-        "ms": float(np.mean([answer.fields.get("ms", 0.0) for answer in answers])),
+        "ms": mean_ms(answers),
     }
+
+
+def mean_ms(answers: Iterable[Answer]) -> float | None:
+    """Averages the milliseconds of the answers that say them; None if none does."""
+    times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
+    return float(np.mean(times)) if times else None
 
 
 def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str, Any]:

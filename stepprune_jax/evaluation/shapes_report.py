@@ -11,6 +11,7 @@ import numpy as np
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, digest
 from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.checkpoints.folder import Source, load_tokenizer
 from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
@@ -21,8 +22,15 @@ from stepprune_jax.evaluation.accuracy import (
     markdown_table,
     write_accuracy,
 )
-from stepprune_jax.evaluation.names import ALL, own_stop
+from stepprune_jax.evaluation.names import ALL, row_place
+from stepprune_jax.evaluation.operations import (
+    mean_flops,
+    prompt_lengths,
+    pruner_of,
+    row_policies,
+)
 from stepprune_jax.evaluation.records import RECORDS, Records, save_records, trimmed
+from stepprune_jax.evaluation.scores import mean_ms
 from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
@@ -34,6 +42,9 @@ def write_report(
     files: Sequence[AnswerFile],
     data: Path,
     report: Path,
+    *,
+    policy: Path | None = None,
+    ask: str | None = None,
 ) -> list[dict[str, Any]]:
     """Writes the report of a run from its answer files.
 
@@ -41,28 +52,32 @@ def write_report(
         run: the settings of the run.
         files: complete ones, in the order of the table.
         data: folder with the test split.
+        policy: file of the default row's policy, if it is there, whose operations are counted.
+        ask: a command that asks the policy a question, for the page.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
             statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
-        mean_k, questions and seed.
+        mean_k, ms, gflops (both None where they are not known), questions and seed.
     """
-    test = read_split(data, "test")
+    test, source = read_split(data, "test"), model_source(run)
     records = [read_records(file, data, test.questions) for file in files]
-    table = accuracy_table(records, run.seed)
+    costs = _costs(run, files, records, test.questions, source, policy)
+    table = accuracy_table(records, run.seed, costs)
     reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
     statistics = make_statistics(records, test.questions, test.scenes, DEFAULT)
     write_json(report / "statistics.json", statistics)
     save_records(report / RECORDS, records)
-    source = model_source(run)
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
         "grid": source.config.grid,
         "seed": run.seed,
         "model": str(source.folder),
+        "model_name": files[0].provenance.model,
+        "ask": ask,
         "settings": {name: _plain(value) for name, value in dataclasses.asdict(run.eval).items()},
         "stop_biases": _stop_biases(files, records),
         "device": jax.devices()[0].device_kind,
@@ -123,19 +138,36 @@ def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[A
         labels: of methods, in the order of the table.
 
     Returns:
-        The files by method; of a method exact rows first, then adaptive ones, from the largest
-        budget on; files of other methods last.
+        The files, as `names.row_place` orders them.
     """
-    places = {label: at for at, label in enumerate([*labels, own_stop(DEFAULT)])}
 
     def place(file: AnswerFile) -> tuple[Any, ...]:
         provenance = file.provenance
-        label = provenance.method
-        of = DEFAULT if label == own_stop(DEFAULT) else label
-        adaptive = provenance.mode != "exact"
-        return places.get(of, len(places)), label != of, adaptive, -(provenance.budget or 0)
+        return row_place(provenance.method, provenance.mode, provenance.budget, labels)
 
     return sorted(files, key=place)
+
+
+def _costs(
+    run: EvaluationRun,
+    files: Sequence[AnswerFile],
+    records: Sequence[Records],
+    questions: Sequence[Question],
+    source: Source,
+    policy: Path | None,
+) -> list[dict[str, float | None]]:
+    """The mean time of an answer of each row, and the operations up to its first token."""
+    tokenizer = load_tokenizer(source.folder)
+    lengths = prompt_lengths(tokenizer, source.config, [question.text for question in questions])
+    costs = []
+    policies = row_policies(run.eval, files, policy)
+    for file, row, trained in zip(files, records, policies, strict=True):
+        pruner = pruner_of(file.provenance, trained)
+        ms, gflops = mean_ms(read_answers(file.path)), None
+        if pruner is not None:
+            gflops = float(f"{mean_flops(source.config, pruner, lengths, row.count) / 1e9:.4g}")
+        costs.append({"ms": None if ms is None else round(ms, 3), "gflops": gflops})
+    return costs
 
 
 def _stop_biases(files: Sequence[AnswerFile], records: Sequence[Records]) -> dict[str, float]:

@@ -6,7 +6,7 @@
 the row of all tokens is the runs' own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import csv_table, markdown_cell
-from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
 
@@ -45,7 +45,7 @@ class BenchmarkTable(NamedTuple):
     Attributes:
         benchmarks: names, in the order of the columns.
         num_tokens: N.
-        rows: all tokens first, then budget by budget from many to few, a policy's own stop last.
+        rows: in the order of `names.row_place`.
     """
 
     benchmarks: list[str]
@@ -124,7 +124,8 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
         if _whole(score) or score["benchmark"] not in row:
             row[score["benchmark"]] = score
     asked = {score["benchmark"] for _, score in every}
-    order = sorted(rows, key=_place)
+    labels = _labels(method for method, _, _ in rows)
+    order = sorted(rows, key=lambda row: row_place(*row, labels))
     return BenchmarkTable(
         benchmarks=[name for name in BENCHMARKS if name in asked],
         num_tokens=every[0][1]["num_tokens"],
@@ -132,12 +133,11 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     )
 
 
-def _place(key: tuple[str, str, int | None]) -> tuple[Any, ...]:
-    """Sorts rows: all tokens, then each budget: untrained rows, other policies, the default."""
-    method, mode, budget = key
-    untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-    kind = untrained.index(method) if method in untrained else len(untrained)
-    return method != ALL, -(budget or 0), kind, method.startswith(DEFAULT), method, mode != "exact"
+def _labels(methods: Iterable[str]) -> list[str]:
+    """Orders methods: those without training, other policies, the default one."""
+    known = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
+    trained = sorted({*methods} - {*known}, key=lambda name: (name.startswith(DEFAULT), name))
+    return known + trained
 
 
 def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> None:
@@ -180,7 +180,7 @@ def as_markdown(table: BenchmarkTable) -> str:
     shown: list[tuple[str, Any, list[str]]] = [
         ("Scores", _score_cell, ["Avg."]),
         ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
-        ("Milliseconds a question", _ms_cell, []),
+        ("Milliseconds per question", _ms_cell, []),
     ]
     parts = []
     for title, cell, further in shown:

@@ -39,8 +39,8 @@ class Answers(NamedTuple):
         kept: [q] visual tokens that were kept.
         order: for each prompt the indices of its kept tokens: of a ranker in order of choice, of
             other methods in raster order, without tokens that were merged or added.
-        seconds: [q] of each prompt: its share of the time of its batch, from features to the last
-            token.
+        seconds: [q] of each prompt: the time of its batch, from features to the last token, over
+            the places of the batch, of which the last may have more than prompts.
     """
 
     texts: list[str]
@@ -78,7 +78,7 @@ def rank_all(
         report: called with the number of prompts done at each batch.
 
     Returns:
-        The ranking, on the host, and the mean seconds of a prompt.
+        The ranking, on the host, and the mean seconds of a place in a batch.
     """
     parts, seconds = [], 0.0
     steps = min(steps, vision.features.shape[1])
@@ -92,7 +92,7 @@ def rank_all(
         parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
         report(int(rows[0]) + count)
     ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return ranking, seconds / len(prompts.length)
+    return ranking, seconds / (len(parts) * batch_size)
 
 
 def answer_all(
@@ -170,7 +170,7 @@ def answer_all(
         for at, row in enumerate(rows[:real].tolist()):
             if ids[at] not in known:
                 known[ids[at]] = answer_text(model.tokenizer, ids[at])
-            texts[row], seconds[row], kept[row] = known[ids[at]], taken / real, left[at]
+            texts[row], seconds[row], kept[row] = known[ids[at]], taken / size, left[at]
             if ranking is None:
                 order[row] = index[at][index[at] >= 0]
         report(first + real)

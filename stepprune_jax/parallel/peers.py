@@ -75,16 +75,16 @@ class Peers:
                 self._heard[peer] = (value, self._clock())
                 if peer in self._lost:
                     self._lost.remove(peer)
-                    self._say(f"process {peer} of this run is there again")
+                    self._say(f"process {peer} of this run is back")
             elif value != _DONE and peer not in self._lost:
                 silent = self._clock() - since
                 if silent >= _SILENT_SECONDS:
                     self._lost.add(peer)
                     where = before.partition(" ")[2] or "on an unknown host"
                     self._say(
-                        f"process {peer} of this run, {where}, has not been heard of for "
-                        f"{silent:.0f} s: it was stopped, or lost. Without it this process will "
-                        "end, too; the same command resumes from the last checkpoint"
+                        f"process {peer} of this run, {where}, has not responded for "
+                        f"{silent:.0f} s: it was stopped or lost. Without it this process will "
+                        "end as well; the same command resumes from the last checkpoint"
                     )
 
     def leave(self) -> None:
@@ -111,7 +111,7 @@ def watch(store: Store, index: int, count: int) -> None:
             if not ended.is_set():
                 reason = " ".join(str(error).split())[:200]
                 _LOG.warning(
-                    "process 0 of this run, by which the others find each other, is lost: %s",
+                    "process 0 of this run, which the others depend on, is lost: %s",
                     reason,
                 )
 

@@ -170,7 +170,7 @@ class Batches:
                     break
             else:
                 where = self._corpus.where(int(indices[place]))
-                raise ValueError(f"{where}: no image of its whole batch can be read")
+                raise ValueError(f"{where}: no image of its batch can be read")
             numbers.append(row)
             pixels.append(image)
         pixels = stack_images(pixels)
@@ -213,7 +213,7 @@ class Batches:
             if state["rows"] != self.identity:
                 raise ValueError(
                     f"the run began with other samples of {self._corpus.file} than the "
-                    f"{len(self._corpus):,} that can be used now: images have come or gone"
+                    f"{len(self._corpus):,} that can be used now: images were added or removed"
                 )
             first = state["next_batch"]
         return Stream(self, first, steps, self._loading)

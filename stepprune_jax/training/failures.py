@@ -65,8 +65,8 @@ class Guard:
             self._path.write_text(json.dumps(batches, indent=1) + "\n")
         self.problem = (
             f"loss or gradient was not finite in {self._limit} updates in a row, up to step "
-            f"{step}; {self._path} names their samples. The weights are those before them. Lower "
-            "config.optimizer.lr, or leave the samples out"
+            f"{step}; {self._path} names their samples. The weights are those from before these "
+            "updates. Lower config.optimizer.lr, or leave the samples out"
         )
 
 
@@ -89,7 +89,7 @@ def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[No
         first_line, changes = str(error).strip().splitlines()[0], "; ".join(remedies(run, devices))
         with user_input():
             raise ValueError(
-                f"the devices' memory is not enough: {changes}. jax says: {first_line}"
+                f"out of device memory: {changes}. jax reports: {first_line}"
             ) from error
 
 

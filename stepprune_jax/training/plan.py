@@ -199,7 +199,10 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
         run = dataclasses.replace(run, accelerator=_planned_for(run, target))
         problem = missing(target) if target else None
         if problem:
-            print(f"target      {target}: {problem}; the CPU's plans in its place", flush=True)
+            print(
+                f"target      {target}: {problem}; planning with the CPU's compiler",
+                flush=True,
+            )
         compiler = make_target(target) if target and not problem else None
         devices = compiler.devices if compiler else _devices(run, target)
         mesh = make_mesh(run, devices)
@@ -240,7 +243,7 @@ def _report(plan: Plan, run: Run, setup: step.Setup, devices: Sequence[Any]) -> 
     yield f"mesh        {sizes}: {plan.devices} {kind} device(s)"
     rows = setup.forward.rows or run.batch_size
     yield (
-        f"batch       {run.batch_size} rows an update, {run.batch_size // parts} on each "
+        f"batch       {run.batch_size} rows per update, {run.batch_size // parts} on each "
         f"device; the frozen model takes {rows // parts} of them at a time"
     )
     use, gib = plan.memory, 2**30
@@ -261,7 +264,7 @@ def _report(plan: Plan, run: Run, setup: step.Setup, devices: Sequence[Any]) -> 
     shares = ", ".join(
         f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())
     )
-    yield f"operations  {plan.flops:.3g} FLOPs an update on all devices, the mean over {shares}"
+    yield f"operations  {plan.flops:.3g} FLOPs per update on all devices, the mean over {shares}"
     yield (
         f"time        {plan.hours(run.steps, device, utilisation):.3g} hours for {run.steps} "
         f"updates on {plan.devices} {name}, if they reach {utilisation:.0%} of "

@@ -148,7 +148,7 @@ def _policy_is_there(workdir: Path, steps: int) -> bool:
     if not path.is_file():
         return False
     try:
-        found, problem = load_policy(path), "it holds another policy"
+        found, problem = load_policy(path), "it holds a different policy"
     except (OSError, ValueError) as error:
         found, problem = None, str(error)
     if jax.process_count() > 1:  # a checkpoint is read by all processes or by none
@@ -156,7 +156,7 @@ def _policy_is_there(workdir: Path, steps: int) -> bool:
     with user_input():
         step, policy, _ = latest_policy(workdir)
     if step == steps and not (found and same_policy(found, policy)):
-        _LOG.warning("%s is written again: %s", path, problem)
+        _LOG.warning("rewriting %s: %s", path, problem)
         save_policy(policy, path)
     return step == steps
 
@@ -183,9 +183,9 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
         **image_bounds(run),
     )
     distributed.say(
-        f"Widths {', '.join(str(bucket.ids) for bucket in batches.buckets)}; {run.steps} steps "
-        f"of {run.batch_size} on {jax.device_count() if mesh else 1} "
-        f"{jax.default_backend()} device(s)"
+        f"{run.steps} steps of {run.batch_size} samples on {jax.device_count() if mesh else 1} "
+        f"{jax.default_backend()} device(s); prompts are padded to "
+        f"{', '.join(str(bucket.ids) for bucket in batches.buckets)} ids"
     )
     return model
 
@@ -255,9 +255,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
         with user_input():
             raise ValueError(guard.problem)
     if done < run.steps:
-        distributed.say(
-            f"Stopped after step {done} of {run.steps}; the same command resumes from there"
-        )
+        distributed.say(f"Stopped after step {done} of {run.steps}; run the same command to resume")
     else:
         trained = _calibrated(loop, policy())
         if distributed.is_main():

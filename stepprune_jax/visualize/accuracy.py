@@ -46,9 +46,9 @@ def draw_accuracy(path: str | Path, report: Report) -> Path:
                 ends.append(_draw_method(axes, report, method, palette[method]))
         _scale(axes, report)
         _name_lines(axes, [end for end in ends if end])
-        axes.set_ylabel("retention: accuracy, % of all tokens")
+        axes.set_ylabel("retention: % of the accuracy with all tokens")
         handles = [
-            Line2D([], [], color=style.SOFT, marker="o", label="exact: K tokens of every image"),
+            Line2D([], [], color=style.SOFT, marker="o", label="exact: K tokens for every image"),
             Line2D(
                 [],
                 [],
@@ -181,7 +181,7 @@ def draw_families(path: str | Path, report: Report) -> Path:
         style.lines_across(axes, "x")
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel("accuracy, % (number of questions in brackets)")
+        axes.set_xlabel("accuracy, % (number of questions in parentheses)")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
         style.tidy(figure)
         return style.save(figure, path)

@@ -129,23 +129,32 @@ def default_record(report: Report) -> Records:
     return records[len(records) // 2]
 
 
-def tightest(report: Report) -> list[Records]:
-    """Finds the default policy at the tightest budget, in both modes, and the best other method.
-
-    Others are methods whose name does not begin with that of the default policy. Records that do
-    not exist are left out.
-    """
-    adaptive = records_of(report, DEFAULT, "adaptive")[-1:]
-    exact = records_of(report, DEFAULT, "exact")[-1:]
-    budget = (exact or adaptive)[0].budget if exact or adaptive else None
-    others = [
+def others(report: Report, budget: int | None) -> list[Records]:
+    """Finds the other methods at a budget: those whose name does not begin with the default's."""
+    return [
         r
         for r in report.records
         if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.budget == budget
         if r.method != ALL
     ]
-    best = max(others, key=lambda r: r.correct.mean(), default=None)
+
+
+def tightest(report: Report) -> list[Records]:
+    """Finds the default policy at the tightest budget, in both modes, and the best of `others`.
+
+    Records that do not exist are left out.
+    """
+    adaptive = records_of(report, DEFAULT, "adaptive")[-1:]
+    exact = records_of(report, DEFAULT, "exact")[-1:]
+    budget = (exact or adaptive)[0].budget if exact or adaptive else None
+    best = max(others(report, budget), key=lambda r: r.correct.mean(), default=None)
     return [*adaptive, *exact, *([] if best is None else [best])]
+
+
+def image_numbers(report: Report) -> Int[np.ndarray, "q"]:
+    """Numbers the images; gives that of each question's."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(q.image, len(numbers)) for q in report.questions])
 
 
 def families(report: Report) -> dict[str, Bool[np.ndarray, "q"]]:

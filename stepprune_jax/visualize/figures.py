@@ -14,9 +14,9 @@ from stepprune_jax.visualize.page import PageFigure, write_page
 from stepprune_jax.visualize.training import draw_training
 
 # Of the manifest: what differs between two runs of the same command, or says where files are.
-_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model")
+_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model", "model_name", "ask")
 _CHOSEN = (
-    "Examples are chosen by K and question family alone, without a look at answers or selections."
+    "Examples were chosen by K and question family alone, without looking at answers or selections."
 )
 
 
@@ -94,14 +94,14 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
             "Retention against tokens kept",
             "Lines of retention against the number of visual tokens kept, one for each method; "
             "the numbers are those of the table.",
-            "Fewer tokens to the right. Solid: the same count for every image; dashed: the "
-            "policy's own stop, calibrated to that mean.",
+            "Fewer tokens to the right. Solid: the same number for every image; dashed: the "
+            "policy stops by itself, calibrated to that mean.",
         ),
         PageFigure(
             draw_families(folder / "families.png", report),
             "Accuracy by question family",
             f"Accuracy for each question family at {low.pruning_rate:.1f} % pruned: all tokens, "
-            "StepPrune adaptive and exact, and the best other method.",
+            "StepPrune, adaptive and exact, and the best other method.",
             "At the tightest budget; bars are standard errors.",
         ),
         PageFigure(
@@ -119,9 +119,9 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
     figures.append(
         PageFigure(
             draw_complexity(folder / "k_complexity.png", report),
-            "What K follows",
+            "What K depends on",
             f"K of the same policy: {what}.",
-            "Boxes: the middle half of the questions; whiskers: 90 %."
+            "Boxes: the middle half of the questions; whiskers: the middle 90 %."
             if report.scenes is not None
             else "Mean over the questions of a family.",
         )
@@ -134,11 +134,12 @@ def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
     return [
         PageFigure(
             draw_overlays(folder / "overlays.png", report),
-            "What is kept",
+            "What the policy keeps",
             "Test images with the kept patches bright and numbered in the order of choice and "
             "the rest dimmed, with question and answer; rows with few, middling and many tokens.",
             "Numbers: order of choice (dots from dark to bright where patches are small). "
             + _CHOSEN,
+            images=True,
         ),
         PageFigure(
             draw_selection(folder / "selection.gif", report),
@@ -146,5 +147,6 @@ def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
             "Animation: patches of test images light up one by one until the policy stops; then "
             "the answer appears.",
             _CHOSEN,
+            images=True,
         ),
     ]

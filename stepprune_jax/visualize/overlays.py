@@ -156,7 +156,7 @@ def _overlay(report: Report, record: Records, i: int) -> Overlay:
     question, right = report.questions[i], bool(record.correct[i])
     answer = shorten(record.answer[i], 24, placeholder="…")
     if not right:
-        answer += f"  (right: {shorten(report.answers[i], 16, placeholder='…')})"
+        answer += f"  (correct: {shorten(report.answers[i], 16, placeholder='…')})"
     return Overlay(
         image=question.image,
         patches=report.patches(record, i),

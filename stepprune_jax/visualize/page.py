@@ -3,38 +3,66 @@
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from stepprune_jax.evaluation.report import Report
 from stepprune_jax.evaluation.statistics import paired_difference, spearman
-from stepprune_jax.visualize.accuracy import OWN_STOP
-from stepprune_jax.visualize.excerpts import ALL, all_tokens, default_record
+from stepprune_jax.visualize.excerpts import default_record, image_numbers
+from stepprune_jax.visualize.opening import opening
+from stepprune_jax.visualize.page_table import html_table
 from stepprune_jax.visualize.style import DPI
 
 _CSS = """
-:root { color-scheme: light dark; }
-body { margin: 0; background: #eef0f3; color: #1f2430; font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 24px 16px 64px; }
-section { background: #fff; border-radius: 10px; padding: 8px 24px 20px; margin: 18px 0; }
-h1 { font-size: 1.7rem; margin: 12px 0 4px; } h2 { font-size: 1.15rem; }
-figure { margin: 12px 0; } figcaption, small { color: #586174; font-size: 0.85rem; }
-img { max-width: 100%; height: auto; display: block; margin: 0 auto 6px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid #e4e7ec; }
-thead th { vertical-align: bottom; } .n, thead th:nth-child(n+3) { text-align: right; }
-th[scope=row] { font-weight: 500; } dt { font-weight: 600; } dd { margin: 0 0 8px; }
-pre { background: #f5f7fa; padding: 12px; border-radius: 6px; }
-pre { overflow-x: auto; font-size: 0.85rem; }
-@media (prefers-color-scheme: dark) {
-  body { background: #14171d; } header { color: #e8eaee; } section { color: #1f2430; }
+:root {
+  color-scheme: light dark; --ground: #eef0f3; --card: #fff; --ink: #1f2430; --soft: #586174;
+  --line: #e4e7ec; --tint: #eef5fa; --code: #f5f7fa; --ours: #0069a6;
 }
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ground: #12151a; --card: #1b1f27; --ink: #e4e7ec; --soft: #a5aebd; --line: #313743;
+    --tint: #1c2c3a; --code: #262b35; --ours: #6fbcec;
+  }
+  /* Black on white becomes white on the card; hues stay what they are. */
+  .drawing img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }
+  .images img { filter: brightness(0.88); border-radius: 6px; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink); }
+body { font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
+main { max-width: 992px; margin: 0 auto; padding: 24px 16px 64px; }
+section { background: var(--card); border-radius: 10px; padding: 8px 24px 20px; margin: 18px 0; }
+h1 { font-size: 1.7rem; margin: 12px 0 4px; } h2 { font-size: 1.15rem; }
+.lead { max-width: 50rem; margin: 8px 0; } .note { max-width: 50rem; }
+header > .note { max-width: none; }
+nav { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 12px 0; } a { color: var(--ours); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 18px; }
+.cards section { margin: 0; padding-bottom: 6px; } .cards h2 { font-size: 1rem; margin: 10px 0; }
+.large { margin: 4px 0; display: grid; grid-template-columns: 7.2rem 1fr; align-items: baseline; }
+.large b { font-size: 1.75rem; line-height: 1.25; white-space: nowrap; }
+.large span { color: var(--soft); } .large.ours b { color: var(--ours); }
+figure { margin: 12px 0; } figcaption, small, .note { color: var(--soft); font-size: 0.85rem; }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto 6px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); }
+th:first-child { text-align: left; overflow-wrap: anywhere; min-width: 7em; }
+th[scope=row] { font-weight: 500; } th[scope=rowgroup] { padding-top: 18px; }
+th small { font-weight: 400; } figcaption a { white-space: nowrap; }
+thead th { vertical-align: bottom; position: sticky; top: 0; background: var(--card); }
+.ours th, .ours td { background: var(--tint); }
+dt { font-weight: 600; } dd { margin: 0 0 8px; }
+pre { background: var(--code); padding: 12px; border-radius: 6px; font-size: 0.85rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre span { display: inline-block; max-width: 100%; }
+@media (max-width: 600px) {
+  main { padding: 12px 8px 40px; } section { padding: 4px 12px 14px; } h1 { font-size: 1.4rem; }
+  table { font-size: 0.8rem; } th, td { padding: 4px 0 4px 5px; } table small { font-size: 0.7rem; }
+  th:first-child { padding-left: 2px; min-width: 5.6em; } thead th { font-size: 0.68rem; }
+}
+@media (max-width: 350px) { #table { overflow-x: auto; } }
 """.strip()
-
-_UNKNOWN = "&ndash;"
 
 
 class PageFigure(NamedTuple):
@@ -45,16 +73,18 @@ class PageFigure(NamedTuple):
         title: heading above it.
         alt: what it shows, for who cannot see it.
         caption: how to read it.
+        images: whether it shows images, whose colours are to stay what they are.
     """
 
     path: Path
     title: str
     alt: str
     caption: str
+    images: bool = False
 
 
 def describe(report: Report) -> list[tuple[str, str]]:
-    """Describes the default policy by numbers that the table does not hold.
+    """Describes the default policy at the middle budget by numbers that the table does not hold.
 
     Args:
         report: a checked report.
@@ -62,13 +92,9 @@ def describe(report: Report) -> list[tuple[str, str]]:
     Returns:
         Pairs of a name and a value.
     """
-    record, full = default_record(report), all_tokens(report)
+    record = default_record(report)
     count = record.count
-    images: dict[Path, int] = {}
-    image = np.array([images.setdefault(q.image, len(images)) for q in report.questions])
     facts = [
-        ("Questions", f"{len(count):,} on {len(images):,} images"),
-        ("All tokens", f"{100 * full.correct.mean():.1f} % of the answers are right"),
         (
             f"K of {record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned",
             f"{count.mean():.1f} ± {count.std():.1f} on average, from {count.min()} to "
@@ -88,12 +114,21 @@ def describe(report: Report) -> list[tuple[str, str]]:
     for exact in report.records:
         same = (exact.method, exact.budget) == (record.method, record.budget)
         if same and exact.mode == "exact" != record.mode:
-            change = paired_difference(record.correct, exact.correct, image)
+            change = paired_difference(record.correct, exact.correct, image_numbers(report))
             error = change["standard_error_by_image"]
             spread = "" if error is None else f" ± {error:.1f} (standard error, by image)"
             value = f"{change['difference']:+.1f}{spread} points of accuracy"
-            facts.append(("Adaptive against exact at the same budget", value))
+            facts.append(("Adaptive minus exact at the same budget", value))
     return facts
+
+
+class _Section(NamedTuple):
+    """A section of the page: its anchor, its heading, its HTML, and its name in the menu."""
+
+    anchor: str
+    title: str
+    content: str
+    menu: str = ""
 
 
 def write_page(
@@ -119,40 +154,68 @@ def write_page(
         The path of the page.
     """
     facts = "\n".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in describe(report))
-    seeds = sorted({str(row["seed"]) for row in report.table if row.get("seed") is not None})
-    made = f"<p>Seed {escape(', '.join(seeds))}.</p>" if seeds else ""
-    if command:
-        made += f"<pre>{escape(command)}</pre>"
-    if config:
-        made += f"<details><summary>configuration</summary><pre>{escape(config)}</pre></details>"
+    table = f"{html_table(report)}<p class=note>{_LEGEND}</p>"
     sections = [
-        ("Table", f'<div class="scroll">{html_table(report)}</div><p><small>{_LEGEND}</small></p>'),
-        ("Numbers", f"<dl>{facts}</dl>"),
-        *((figure.title, _figure(figure)) for figure in figures),
-        ("How it was made", made),
+        _Section("table", "All methods", table, "Table"),
+        _Section("numbers", "More about K", f"<dl>{facts}</dl>"),
+        *(_Section(figure.path.stem, figure.title, _figure(figure)) for figure in figures),
+        _Section("ask", "Ask the policy yourself", _command(report.ask, _ASK), "Ask the policy"),
+        _Section("made", "Provenance", _made(report, command, config), "Provenance"),
     ]
+    sections = [section for section in sections if section.content]
+    if figures:
+        first = next(n for n, section in enumerate(sections) if section.title == figures[0].title)
+        sections[first] = sections[first]._replace(menu="Figures")
+    menu = "\n".join(f'<a href="#{s.anchor}">{s.menu}</a>' for s in sections if s.menu)
     body = "\n".join(
-        f"<section>\n<h2>{escape(name)}</h2>\n{content}\n</section>"
-        for name, content in sections
-        if content
+        f'<section id="{section.anchor}">\n<h2>{escape(section.title)}</h2>\n{section.content}\n'
+        "</section>"
+        for section in sections
     )
     page = Path(folder) / "index.html"
     page.write_text(
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{escape(title)}</h1></header>\n{body}\n</main>\n</body>\n</html>\n",
+        f"<header><h1>{escape(title)}</h1>\n{opening(report)}\n<nav>\n{menu}\n</nav></header>\n"
+        f"{body}\n</main>\n</body>\n</html>\n",
         encoding="utf-8",
     )
     return page
 
 
+_ASK = "Answers a question of the test split, and draws the tokens that the policy keeps:"
 _LEGEND = (
-    "Large: retention, accuracy in percent of that of all tokens; small: accuracy, and mean number "
-    "of tokens kept. Bold: the highest retention at a budget. Exact: K tokens of every image. "
-    "Adaptive: the policy stops by itself, its stop calibrated on other questions to keep K on "
-    "average."
+    "<b>K</b>: visual tokens kept, on average. <b>Retention</b>: accuracy in percent of that with "
+    "all tokens; the highest at each budget is bold. <b>Exact</b>: the same number of tokens for "
+    "every image, as with all methods without a mode. <b>Adaptive</b>: the policy decides when to "
+    "stop, calibrated on other questions to meet the budget on average. <b>Time</b>: milliseconds "
+    "per question, measured while answering in batches, without compilation; one ranking of the "
+    "tokens serves all budgets of a method, and each row includes it in full. <b>FLOPs</b>: up to "
+    "the first token of the answer, by formula."
 )
+
+
+def _command(command: str, what: str) -> str:
+    """A command with a line on what it does; nothing without a command."""
+    return f"<p>{what}</p>{_words(command)}" if command else ""
+
+
+def _words(command: str) -> str:
+    """A command whose lines break between its words alone, not after the hyphens of a flag."""
+    words = " ".join(f"<span>{escape(word)}</span>" for word in command.split(" "))
+    return f"<pre>{words}</pre>"
+
+
+def _made(report: Report, command: str | None, config: str | None) -> str:
+    """How the report was made."""
+    seeds = sorted({str(row["seed"]) for row in report.table if row.get("seed") is not None})
+    made = f"<p>Seed {escape(', '.join(seeds))}.</p>" if seeds else ""
+    if command:
+        made += _words(command)
+    if config:
+        made += f"<details><summary>configuration</summary><pre>{escape(config)}</pre></details>"
+    return made
 
 
 def _figure(figure: PageFigure) -> str:
@@ -161,87 +224,9 @@ def _figure(figure: PageFigure) -> str:
         width, height = image.size
     if figure.path.suffix == ".png":  # drawn with two pixels a point
         width, height = (round(100 * pixels / DPI) for pixels in (width, height))
+    name, kind = escape(figure.path.name), "images" if figure.images else "drawing"
     return (
-        f'<figure><img src="{escape(figure.path.name)}" width="{width}" height="{height}" '
-        f'alt="{escape(figure.alt)}">\n<figcaption>{escape(figure.caption)}</figcaption></figure>'
-    )
-
-
-def budgets(report: Report) -> dict[float, int]:
-    """Finds the counts that some method was held to, from many to few, by their pruning rates."""
-    exact = [row for row in report.table if row["mode"] == "exact" and row["method"] != ALL]
-    counts = {float(row["pruning_rate"]): round(row["mean_k"]) for row in exact}
-    return {rate: counts[rate] for rate in sorted(counts) if rate}
-
-
-def html_table(report: Report) -> str:
-    """The table: retention, accuracy and mean K for each method, mode and budget.
-
-    Retention is bold where no other method at that budget has more, whatever the mode. Rows
-    without a budget of the others, as a policy that follows its own stop, stand below.
-
-    Args:
-        report: a checked report.
-
-    Returns:
-        An HTML table; every text from the report is escaped.
-    """
-    rates = budgets(report)
-    best = {
-        rate: max((_shown(r) for r in report.table if _at(r, rate)), key=_order) for rate in rates
-    }
-    head = "".join(
-        f"<th scope=col>{rate:.1f} % pruned<br><small>K ≈ {count}</small></th>"
-        for rate, count in rates.items()
-    )
-    lines = ["<table>", f"<thead><tr><th scope=col>method</th><th scope=col>mode</th>{head}</tr>"]
-    lines += ["</thead>", "<tbody>"]
-    wide = [row for row in report.table if not any(_at(row, rate) for rate in rates)]
-    lines += [_wide_row(row, len(rates)) for row in wide if row["method"] == ALL]
-    for method, mode in dict.fromkeys((r["method"], r["mode"]) for r in report.table):
-        rows = [r for r in report.table if (r["method"], r["mode"]) == (method, mode)]
-        cells = [_cell(rows, rate, best[rate]) for rate in rates]
-        if any(_at(row, rate) for row in rows for rate in rates):
-            lines.append(f"<tr>{_names(method, mode)}{''.join(cells)}</tr>")
-    lines += [_wide_row(row, len(rates)) for row in wide if row["method"] != ALL]
-    return "\n".join([*lines, "</tbody>", "</table>"])
-
-
-def _at(row: dict[str, Any], rate: float) -> bool:
-    """Whether a row belongs to the column of a pruning rate."""
-    return row["method"] not in (ALL, OWN_STOP) and row.get("pruning_rate") == rate
-
-
-def _shown(row: dict[str, Any]) -> str:
-    """Retention as it is printed: equal numbers are equally good."""
-    return _UNKNOWN if row["retention"] is None else f"{row['retention']:.1f}"
-
-
-def _order(shown: str) -> float:
-    """Sorts what is printed; what could not be computed comes first."""
-    return float(shown) if shown != _UNKNOWN else -1.0
-
-
-def _names(method: str, mode: str) -> str:
-    return f"<th scope=row>{escape(method)}</th><td>{escape(mode)}</td>"
-
-
-def _cell(rows: Sequence[dict[str, Any]], rate: float, best: str) -> str:
-    """One method, mode and budget."""
-    for row in rows:
-        if _at(row, rate):
-            value = f"<b>{best}</b>" if _shown(row) == best != _UNKNOWN else _shown(row)
-            return f"<td class=n>{value}<br><small>{_detail(row)}</small></td>"
-    return f"<td class=n>{_UNKNOWN}</td>"
-
-
-def _detail(row: dict[str, Any]) -> str:
-    return f"{row['accuracy']:.1f} %, K {row['mean_k']:.1f}"
-
-
-def _wide_row(row: dict[str, Any], columns: int) -> str:
-    """A row that belongs to no budget: its numbers stand once, across all of them."""
-    value = f"{_shown(row)} <small>{_detail(row)}</small>"
-    return (
-        f'<tr>{_names(row["method"], row["mode"])}<td class=n colspan="{columns}">{value}</td></tr>'
+        f'<figure class={kind}><a href="{name}"><img src="{name}" width="{width}" '
+        f'height="{height}" alt="{escape(figure.alt)}"></a>\n<figcaption>'
+        f'{escape(figure.caption)} <a href="{name}">Full size</a></figcaption></figure>'
     )

@@ -61,7 +61,7 @@ def draw_strip(path: str | Path, examples: Sequence[Example]) -> Path:
         good = is_right(example.answer, example.right)
         said = shorten(example.answer, 24, placeholder="…")
         if not good:
-            said += f"  (right: {shorten(example.right, 16, placeholder='…')})"
+            said += f"  (correct: {shorten(example.right, 16, placeholder='…')})"
         lines = [(f"K = {len(example.order)}", INK, True)]
         asked = wrap_pixels(example.question, _SIDE, _TYPE, most=_QUESTION_LINES)
         lines += [(text, INK, False) for text in asked]

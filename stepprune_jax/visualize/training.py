@@ -21,7 +21,7 @@ _PANELS = (
     ("entropy of a choice, nats", (("entropy", "", _BLUE),)),
     ("gradient norm of the stop", (("grad_norm_stop", "", _GREEN),)),
     (
-        "share of words predicted right",
+        "share of words predicted correctly",
         (("told", "answers", _BLUE), ("mention_number", "numbers mentioned", _ORANGE)),
     ),
     ("error of places mentioned", (("mention_error", "", _GREEN),)),

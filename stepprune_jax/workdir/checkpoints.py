@@ -81,7 +81,7 @@ def read_latest(workdir: Path) -> Restored:
             )
             restored = manager.restore(step, args=parts)
             for text in problems:
-                _LOG.warning("%s; taking %d", text, step)
+                _LOG.warning("%s; using checkpoint %d", text, step)
             return Restored(step, restored.arrays, restored.beside["about"])
     if problems:
         raise ValueError("; ".join(problems))

@@ -52,7 +52,7 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
     except BlockingIOError as error:
         holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
         raise ValueError(
-            f"{workdir} is in use by {holder}: wait for its end, or give another --workdir"
+            f"{workdir} is in use by {holder}: wait until it ends, or give another --workdir"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):

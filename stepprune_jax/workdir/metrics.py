@@ -49,7 +49,7 @@ class MetricsLog:
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
         if step and not self._paths[METRICS].exists():
             path = self._paths[METRICS]
-            _LOG.warning("%s is not there: it will begin after step %d", path, step)
+            _LOG.warning("%s is missing: it will start after step %d", path, step)
         for path in self._paths.values():
             keep_until(path, step)
         self._steps, self._batch_size, self._boards = steps, batch_size, boards

@@ -15,7 +15,7 @@ from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.rows import plan_rows
 from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.evaluation.split import read_split, thin
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import generate, sets
 from stepprune_jax.inference.decoding import RunOptions, run_decode
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_begin, run_rank
@@ -100,6 +100,16 @@ def test_all_tokens_are_answered_as_by_generate(model, test, test_split):
     said = [a.text for a in ask(model, test_split)]
     assert answers.texts == said and len(set(said)) > 3
     assert answers.kept.tolist() == [N] * 15
+
+
+def test_a_question_takes_as_long_in_a_batch_that_is_not_full(model, test, monkeypatch):
+    # What is left of an interrupted run fills no batch, whose time is that of a full one.
+    monkeypatch.setattr(sets, "timed", lambda run, *_: (run(), 6.0))
+    few = test.take(np.arange(5))
+    assert answer(model, NO_PRUNING, few).seconds.tolist() == [6.0 / 4] * 5
+    method = place_method(model, make_method(policy=stepprune()))
+    _, seconds = rank_all(model, method, few.prompts, few.images, steps=STEPS, batch_size=4)
+    assert seconds == 6.0 / 4
 
 
 def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, margins):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation import table as module
-from stepprune_jax.evaluation.scores import read_scores
+from stepprune_jax.evaluation.scores import read_scores, score_file
 from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 
@@ -49,7 +50,7 @@ def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
     assert first == ["576 (0.0 % pruned)", "all tokens", "exact", "1862", "85.9", "100.0"]
     assert second[3:] == ["1700", "81.3", f"{AVERAGE:.1f}"]
     assert cells(table, "Visual tokens kept, mean ± standard deviation")[1][3] == "64.0 ± 1.2"
-    assert cells(table, "Milliseconds a question")[1][3:] == ["12.3", "12.3"]
+    assert cells(table, "Milliseconds per question")[1][3:] == ["12.3", "12.3"]
 
 
 def test_a_row_without_some_score_has_no_average():
@@ -81,7 +82,7 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
     table = merge_scores(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
     assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
     assert table.average(table.rows[1]) == pytest.approx(AVERAGE)
-    assert cells(merge_scores({"part": part}), "Milliseconds a question")[0][3:] == ["-", "-"]
+    assert cells(merge_scores({"part": part}), "Milliseconds per question")[0][3:] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,19 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
 def test_runs_that_do_not_belong_together_are_refused(field, value, message):
     with pytest.raises(ValueError, match=f"a and b have {message}"):
         merge_scores({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
+
+
+def test_time_is_that_of_the_answers_which_say_it(tmp_path):
+    provenance = Provenance("pope", "q", 3, "grid", "exact", 64, 576, None, "model")
+    file = AnswerFile(tmp_path / "grid.jsonl", provenance)
+    line = {"prompt": "?", "text": "yes", "kept": 64}
+    for times, expected in (((1.0, 4.0), 2.5), ((1.0, None), 1.0), ((None, None), None)):
+        lines = [
+            line | {"question_id": n} | ({} if ms is None else {"ms": ms})
+            for n, ms in enumerate(times)
+        ]
+        file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert score_file(file, tmp_path)["ms"] == expected
 
 
 def test_the_command_merges_folders(tmp_path, capsys):

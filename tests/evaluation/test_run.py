@@ -67,9 +67,9 @@ def test_the_report_has_the_paper_s_columns(done):
     first = [line.split(" | ")[:3] for line in lines[4:8]]
     assert first == [
         ["| 9 (0.0 % pruned)", "all tokens", "exact"],
+        ["| own stop", "StepPrune, own stop", "adaptive"],
         ["| 2 (77.8 % pruned)", "StepPrune", "exact"],
         ["| 2 (77.8 % pruned)", "StepPrune", "adaptive"],
-        ["| own stop", "StepPrune, own stop", "adaptive"],
     ]
     assert "## Visual tokens kept, mean ± standard deviation" in page
     assert "python eval.py --here" in page and "## Scores" in said
@@ -203,7 +203,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, 
     said = capsys.readouterr().out
     assert "no report" not in said
     *_, last, command = said.splitlines()
-    assert last == "Ask the trained policy:"
+    assert last == "Ask the policy yourself:"
     assert f"--policy {tmp_path / 'policy.safetensors'}" in command and "--overlay" in command
     # One of this run's rows does.
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
@@ -216,7 +216,7 @@ def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_p
     config, _ = world
     config = changed(config, benchmarks="shapes", methods="grid")
     run(config, tmp_path)
-    assert "no figures: they are about the row 'StepPrune'" in capsys.readouterr().out
+    assert "no figures without the row 'StepPrune'" in capsys.readouterr().out
     table = json.loads((tmp_path / "report" / "table.json").read_text())
     assert [row["method"] for row in table] == ["all tokens", "grid"]
     assert not (tmp_path / "report" / "index.html").exists()

@@ -15,6 +15,7 @@ from stepprune_jax.evaluation.accuracy import (
     markdown_table,
     write_accuracy,
 )
+from stepprune_jax.evaluation.names import row_place
 from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.evaluation.records import (
     Records,
@@ -48,6 +49,22 @@ RANDOM = records("random", "exact", 3, [3] * 4, [0, 0, 0, 0])
 ROWS = [FULL, RANDOM, EXACT, ADAPTIVE]
 
 
+def test_rows_stand_in_one_order():
+    labels = ["random", "mine", "StepPrune", "ablated"]
+    rows = [
+        ("all tokens", "exact", 9),
+        ("StepPrune, own stop", "adaptive", None),
+        ("random", "exact", 4),
+        ("mine", "exact", 4),
+        ("StepPrune", "exact", 4),
+        ("StepPrune", "adaptive", 4),
+        ("ablated", "exact", 4),
+        ("an unknown one", "exact", 4),
+        ("random", "exact", 2),
+    ]
+    assert sorted(rows[::-1], key=lambda row: row_place(*row, labels)) == rows
+
+
 def test_rates_of_the_paper():
     assert [pruning_rate(k, 144) for k in (48, 32, 16, 144)] == [66.7, 77.8, 88.9, 0.0]
 
@@ -73,6 +90,19 @@ def test_the_table_worked_by_hand():
         accuracy_table(ROWS[1:], 0)
 
 
+def test_time_and_operations_stand_behind_the_count_and_may_be_unknown(tmp_path):
+    costs = [{"ms": 2.5, "gflops": 0.9}] + 3 * [{"ms": None, "gflops": None}]
+    table = accuracy_table(ROWS, 0, costs)
+    assert list(table[0])[5:] == ["mean_k", "ms", "gflops", "questions", "seed"]
+    assert (table[0]["ms"], table[0]["gflops"], table[1]["ms"]) == (2.5, 0.9, None)
+    write_accuracy(tmp_path, table, accuracy_by_family(ROWS, QUESTIONS))
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[1].startswith("| --- | --- | ---: |") and set(lines[1][14:]) == set("-: |")
+    assert lines[2] == "| all tokens | exact | 0.0 | 75.0 | 100.0 | 9.0 | 2.5 | 0.9 | 4 | 0 |"
+    assert lines[3] == "| random | exact | 66.7 | 0.0 | 0.0 | 3.0 | - | - | 4 | 0 |"
+    assert (tmp_path / "table.csv").read_text().splitlines()[2].endswith(",3.0,,,4,0")
+
+
 def test_nothing_right_with_all_tokens_has_no_retention():
     table = accuracy_table([records("all tokens", "exact", 9, [9] * 4, [0] * 4), EXACT], 0)
     assert table[1]["retention"] is None
@@ -88,7 +118,7 @@ def test_tables_in_three_formats(tmp_path):
     lines = (tmp_path / "table_by_family.md").read_text().splitlines()
     assert lines[0] == "| method | mode | pruning rate | a | b |"
     assert lines[1] == "| --- | --- | ---: | ---: | ---: |"
-    assert markdown_table([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b |  |"
+    assert markdown_table([{"x": "a|b", "y": None}]).splitlines()[2] == r"| a\|b | - |"
 
 
 def test_correlation_worked_by_hand():

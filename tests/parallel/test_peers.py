@@ -29,13 +29,11 @@ def test_a_silent_process_is_named_once_and_again_when_it_is_back():
     for now[0] in map(float, range(25, 200, 5)):
         one.beat()
     (line,) = said
-    assert line.startswith(
-        "process 2 of this run, on an unknown host, has not been heard of for 30"
-    )
+    assert line.startswith("process 2 of this run, on an unknown host, has not responded for 30")
     third = Peers(store, 2, 3, said.append, lambda: now[0])
     third.beat()
     one.beat()
-    assert said[1:] == ["process 2 of this run is there again"]
+    assert said[1:] == ["process 2 of this run is back"]
     for now[0] in map(float, range(200, 300, 5)):
         one.beat()
     assert (

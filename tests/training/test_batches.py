@@ -170,7 +170,7 @@ def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
     for at in range(8):
         local = {"local": slice(at, at + 1), "skip_unreadable": True}
         assert make_batches(ids, 8, damaged=damaged, **local)[0].targets.length == expected[at]
-    with pytest.raises(ValueError, match="no image of its whole batch can be read"):
+    with pytest.raises(ValueError, match="no image of its batch can be read"):
         make_batches([3, 4], 2, damaged=damaged, skip_unreadable=True)[0]
 
 

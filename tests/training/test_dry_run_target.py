@@ -49,7 +49,9 @@ def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
     run = quick_run(world)
     assert dry_run(run, tmp_path, "h200:2").devices == 2
     printed = capsys.readouterr().out
-    assert "h200:2: XLA's CUDA compiler is missing: pip x; the CPU's plans in its place" in printed
+    assert (
+        "h200:2: XLA's CUDA compiler is missing: pip x; planning with the CPU's compiler" in printed
+    )
     assert "2 virtual CPU device(s)" in printed and "as XLA's CPU compiler plans" in printed
     assert "h200: 131.3 GiB, fits" in printed
     assert run.accelerator.name == "rtx-a6000"  # the run's own settings are as they were

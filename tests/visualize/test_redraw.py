@@ -40,8 +40,8 @@ def test_a_saved_report_is_drawn_again(report, capsys):
     page = report / "index.html"
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
-    assert "&quot;seed&quot;: 3" in text and "seconds" not in text and "/secret" not in text
-    assert "12 on 4 images" in text and "Spearman" in text
+    assert "&quot;seed&quot;: 3" in text and "&quot;seconds" not in text and "/secret" not in text
+    assert "12 questions about 4 images" in text and "<b>model</b>" in text and "Spearman" in text
     assert (report / "selection.gif").exists()
 
 

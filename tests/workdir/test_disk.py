@@ -51,7 +51,7 @@ def test_metrics_that_were_deleted_before_resuming_are_missed(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     (tmp_path / "metrics.jsonl").unlink()
     MetricsLog(tmp_path, 3, 9, 1)
-    said = "metrics.jsonl is not there: it will begin after step 3\n"
+    said = "metrics.jsonl is missing: it will start after step 3\n"
     assert capsys.readouterr().err.endswith(said)
 
 

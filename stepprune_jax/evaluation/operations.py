@@ -1,0 +1,165 @@
+"""Operations (FLOPs) of table rows up to the first token of an answer, by formula."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.data.prompts import question_ids, tokenize_with_images
+from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.rows import policy_digest
+from stepprune_jax.evaluation.settings import EvalSettings, find_policy
+from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, make_method
+
+
+class Lengths(NamedTuple):
+    """Lengths of prompts with one image, in tokens.
+
+    Attributes:
+        text: [q] all but the image's.
+        words: [q] of these, what the user said.
+    """
+
+    text: Int[np.ndarray, "q"]
+    words: Int[np.ndarray, "q"]
+
+
+def prompt_lengths(tokenizer: Any, config: Any, questions: Sequence[str]) -> Lengths:
+    """Measures questions about one image each, in the template of the model's family."""
+    text, words = [], []
+    for question in questions:
+        turns = [config.family.place_images(question, 1)]
+        prompt = config.family.conversation(turns)
+        text.append(len(tokenize_with_images(tokenizer, prompt, 1)) - 1)
+        words.append(len(question_ids(tokenizer, turns)))
+    return Lengths(np.array(text), np.array(words))
+
+
+def first_token_flops(
+    config: Any, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
+) -> dict[str, float | int]:
+    """Counts the operations of one prompt with one image, up to the first token.
+
+    Args:
+        config: the model's.
+        pruner: how tokens are dropped.
+        grid: rows and columns of the image's patches.
+        text: tokens of text.
+        words: of these, what the user said.
+        kept: tokens that a learned stop left; other budgets follow from the pruner.
+
+    Returns:
+        FLOPs by part: `tower`; `choice`, which is counted for trained methods and 0 for others;
+        `projector`; `prefill` of the language model.
+    """
+    n = int(config.family.num_tokens(config, np.array([grid]))[0])
+    stops = not pruner.budget.is_exact
+    visual = pruner.layer_tokens(config, kept if stops else n)
+    projected = n if pruner.after_projector else visual[0]
+    vision = vision_flops(config, [grid])
+    learned = getattr(pruner, "config", None)
+    choice = 0
+    if learned is not None:
+        shape = getattr(learned, "shape", learned)  # the policy's, or that of a scorer's encoder
+        steps = -(-kept // (getattr(pruner, "group", None) or shape.group))
+        work = policy_flops(shape, n, words, steps, exact=not stops)
+        choice = work["total"] if isinstance(learned, PolicyConfig) else work["encoder"]
+    return {
+        "tower": vision["tower"],
+        "choice": choice,
+        "projector": vision["projector"] * projected / n,
+        "prefill": llm_flops(config.text, [text + count for count in visual]).flops,
+    }
+
+
+def mean_flops(config: Any, pruner: Pruner, lengths: Lengths, kept: Int[np.ndarray, "q"]) -> float:
+    """Averages `first_token_flops` over questions about images of the size that a tower takes.
+
+    Args:
+        config: the model's.
+        pruner: how tokens are dropped.
+        lengths: of the prompts.
+        kept: tokens kept of each question's image.
+
+    Returns:
+        FLOPs of a question.
+    """
+    rows = np.stack([*lengths, kept], axis=1)
+    distinct, times = np.unique(rows, axis=0, return_counts=True)
+    each = [
+        sum(first_token_flops(config, pruner, config.grid, *row).values())
+        for row in distinct.tolist()
+    ]
+    return float(np.average(each, weights=times))
+
+
+def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
+    """Rebuilds the pruner that an answer file was made with.
+
+    Args:
+        provenance: of the file.
+        policy: that of its row; None for a row without training.
+
+    Returns:
+        The pruner; None where the policy is missing, or the method is not known.
+    """
+    made, untrained = provenance.made, {kind.label: name for name, kind in PRUNERS.items()}
+    if policy is None and ("policy" in made or provenance.method not in untrained):
+        return None
+    name = policy.method if policy is not None else untrained[provenance.method]
+    if provenance.method == ALL:
+        budget = Budget()
+    elif provenance.budget is None:
+        budget = Budget("own")
+    elif provenance.mode == "adaptive":
+        budget = Budget("mean", provenance.budget)
+    else:
+        budget = Budget.parse(made.get("share", provenance.budget))
+    fields = {field.name for field in dataclasses.fields(PRUNERS[name])} - {"budget", "config"}
+    options = {field: made[field] for field in fields & made.keys()}
+    bias = provenance.stop_bias
+    return make_method(name, budget, policy=policy, stop_bias=bias, options=options).pruner
+
+
+def row_policies(
+    settings: EvalSettings, files: Sequence[AnswerFile], own: Path | None
+) -> list[Policy | None]:
+    """Finds the policies that answered.
+
+    Args:
+        settings: which name the files of further rows.
+        files: answer files.
+        own: file of the default row, if there is one.
+
+    Returns:
+        The policy of each file; None for a row without training, and where the file of the policy
+        is gone or holds another one by now.
+    """
+    paths = {**settings.rows, **settings.ablations}
+    known: dict[str, Policy | None] = {}
+
+    def find(label: str) -> Policy | None:
+        path = own if label == DEFAULT else paths.get(label)
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return load_policy(path if label == DEFAULT else find_policy(label, path))
+        return None
+
+    policies: list[Policy | None] = []
+    for file in files:
+        made, label = file.provenance.made, file.provenance.method
+        label = DEFAULT if label == own_stop(DEFAULT) else label
+        if "policy" in made and label not in known:
+            known[label] = find(label)
+        policy = known.get(label)
+        same = policy is not None and policy_digest(policy) == made["policy"]
+        policies.append(policy if same else None)
+    return policies

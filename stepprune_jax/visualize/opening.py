@@ -1,0 +1,118 @@
+"""The opening of a report's page: what was asked of which model, and the two main results."""
+
+from html import escape
+
+import numpy as np
+
+from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.report import Report
+from stepprune_jax.evaluation.statistics import paired_difference
+from stepprune_jax.visualize.accuracy import OWN_STOP
+from stepprune_jax.visualize.excerpts import (
+    DEFAULT,
+    all_tokens,
+    families,
+    image_numbers,
+    others,
+    tightest,
+)
+from stepprune_jax.visualize.page_table import UNKNOWN
+
+_EXAMPLES = 3  # questions that the opening quotes
+
+
+def opening(report: Report) -> str:
+    """Formats what was asked, the model, what K is, and the two main results.
+
+    Args:
+        report: a checked report.
+
+    Returns:
+        HTML; every text from the report is escaped. A result that the report's rows do not give is
+        left out.
+    """
+    cards = [card for card in (_own_stop(report), _tightest(report)) if card]
+    return "\n".join([_asked(report), "<div class=cards>", *cards, "</div>"])
+
+
+def _asked(report: Report) -> str:
+    """What was asked, which model answered, and what K is."""
+    kinds = families(report)
+    first = [report.questions[int(np.argmax(members))].text for members in kinds.values()]
+    examples = " ".join(f"“{escape(text)}”" for text in first[:_EXAMPLES])
+    model = f"<b>{escape(report.model)}</b>" if report.model else "the model"
+    images = len({question.image for question in report.questions})
+    accuracy = _in_table(report, all_tokens(report), "accuracy")
+    return (
+        f"<p class=lead>{len(report.questions):,} questions about {images:,} images, answered by "
+        f"{model} with frozen weights. Each image has {report.num_tokens:,} visual tokens; "
+        "<b>K</b> is the number of them that the language model reads. <b>Retention</b> is "
+        f"accuracy in percent of the accuracy with all {report.num_tokens:,}, which is {accuracy}."
+        f"</p>\n"
+        f"<p class=note>For example: {examples}</p>"
+    )
+
+
+def _own_stop(report: Report) -> str:
+    """Where the policy stops by itself."""
+    record = next((row for row in report.records if row.method == OWN_STOP), None)
+    if record is None:
+        return ""
+    count = record.count
+    low, high = (f"{np.quantile(count, share):.0f}" for share in (0.25, 0.75))
+    return _card(
+        "Where the policy stops by itself",
+        [
+            ("ours", f"{count.mean():.1f}", f"of {report.num_tokens:,} tokens on average (K)"),
+            ("ours", _in_table(report, record, "retention"), "retention"),
+        ],
+        f"K depends on the question: it ranges from {count.min()} to {count.max()}, and half of "
+        f"the questions keep {low} to {high}. {_in_table(report, record, 'accuracy')} of the "
+        "answers are correct.",
+    )
+
+
+def _tightest(report: Report) -> str:
+    """The default policy against the best other method, at the tightest budget."""
+    ours, *exact = [row for row in tightest(report) if row.method == DEFAULT]
+    compared = others(report, ours.budget)
+    numbers = [
+        ("ours", _in_table(report, ours, "retention"), f"retention with {DEFAULT}, {ours.mode}")
+    ]
+    notes = []
+    if compared:
+        best = max(compared, key=lambda row: row.correct.mean())
+        what = "the best other method" if len(compared) > 1 else "the other method"
+        numbers.append(("", _in_table(report, best, "retention"), f"with {best.method}, {what}"))
+        change = paired_difference(ours.correct, best.correct, image_numbers(report))
+        error = change["standard_error_by_image"]
+        spread = "" if error is None else f" ± {error:.1f}"
+        what = "" if error is None else " (standard error, clustered by image)"
+        notes.append(
+            f"The difference in accuracy is {change['difference']:+.1f}{spread} points{what}."
+        )
+    if exact:
+        notes.append(
+            f"With exactly {ours.budget:,} tokens for every image, {DEFAULT} retains "
+            f"{_in_table(report, exact[0], 'retention')}."
+        )
+    title = f"At the tightest budget: {ours.budget:,} of {report.num_tokens:,} tokens"
+    return _card(title, numbers, " ".join(notes))
+
+
+def _card(title: str, numbers: list[tuple[str, str, str]], note: str) -> str:
+    """A result: large numbers, each with its class and what it is, and a note."""
+    large = "".join(
+        f'<p class="large {kind}"><b>{number}</b> <span>{escape(what)}</span></p>'
+        for kind, number, what in numbers
+    )
+    note = f"<p class=note>{escape(note)}</p>"
+    return f"<section>\n<h2>{title}</h2>\n{large}\n{note}\n</section>"
+
+
+def _in_table(report: Report, record: Records, field: str) -> str:
+    """A percentage of a record's row, as the table has it."""
+    head = record.method, record.mode, record.pruning_rate
+    rows = [r for r in report.table if (r["method"], r["mode"], r.get("pruning_rate")) == head]
+    value = rows[0][field] if rows else None
+    return UNKNOWN if value is None else f"{value:.1f}\N{NO-BREAK SPACE}%"
