@@ -16,6 +16,7 @@ from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.evaluation.settings import EvalSettings, find_policy
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, make_method
 
@@ -32,7 +33,7 @@ class Lengths(NamedTuple):
     words: Int[np.ndarray, "q"]
 
 
-def prompt_lengths(tokenizer: Any, config: Any, questions: Sequence[str]) -> Lengths:
+def prompt_lengths(tokenizer: Any, config: ModelConfig, questions: Sequence[str]) -> Lengths:
     """Measures questions about one image each, in the template of the model's family."""
     text, words = [], []
     for question in questions:
@@ -44,7 +45,7 @@ def prompt_lengths(tokenizer: Any, config: Any, questions: Sequence[str]) -> Len
 
 
 def first_token_flops(
-    config: Any, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
+    config: ModelConfig, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
 ) -> dict[str, float | int]:
     """Counts the operations of one prompt with one image, up to the first token.
 
@@ -80,7 +81,9 @@ def first_token_flops(
     }
 
 
-def mean_flops(config: Any, pruner: Pruner, lengths: Lengths, kept: Int[np.ndarray, "q"]) -> float:
+def mean_flops(
+    config: ModelConfig, pruner: Pruner, lengths: Lengths, kept: Int[np.ndarray, "q"]
+) -> float:
     """Averages `first_token_flops` over questions about images of the size that a tower takes.
 
     Args:
