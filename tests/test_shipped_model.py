@@ -70,13 +70,14 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, asked):
 
 
 def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
-    """What docs/experiments.md says of it on 4,160 questions, on the 192 of another world."""
+    """96.7 % with 17.5 tokens on the 4,160 questions of docs/experiments.md; here on 192 others."""
     policy = load_policy("shapes")
     own, kept = asked(make_method(policy=policy))
     whole, _ = asked(make_method("all"))
     random, _ = asked(make_method("random", 16))
     assert 12 < kept.mean() < 26 and kept.std() > 4
-    assert own > 0.95 * whole and own > random + 0.08
+    # The standard error of so few answers is 2 %.
+    assert own > 0.93 * whole and own > random + 0.08
 
 
 @pytest.mark.parametrize("name", ["autoselect", "literal", "shapes"])
