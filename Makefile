@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 AOT_VENV ?= .venv-aot
+DOCS_VENV ?= .venv-docs
 AOT_FLAGS ?=
 RUN ?= runs/shapes
 DEMO_FLAGS ?=
@@ -13,7 +14,7 @@ DEMO_ROWS ?= all,random,grid,fastv,visionzip,autoselect,stepprune
 DEMO_QUESTIONS ?= --config.data.test_scenes=260
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-slow fuzz lint bench aot env clean
+.PHONY: demo report test test-slow fuzz lint bench aot docs env clean
 
 env: $(VENV)/.installed
 
@@ -75,5 +76,15 @@ $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 	$(AOT_VENV)/bin/pip install --quiet -r requirements-dev.txt -e ".[aot]"
 	touch $@
 
+# The pages of docs/ as a site, in docs/_build/html; a warning is an error.
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/sphinx-build -M html docs docs/_build -W --keep-going
+
+$(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --upgrade pip
+	$(DOCS_VENV)/bin/pip install --quiet -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(AOT_VENV) runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) docs/_build runs build *.egg-info

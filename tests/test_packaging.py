@@ -60,12 +60,21 @@ def scripts(tmp_path_factory):
     work = tmp_path_factory.mktemp("release")
     ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, work / "source", ignore=ignored)
+    (source / "docs" / "_build").mkdir(exist_ok=True)
+    (source / "docs" / "_build" / "index.html").touch()
     (work / "sdist").mkdir(), (work / "wheel").mkdir()
     with tarfile.open(build("sdist", source, work / "sdist")) as archive:
         archive.extractall(work / "unpacked", filter="data")
     (unpacked,) = (work / "unpacked").iterdir()
-    for name in ("docs/paper.md", "configs/shapes.py", "CHANGELOG.md", "tests/conftest.py"):
+    for name in (
+        "docs/paper.md",
+        "examples/own_model.py",
+        "configs/shapes.py",
+        "CHANGELOG.md",
+        "tests/conftest.py",
+    ):
         assert (unpacked / name).is_file(), name
+    assert not (unpacked / "docs" / "_build").exists()
     wheel = build("wheel", unpacked, work / "wheel")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", work / "env"], check=True)
     places = {"base": str(work / "env"), "platbase": str(work / "env")}

@@ -67,7 +67,7 @@ class Policy:
 
     @property
     def method(self) -> str:
-        """One of `METHODS`: "stepprune" or "autoselect"."""
+        """Which of `METHODS` it is, "stepprune" or "autoselect"."""
         return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
 
     def replace(self, **changes: Any) -> "Policy":
@@ -157,6 +157,8 @@ class Policy:
         **arguments: Any,
     ) -> Callable[..., Pruned]:
         """Makes a pure function of static shapes that prunes: for `jax.jit`, or inside your own.
+
+        For example::
 
             select = jax.jit(policy.select_fn(capacity=64, mean_budget=48))
             pruned = select(policy, image, text)
