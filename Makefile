@@ -14,7 +14,7 @@ DEMO_ROWS ?= all,random,grid,fastv,visionzip,autoselect,stepprune
 DEMO_QUESTIONS ?= --config.data.test_scenes=260
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-slow fuzz lint bench aot docs env clean
+.PHONY: demo report test test-slow fuzz lint bench aot docs tutorials env clean
 
 env: $(VENV)/.installed
 
@@ -79,6 +79,13 @@ $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 # The pages of docs/ as a site, in docs/_build/html; a warning is an error.
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/sphinx-build -M html docs docs/_build -W --keep-going
+
+# Runs the notebooks and keeps their outputs, without what other libraries say.
+tutorials: $(DOCS_VENV)/.installed
+	JAX_PLATFORMS=cpu TRANSFORMERS_VERBOSITY=error \
+	PYTHONWARNINGS="ignore:IProgress not found" \
+	$(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --to notebook --inplace --execute \
+	  --ExecutePreprocessor.record_timing=False docs/tutorials/*.ipynb
 
 $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(DOCS_VENV)

@@ -68,6 +68,7 @@ def scripts(tmp_path_factory):
     (unpacked,) = (work / "unpacked").iterdir()
     for name in (
         "docs/paper.md",
+        "docs/tutorials/own-model.ipynb",
         "examples/own_model.py",
         "configs/shapes.py",
         "CHANGELOG.md",
