@@ -1,6 +1,5 @@
 """A family whose tokens have three position ids and whose images have sizes of their own."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 
 S = vlm.IMAGE_TOKEN
 
@@ -28,11 +28,13 @@ def image_positions(config, grid, place):
 FAMILY = SimpleNamespace(POSITION_AXES=3, image_positions=image_positions)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(LlavaConfig):
     @property
     def family(self) -> Any:
         return FAMILY
+
+
+CONFIG = Config(ClipConfig(4, 4, 1, 1, 4, 2), LlamaConfig(10, 2, 4, 1, 1, 1, 2))
 
 
 def rows(positions, visual_index):
@@ -44,7 +46,7 @@ def rows(positions, visual_index):
     )
     visual = vlm.Visual(tokens, valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
-    return vlm.assemble(PARAMS, Config(), ids, jnp.array([6, 3]), visual, positions)
+    return vlm.assemble(PARAMS, CONFIG, ids, jnp.array([6, 3]), visual, positions)
 
 
 def whole():
@@ -90,7 +92,7 @@ def test_pruned_images_keep_the_positions_of_what_is_left():
 
 
 def test_rows_without_images_have_one_position_on_all_axes():
-    sequence = vlm.from_embeddings(Config(), jnp.ones((2, 4, 2)), jnp.array([4, 2]))
+    sequence = vlm.from_embeddings(CONFIG, jnp.ones((2, 4, 2)), jnp.array([4, 2]))
     expected = [[[0, 1, 2, 3]] * 3, [[0, 1, 0, 0]] * 3]
     np.testing.assert_array_equal(sequence.position, expected)
     np.testing.assert_array_equal(sequence.next_position, [4, 2])
@@ -102,7 +104,7 @@ def test_a_row_that_is_cut_continues_after_its_largest_position():
     grid = jnp.array([[[2, 3], [4, 1]], [[1, 2], [0, 0]]])
     visual = vlm.Visual(jnp.ones((2, 2, 6, 2)), valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
-    sequence = vlm.assemble(PARAMS, Config(), ids, jnp.array([6, 3]), visual, capacity=5)
+    sequence = vlm.assemble(PARAMS, CONFIG, ids, jnp.array([6, 3]), visual, capacity=5)
     # Tokens (2, 2), (2, 3), (2, 4) of the image remain.
     np.testing.assert_array_equal(sequence.length, [5, 4])
     np.testing.assert_array_equal(sequence.next_position, [5, 4])
