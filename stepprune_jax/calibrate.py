@@ -28,7 +28,7 @@ _NAME = "stepprune_jax.calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and calibrates; one line on mistakes, exit code 2."""
+    """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--policy", required=True, help="policy file, or the name of a shipped one")

@@ -177,7 +177,7 @@ def _is_figure(key: str, value: Any) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and exports; one line on mistakes, exit code 2."""
+    """Reads the arguments and exports; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")

@@ -18,6 +18,7 @@ from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import read_json_list, words
 from stepprune_jax.data.llava_folder import (
     Asked,
+    convert_by_command,
     validation_images,
     write_conversations,
     write_questions,
@@ -143,24 +144,10 @@ def _copy_images(source: Path, out: Path, split: str, numbers: Sequence[int]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and converts; one line on mistakes, exit code 2."""
+    """Reads the arguments and converts; reports errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.data.easy_vqa", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--source", required=True, help="folder of easy-VQA that holds train/ and test/")
-    add("--out", required=True, help="folder to write")
-    add("--validation_share", type=float, default=0.1, help="of the training images")
-    add("--seed", type=int, default=0, help="of the choice of validation images")
-    options = parser.parse_args(argv)
-    try:
-        counts = convert(
-            options.source,
-            options.out,
-            validation_share=options.validation_share,
-            seed=options.seed,
-        )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")
+    parser.add_argument("--source", required=True, help="the folder that holds train/ and test/")
+    convert_by_command(parser, convert, argv)
 
 
 if __name__ == "__main__":

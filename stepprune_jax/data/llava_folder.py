@@ -1,11 +1,13 @@
 """Writing questions about images as a data folder in LLaVA's formats, for sets of other formats."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from stepprune_jax.command_line import Parser
 
 
 class Asked(NamedTuple):
@@ -86,3 +88,25 @@ def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
     for file, rows in ((f"{split}.jsonl", questions), (f"{split}_answers.jsonl", answers)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (out / file).write_text(text, encoding="utf-8")
+
+
+def convert_by_command(
+    parser: Parser, convert: Callable[..., dict[str, int]], argv: Sequence[str] | None
+) -> None:
+    """Runs a converter as a command, and reports errors in one line with status 2.
+
+    Args:
+        parser: with the flags that are the set's own.
+        convert: takes every flag by its name; returns the number of questions of each split.
+        argv: the command line; None for that of the process.
+    """
+    add = parser.add_argument
+    add("--out", required=True, help="folder to write")
+    add("--validation_share", type=float, default=0.1, help="of the training images")
+    add("--seed", type=int, default=0, help="of the choice of validation images")
+    options = parser.parse_args(argv)
+    try:
+        counts = convert(**vars(options))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")

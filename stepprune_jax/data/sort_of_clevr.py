@@ -20,6 +20,7 @@ from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.array_pickle import Array, read_pickle
 from stepprune_jax.data.llava_folder import (
     Asked,
+    convert_by_command,
     validation_images,
     write_conversations,
     write_questions,
@@ -263,22 +264,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="stepprune_jax.data.sort_of_clevr", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--source", required=True, help="sort-of-clevr.pickle, as the generator writes it")
-    add("--out", required=True, help="folder to write")
     add("--ternary", action="store_true", help="take questions about two objects and the others")
-    add("--validation_share", type=float, default=0.1, help="of the training images")
-    add("--seed", type=int, default=0, help="of the choice of validation images")
-    options = parser.parse_args(argv)
-    try:
-        counts = convert(
-            options.source,
-            options.out,
-            ternary=options.ternary,
-            validation_share=options.validation_share,
-            seed=options.seed,
-        )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")
+    convert_by_command(parser, convert, argv)
 
 
 if __name__ == "__main__":

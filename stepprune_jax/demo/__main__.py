@@ -25,7 +25,7 @@ _NAME = "stepprune_jax.demo"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and serves the page; one line on mistakes, exit code 2."""
+    """Serves the page; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="shapes", help="checkpoint folder, hub id, or shapes: the small one")

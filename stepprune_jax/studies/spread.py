@@ -158,7 +158,8 @@ def own_stop_table(rows: Table) -> str:
         A line a method: runs, mean count, retention in percent, the share of questions at the
         bounds of the count, and the rank correlation of count and relevant patches.
     """
-    own = [row for row in rows if row["method"] in _own_stops(rows)]
+    stops = _own_stops(rows)
+    own = [row for row in rows if row["method"] in stops]
     header = ["method", "runs", "mean K", "retention", "% at bounds", "Spearman"]
     lines = [
         [
@@ -181,8 +182,9 @@ def _own_stops(rows: Table) -> set[str]:
 def _lines(rows: Table) -> dict[tuple[str, str], Table]:
     """Rows at budgets, by method and mode."""
     groups: dict[tuple[str, str], Table] = {}
+    without = {ALL, *_own_stops(rows)}
     for row in rows:
-        if row["method"] != ALL and row["method"] not in _own_stops(rows):
+        if row["method"] not in without:
             groups.setdefault((row["method"], row["mode"]), []).append(row)
     return groups
 

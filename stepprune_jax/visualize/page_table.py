@@ -64,7 +64,8 @@ def html_table(report: Report) -> str:
         rows = [row for row in report.table if _at(row, rate)]
         best = max((retention.show(row) for row in rows), key=_order)
         title = f"{count:,} of {report.num_tokens:,} tokens <small>{rate:.1f} % pruned</small>"
-        lines.append(f"</tbody>\n<tbody>\n<tr><th scope=rowgroup colspan=6>{title}</th></tr>")
+        span = f"<th scope=rowgroup colspan={1 + len(columns)}>{title}</th>"
+        lines.append(f"</tbody>\n<tbody>\n<tr>{span}</tr>")
         lines += [_row(row, columns, best, row["method"] in stopping) for row in rows]
     return "\n".join([*lines, "</tbody>", "</table>"])
 

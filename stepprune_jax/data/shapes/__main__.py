@@ -8,7 +8,7 @@ from stepprune_jax.data.shapes.world import preview, write_world
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and writes; one line on mistakes, exit code 2."""
+    """Reads the arguments and writes; reports errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.data.shapes", description=__doc__.partition(":")[0])
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of training and validation scenes")
