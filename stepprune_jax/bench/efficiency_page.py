@@ -73,7 +73,7 @@ def _paper() -> Iterator[str]:
         [str(row[name]) for name in ("method", "tokens", "tflops", "latency_ms", "speed_up")]
         for row in paper["efficiency"]["rows"]
     ]
-    header = ["from the paper: LLaVA-1.5-7B, RTX A6000", "tokens", "TFLOPs", "prefill, ms", "speed-up"]
+    header = ["the paper: LLaVA-1.5-7B, RTX A6000", "tokens", "TFLOPs", "prefill, ms", "speed-up"]
     yield f"The figures of {paper['source']}, none of which was measured here:"
     yield table(header, rows)
 
