@@ -90,7 +90,9 @@ def read_rows(
                 **(fields if kind is PolicyConfig else {}),
             )
             learned = Policy({}, shape, None)
-        method = make_method(pruner, budget or None, policy=learned)
+        # A mean is calibrated once weights and images are there.
+        bias = 0.0 if learned and budget.startswith("mean") else None
+        method = make_method(pruner, budget or None, policy=learned, stop_bias=bias)
         method.pruner.check(config, config.max_image_tokens)
         rows.append(Row(name, method))
     return rows

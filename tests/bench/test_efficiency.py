@@ -7,6 +7,7 @@ import pytest
 
 from stepprune_jax import testing
 from stepprune_jax.bench import efficiency, efficiency_page, peaks
+from stepprune_jax.bench.memory import model_config
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.llava.config import LlavaConfig
 
@@ -81,7 +82,7 @@ def test_results_become_a_section_of_a_page(result, tmp_path):
     ours = next(row for row in rows if row[0] == "| stepprune@mean:4")
     median = result["batches"]["2"][1]["speed_up"]["all"][0]
     assert f"{median:.3g} (" in ours[efficiency_page._HEADER.index("times unpruned")]
-    assert "the paper's" in text and "| StepPrune | 64 | 2.28 | 79.5 | 1.88 |" in text
+    assert "arXiv 2606.16067" in text and "| StepPrune | 64 | 2.28 | 79.5 | 1.88 |" in text
 
 
 @pytest.mark.slow
@@ -151,4 +152,5 @@ def test_the_default_rows_are_the_papers_budgets():
     rows = efficiency.default_rows(576)
     assert rows[0] == "all" and {"cls@192", "fastv@128", "stepprune@64"} <= set(rows)
     assert {"stepprune@mean:192", "stepprune@mean:128", "stepprune@mean:64"} <= set(rows)
-    assert len(rows) == len(set(rows))
+    made = efficiency.read_rows(rows, model_config("mid"), 1, "float32")
+    assert [row.name for row in made] == rows and len({*rows}) == len(rows)
