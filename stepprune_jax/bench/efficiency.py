@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,13 +51,24 @@ _ONE_IN = (3, 4.5, 9)
 _PRICE_GROWTH = 30.0
 
 
-def default_rows(num_tokens: int) -> list[str]:
-    """Names all tokens, every pruner at the paper's budgets, and its own stop at these as means."""
-    budgets = [round(num_tokens / share) for share in _ONE_IN]
+def default_rows(config: ModelConfig) -> list[str]:
+    """Names all tokens, every pruner at the paper's budgets, and its own stop at these as means.
+
+    Budgets that a pruner cannot keep on this model are left out, with a line on stderr.
+    """
+    budgets = [round(config.max_image_tokens / share) for share in _ONE_IN]
     pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
     rows = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
-    stopping = [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
-    return [UNPRUNED, *rows, *stopping]
+    rows += [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
+    kept = [UNPRUNED]
+    for name in rows:
+        try:
+            read_rows([name], config, decoder_layers=1, dtype="float32")
+        except ValueError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+        else:
+            kept.append(name)
+    return kept
 
 
 def read_rows(
@@ -220,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parse(arguments)
     try:
         config = model_config(flags.model)
-        names = flags.rows or default_rows(config.max_image_tokens)
+        names = flags.rows or default_rows(config)
         execution = Execution(attention=flags.attention)
         execution.check_backend()
         rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
