@@ -81,7 +81,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.num_heads = 16  # silent; as many as the tower has
     c.policy.mlp_ratio = 4  # silent
     c.policy.encoder_layers = 2  # Sec. 3.2
-    c.policy.decoder_layers = 2  # silent; with one, the printed MLP would have no gradient
+    # Silent. Two are no better in the shapes world and cost more a step (docs/experiments.md); but
+    # with one, the MLP that the paper prints would have no gradient.
+    c.policy.decoder_layers = 2 if literal else 1
     c.policy.encoder_attention = "bidirectional"  # Sec. 3.2
     c.policy.text = True  # whether it sees the question
     c.policy.text_gate = "printed" if literal else "attention"  # changed

@@ -66,7 +66,7 @@ for number in range(8):
 # --- Training ---
 
 steps = 400
-config = sp.PolicyConfig(feature_width=D, text_width=D, num_heads=4, decoder_layers=1)
+config = sp.PolicyConfig(feature_width=D, text_width=D, num_heads=4)
 policy = sp.Policy.init(jax.random.key(1), config, stats)
 rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps, 1e-4)
 optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))

@@ -260,7 +260,10 @@ def main(arguments: list[str] | None = None):
     flags = parser.parse_args(arguments)
     if "agreement" in flags.parts and not flags.run:
         parser.error("--parts agreement needs the folder of a training run (--run)")
-    config = PolicyConfig(feature_width=flags.width, dtype=flags.dtype)
+    # Gradients are measured with the deepest decoder.
+    config = PolicyConfig(
+        feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
+    )
     n, steps = flags.num_tokens, flags.steps
     print(machine(), flush=True)
     if {"gradient", "loop", "operations"} & set(flags.parts):

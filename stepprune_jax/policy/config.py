@@ -127,7 +127,7 @@ class PolicyConfig:
     num_heads: int = 16
     mlp_ratio: int = 4
     encoder_layers: int = 2
-    decoder_layers: int = 2
+    decoder_layers: int = 1
     encoder_attention: str = "bidirectional"
     text_gate: str = "attention"
     max_steps: int | None = None
@@ -216,6 +216,7 @@ class PolicyConfig:
     def literal(cls, **overrides: Any) -> "PolicyConfig":
         """The paper to the letter wherever it is explicit; `overrides` replace single fields."""
         printed: dict[str, Any] = dict(
+            decoder_layers=2,
             text_gate="printed",
             min_tokens=0,
             stop="softmax",

@@ -180,8 +180,8 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
         assert getattr(found, field) == value != getattr(default, field)
     literal = build(load_config("shapes", "literal"))
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
-    # One recipe: that of the class, whose decoder has a layer more.
-    assert default == PolicyConfig(decoder_layers=1, **shape)
+    # One recipe: that of the class.
+    assert default == PolicyConfig(**shape)
     scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
     paper = {"length_weight": 0.01}
     assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale | paper))
