@@ -94,7 +94,19 @@ _QWEN_SMALL = {
     "vision_config": _QWEN_VISION | {"out_hidden_size": 2048},
     "vocab_size": 151936,
 }
-QWEN_MODELS = {"qwen2.5-vl-7b": _QWEN, "qwen2.5-vl-3b": _QWEN | _QWEN_SMALL}
+_QWEN_LARGE = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vision_config": _QWEN_VISION | {"intermediate_size": 3456, "out_hidden_size": 8192},
+}
+QWEN_MODELS = {
+    "qwen2.5-vl-7b": _QWEN,
+    "qwen2.5-vl-3b": _QWEN | _QWEN_SMALL,
+    "qwen2.5-vl-72b": _QWEN | _QWEN_LARGE,
+}
 
 
 def compiled_programs(

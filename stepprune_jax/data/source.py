@@ -6,13 +6,32 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stepprune_jax.data.survey import REMEDIES, Source
-from stepprune_jax.settings import Settings, choice, count, integer, number, setting, switch, text
+from stepprune_jax.settings import (
+    Settings,
+    choice,
+    count,
+    integer,
+    is_count,
+    number,
+    setting,
+    switch,
+    text,
+)
 
 _LOG = logging.getLogger(__name__)
 
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
+
+
+def sizes() -> Any:
+    """A field that holds sizes of images, in pixels, or None."""
+    return setting(
+        "a tuple of numbers of pixels",
+        lambda value: isinstance(value, tuple) and bool(value) and all(map(is_count, value)),
+        optional=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +54,8 @@ class DataSettings(Settings, group="data"):
         test_seed: seed of a test world of its own; None or negative for that of the run.
         side: height and width of its images in pixels; None for the world's own.
         grid: patches along an edge of its images; None for the world's own.
+        sizes: heights and widths of its images in turn, with patches as in `side` and `grid`; None
+            for images of one size.
         emphasis: factor on the families of questions that are learned last; None for 1.
         split_turns: whether each question of a conversation is a sample of its own; otherwise the
             conversation is one, up to one of its answers: `index.scan`.
@@ -67,6 +88,7 @@ class DataSettings(Settings, group="data"):
     test_seed: int | None = integer(optional=True, free=True)
     side: int | None = count(optional=True)
     grid: int | None = count(optional=True)
+    sizes: tuple[int, ...] | None = sizes()
     emphasis: float | None = number(optional=True)
     split_turns: bool = switch()
     stats_images: int = count()
@@ -165,14 +187,15 @@ def training_source(config: HasData, workdir: str | Path) -> Source:
     )
 
 
-def world_size(config: HasData) -> dict[str, int | float]:
+def world_size(config: HasData) -> dict[str, Any]:
     """Returns how finely the shapes world is drawn and what it asks about.
 
     Args:
-        config: settings of the run; `data.side`, `data.grid` and `data.emphasis` may be None.
+        config: settings of the run; `data.side`, `grid`, `sizes` and `emphasis` may be None.
 
     Returns:
         Those that are given, as arguments of `write_world`.
     """
-    sizes = {name: getattr(config.data, name, None) for name in ("side", "grid", "emphasis")}
-    return {name: size for name, size in sizes.items() if size is not None}
+    names = ("side", "grid", "sizes", "emphasis")
+    given = {name: getattr(config.data, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}

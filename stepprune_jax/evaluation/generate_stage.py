@@ -354,9 +354,9 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
     chunk = chunk_size(stage.model, stage.batch_size)
     chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
-    most = len(shown) if benchmark.keep_order else min(stage.settings.samples, len(shown))
     # Samples are drawn on the one grid of all images.
-    most = 0 if stage.model.config.sizes_vary else most
+    samples = 0 if stage.model.config.sizes_vary else stage.settings.samples
+    most = len(shown) if benchmark.keep_order else min(samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
     return Task(benchmark, rows, files, missing, chunks, samples)
 

@@ -82,24 +82,29 @@ def first_token_flops(
 
 
 def mean_flops(
-    config: ModelConfig, pruner: Pruner, lengths: Lengths, kept: Int[np.ndarray, "q"]
+    config: ModelConfig,
+    pruner: Pruner,
+    lengths: Lengths,
+    kept: Int[np.ndarray, "q"],
+    grids: Int[np.ndarray, "q 2"],
 ) -> float:
-    """Averages `first_token_flops` over questions about images of the size that a tower takes.
+    """Averages `first_token_flops` over questions.
 
     Args:
         config: the model's.
         pruner: how tokens are dropped.
         lengths: of the prompts.
         kept: tokens kept of each question's image.
+        grids: rows and columns of each question's image.
 
     Returns:
         FLOPs of a question.
     """
-    rows = np.stack([*lengths, kept], axis=1)
+    rows = np.stack([*lengths, kept, *grids.T], axis=1)
     distinct, times = np.unique(rows, axis=0, return_counts=True)
     each = [
-        sum(first_token_flops(config, pruner, config.grid, *row).values())
-        for row in distinct.tolist()
+        sum(first_token_flops(config, pruner, (rows, columns), *row).values())
+        for *row, rows, columns in distinct.tolist()
     ]
     return float(np.average(each, weights=times))
 

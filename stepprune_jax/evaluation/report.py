@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from stepprune_jax.data.json_files import read_json_list, read_json_object, write_json
 from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.evaluation.accuracy import full_row
 from stepprune_jax.evaluation.records import RECORDS, Records, load_records
 from stepprune_jax.evaluation.split import read_split
 
@@ -24,7 +25,7 @@ class Report(NamedTuple):
         questions: the questions, in the order of the records.
         answers: the right answers.
         scenes: what is known of the images, or None.
-        grid: rows and columns of an image's patches.
+        grids: rows and columns of the patches of each question's image.
         metrics_file: of the training run, or None.
         model: name of the model; empty where it is not known.
         ask: a command that asks the policy a question; empty where there is none.
@@ -34,26 +35,37 @@ class Report(NamedTuple):
     records: list[Records]
     questions: list[Question]
     answers: list[str]
-    scenes: list[Scene] | None = None
-    grid: tuple[int, int] = (12, 12)
+    scenes: list[Scene] | None
+    grids: list[tuple[int, int]]
     metrics_file: Path | None = None
     model: str = ""
     ask: str = ""
 
     @property
-    def num_tokens(self) -> int:
-        """N, the number of visual tokens of an image."""
-        return self.records[0].num_tokens
+    def sizes(self) -> Int[np.ndarray, "q"]:
+        """Visual tokens of each question's image."""
+        return full_row(self.records).count
 
     @property
-    def first(self) -> int:
+    def num_tokens(self) -> int:
+        """N, the number of visual tokens of an image, on average where images differ."""
+        return round(float(self.sizes.mean()))
+
+    def first(self, i: int) -> int:
         """Index of the first patch: 1 where the tower's class token is kept, else 0."""
-        return self.num_tokens - self.grid[0] * self.grid[1]
+        rows, columns = self.grids[i]
+        return int(self.sizes[i]) - rows * columns
+
+    def square(self, i: int) -> tuple[int, int]:
+        """Rows and columns of patches of an image that is padded to a square, on both sides."""
+        return (max(self.grids[i]),) * 2
 
     def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
-        """Patches that a record keeps of question i, in the order of choice."""
-        order = record.order[i, : record.count[i]].astype(int) - self.first
-        return order[order >= 0]
+        """Patches of `square` that a record keeps of question i, in the order of choice."""
+        order = record.order[i, : record.count[i]].astype(int) - self.first(i)
+        (rows, columns), (side, _) = self.grids[i], self.square(i)
+        row, column = np.divmod(order[order >= 0], columns)
+        return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
 
 
 def open_folder(folder: str | Path) -> Path:
@@ -125,14 +137,17 @@ def read_report(folder: str | Path) -> Report:
                 f"the records of {row.method!r} have {len(row.count)} questions, the test split "
                 f"in {facts['data']} has {len(split.questions)}"
             )
-    metrics = facts.get("metrics_file")
+    metrics, grids = facts.get("metrics_file"), facts.get("grids", {})
+    known = [grids.get(question.image.name, facts.get("grid")) for question in split.questions]
+    if not all(known):
+        raise ValueError(f"{folder / MANIFEST} does not say the grids of all images")
     return Report(
         table=table,
         records=records,
         questions=split.questions,
         answers=split.answers,
         scenes=split.scenes,
-        grid=tuple(facts["grid"]),
+        grids=[tuple(grid) for grid in known],
         metrics_file=_beside(folder, metrics) if metrics else None,
         model=facts.get("model_name") or Path(facts.get("model", "")).name,
         ask=facts.get("ask") or "",

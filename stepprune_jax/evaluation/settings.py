@@ -314,11 +314,6 @@ def check_policies(
         ValueError: which row, and what is wrong.
     """
     n = config.max_image_tokens
-    if config.sizes_vary and SHAPES in settings.benchmark_names:
-        raise ValueError(
-            f"config.eval.benchmarks holds {SHAPES!r}, whose report draws images of one size, but "
-            "those of this model differ: name other benchmarks"
-        )
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     if max(counts, default=0) > n:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, digest
@@ -19,6 +20,7 @@ from stepprune_jax.evaluation import report as reports
 from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
     accuracy_table,
+    full_row,
     markdown_table,
     write_accuracy,
 )
@@ -34,6 +36,7 @@ from stepprune_jax.evaluation.scores import mean_ms
 from stepprune_jax.evaluation.settings import DEFAULT, SHAPES, EvaluationRun
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.evaluation.statistics import make_statistics
+from stepprune_jax.models.images import stack_images
 from stepprune_jax.user_input import user_input
 
 
@@ -63,7 +66,11 @@ def write_report(
     """
     test, source = read_split(data, "test"), model_source(run)
     records = [read_records(file, data, test.questions) for file in files]
-    costs = _costs(run, files, records, test.questions, source, policy)
+    mean = round(float(full_row(records).count.mean()))
+    # Where the policy stops by itself no budget says what share of an image that is.
+    records = [row if row.budget else row._replace(num_tokens=mean) for row in records]
+    grids = image_grids(source, [question.image for question in test.questions])
+    costs = _costs(run, files, records, test.questions, grids, source, policy)
     table = accuracy_table(records, run.seed, costs)
     reports.write_manifest(report, {})  # no longer that of an earlier, finished report
     write_accuracy(report, table, accuracy_by_family(records, test.questions))
@@ -73,7 +80,7 @@ def write_report(
     facts = {
         "data": reports.relative(data, report),
         "questions": digest([f"{q.image.name} {q.text}" for q in test.questions]),
-        "grid": source.config.grid,
+        **_grid_facts(test.questions, grids),
         "seed": run.seed,
         "model": str(source.folder),
         "model_name": files[0].provenance.model,
@@ -91,6 +98,33 @@ def write_report(
 
 
 @user_input()
+def image_grids(source: Source, images: Sequence[Path]) -> Int[np.ndarray, "q 2"]:
+    """Measures images in rows and columns of visual tokens.
+
+    Args:
+        source: the model's folder.
+        images: files, some of them perhaps more than once.
+
+    Returns:
+        The grid of each.
+
+    Raises:
+        FileNotFoundError: an image is missing.
+        ValueError: an image that the model cannot take.
+    """
+    config, family = source.config, source.config.family
+    pixels = family.pixel_cache(
+        config, family.image_settings(source.vision_folder or source.folder), 0
+    )
+    distinct = list(dict.fromkeys(images))
+    # One that stands for all where they have one size.
+    looked = distinct if config.sizes_vary else distinct[:1]
+    found = [family.grids(config, stack_images([pixels(image)]))[0] for image in looked]
+    grids = dict(zip(distinct, found * (len(distinct) // len(looked)), strict=True))
+    return np.array([grids[image] for image in images])
+
+
+@user_input()
 def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
     """Reads what a row kept and answered, and has it judged.
 
@@ -105,7 +139,7 @@ def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) ->
     Raises:
         ValueError: a line is not the answer to the question in its place.
     """
-    provenance, n = file.provenance, file.provenance.num_tokens
+    provenance = file.provenance
     lines = read_answers(file.path)
     if [line.id for line in lines] != [question.question_id for question in questions]:
         raise ValueError(
@@ -115,14 +149,14 @@ def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) ->
     count = np.array([line.fields["kept"] for line in lines], np.int32)
     order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int32)
     for row, line in zip(order, lines, strict=True):
-        whole = range(n) if provenance.method == ALL else ()
+        whole = range(line.fields["kept"]) if provenance.method == ALL else ()
         kept = line.fields.get("order", whole)
         row[: len(kept)] = kept
     return Records(
         method=provenance.method,
         mode=provenance.mode,
         budget=provenance.budget,
-        num_tokens=n,
+        num_tokens=provenance.num_tokens,
         count=count,
         order=trimmed(order, count),
         answer=[line.text for line in lines],
@@ -153,6 +187,7 @@ def _costs(
     files: Sequence[AnswerFile],
     records: Sequence[Records],
     questions: Sequence[Question],
+    grids: Int[np.ndarray, "q 2"],
     source: Source,
     policy: Path | None,
 ) -> list[dict[str, float | None]]:
@@ -165,9 +200,17 @@ def _costs(
         pruner = pruner_of(file.provenance, trained)
         ms, gflops = mean_ms(read_answers(file.path)), None
         if pruner is not None:
-            gflops = float(f"{mean_flops(source.config, pruner, lengths, row.count) / 1e9:.4g}")
+            flops = mean_flops(source.config, pruner, lengths, row.count, grids)
+            gflops = float(f"{flops / 1e9:.4g}")
         costs.append({"ms": None if ms is None else round(ms, 3), "gflops": gflops})
     return costs
+
+
+def _grid_facts(questions: Sequence[Question], grids: Int[np.ndarray, "q 2"]) -> dict[str, Any]:
+    """The grid of all images, or that of each by its name."""
+    if not np.ptp(grids, axis=0).any():
+        return {"grid": grids[0].tolist()}
+    return {"grids": {q.image.name: g for q, g in zip(questions, grids.tolist(), strict=True)}}
 
 
 def _stop_biases(files: Sequence[AnswerFile], records: Sequence[Records]) -> dict[str, float]:

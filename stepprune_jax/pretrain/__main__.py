@@ -1,4 +1,4 @@
-"""Trains a small LLaVA: `python -m stepprune_jax.pretrain --config pretrain_shapes`."""
+"""Trains a small model: `python -m stepprune_jax.pretrain --config pretrain_shapes`."""
 
 from pathlib import Path
 

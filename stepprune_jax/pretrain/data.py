@@ -1,14 +1,18 @@
 """What pretraining reads: conversations, images, and labels of their patches."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from stepprune_jax.data.llava import Sample, read_conversations
-from stepprune_jax.models.llava.images import ImageSettings
-from stepprune_jax.models.llava.pixels import PixelCache
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import stack_images
+from stepprune_jax.pretrain.images import Images
 from stepprune_jax.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from stepprune_jax.pretrain.settings import Pretraining
 
@@ -20,38 +24,37 @@ class Data(NamedTuple):
 
     Attributes:
       samples: Conversations, each with an image.
+      groups: Of each sample; the pixels of a group have one shape.
       pixels: From a path to pixels.
+      grids: From pixels to the grids of their visual tokens.
       labels: Labels of patches and images by name, none without their file.
       words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
       mentions: What the questions mention; None without their file.
     """
 
     samples: list[Sample]
-    pixels: PixelCache
+    groups: Int[np.ndarray, " i"]
+    pixels: Callable[[Path], Any]
+    grids: Callable[[Any], Int[np.ndarray, "i 2"]]
     labels: dict[str, np.ndarray]
     words: dict[str, np.ndarray]
     mentions: Mentions | None
 
-    def images(self, rows: Int[np.ndarray, " b"]) -> Float[np.ndarray, "b 3 H W"]:
-        """Returns the pixels of some samples."""
-        return np.stack([self.pixels(self.samples[row].image) for row in rows])
+    def images(self, rows: Int[np.ndarray, " b"]) -> Images:
+        """Returns the images of some samples, padded to the largest."""
+        pixels = stack_images([self.pixels(self.samples[row].image) for row in rows])
+        return Images(pixels, self.grids(pixels))
 
 
-def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
-    """Reads conversations and labels, and checks them against the model and the stages.
+def read_samples(folder: Path) -> list[Sample]:
+    """Reads conversations, each of which must have an image.
 
     Args:
-      run: Settings of the run.
-      folder: Data in LLaVA's format, with or without labels of patches.
-      settings: Of the image processor.
-
-    Returns:
-      The data; images are read when they are needed.
+      folder: Data in LLaVA's format.
 
     Raises:
       FileNotFoundError: The training file or an image is missing.
-      ValueError: A sample without an image, labels of another shape, more rows in a batch than
-        there are samples, or nothing that would train the tower.
+      ValueError: A sample without an image.
     """
     samples = read_conversations(folder / "train.json", folder / "images")
     bare = next((sample for sample in samples if sample.image is None), None)
@@ -60,7 +63,32 @@ def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
             f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
             "one here"
         )
-    patches = run.model.grid**2
+    return samples
+
+
+def read_data(
+    run: Pretraining, folder: Path, samples: list[Sample], model: ModelConfig, settings: Any
+) -> Data:
+    """Reads labels, and checks them against the model and the stages.
+
+    Args:
+      run: Settings of the run.
+      folder: Data in LLaVA's format, with or without labels of patches.
+      samples: Its conversations.
+      model: The model's shape.
+      settings: Of the image processor.
+
+    Returns:
+      The data. Images are read when they are needed; where their sizes vary, all of them are read
+      here.
+
+    Raises:
+      FileNotFoundError: An image is missing.
+      ValueError: Labels of another shape, more rows in a batch than there are samples of one size,
+        or nothing that would train the tower.
+    """
+    pixels = model.family.pixel_cache(model, settings, 4 << 30)
+    groups, patches = _measure(model, samples, pixels)
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
     tower = bool(labels) and run.tower.steps > 0
     if not tower and not run.language.train_tower and not run.init:
@@ -69,12 +97,30 @@ def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
             f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
             "it to True"
         )
-    expected = f"at most the {len(samples)} samples of {folder / 'train.json'}"
+    most = int(np.bincount(groups).max())
+    expected = f"at most the {most} samples of {folder / 'train.json'}"
+    if most < len(samples):
+        expected += " whose images have one size"
     for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
-        stage.require("batch_size", stage.batch_size <= len(samples), expected)
+        stage.require("batch_size", stage.batch_size <= most, expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
-    pixels = PixelCache(settings, run.model.image_size, 4 << 30)
-    return Data(samples, pixels, labels, words, mentions)
+    grids = functools.partial(model.family.grids, model)
+    return Data(samples, groups, pixels, grids, labels, words, mentions)
+
+
+def _measure(
+    model: ModelConfig, samples: list[Sample], pixels: Callable[[Path], Any]
+) -> tuple[Int[np.ndarray, " i"], int]:
+    """The group of each sample, by the shape of its pixels, and the patches of the largest."""
+    if not model.sizes_vary:
+        return np.zeros(len(samples), int), model.max_image_tokens
+    shapes, groups, patches = {}, [], 0
+    for sample in samples:
+        image = stack_images([pixels(sample.image)])
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(image))
+        groups.append(shapes.setdefault(shape, len(shapes)))
+        patches = max(patches, int(model.family.grids(model, image).prod()))
+    return np.asarray(groups), patches
 
 
 def _read_labels(
@@ -116,7 +162,7 @@ def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches:
         shown = str(list(shape)).replace("-1", "any")
         raise ValueError(
             f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
-            f"samples, and config.model makes {patches} patches of an image"
+            f"samples, and config.model makes {patches} patches of the largest image"
         )
 
 
@@ -142,18 +188,30 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
     }
 
 
-def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray, " b"]:
-    """Returns the rows of batch `step`; each epoch is a permutation without its last, short batch.
+def batch_indices(
+    seed: int, step: int, size: int, groups: Int[np.ndarray, " i"]
+) -> Int[np.ndarray, " b"]:
+    """Returns the rows of batch `step`, all of one group.
+
+    Each epoch is a permutation without the last, short batch of each group.
 
     Args:
       seed: Of the order.
       step: Number of the batch, from 0.
-      size: Rows of a batch, at most `total`.
-      total: Rows there are.
+      size: Rows of a batch, at most as many as the largest group has.
+      groups: Group of each row.
 
     Returns:
       Indices of different rows.
     """
-    epoch, place = divmod(step, total // size)
-    order = np.random.default_rng([seed, epoch]).permutation(total)
-    return order[place * size : (place + 1) * size]
+    counts = np.bincount(groups) // size
+    epoch, place = divmod(step, int(counts.sum()))
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(groups))
+    group, before = 0, place
+    if len(counts) > 1:
+        turns = random.permutation(np.repeat(np.arange(len(counts)), counts))
+        group = turns[place]
+        before = int((turns[:place] == group).sum())
+    mine = order[groups[order] == group]
+    return mine[before * size : (before + 1) * size]

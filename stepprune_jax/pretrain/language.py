@@ -1,4 +1,4 @@
-"""Second and third stage: projector and language model learn to answer.
+"""Second and third stage: projector, or merger, and language model learn to answer.
 
 On a share of the steps only some of the visual tokens are shown, at their own positions, as a
 pruned prefix is shown later; in the third stage also all of them, most of them noise, as a noise
@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Rows, Wanted
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy.noise_gate import (
     FeatureStats,
     noise_gate,
@@ -24,12 +24,18 @@ from stepprune_jax.policy.noise_gate import (
     standardise,
     update_stats,
 )
+from stepprune_jax.pretrain.images import Images, of_tokens, real_tokens
 from stepprune_jax.pretrain.mentions import PlacedMentions, mention_loss
 from stepprune_jax.pretrain.packing import Packed
+from stepprune_jax.pretrain.small import saliency, saliency_tap
 
 
 def thinned(
-    key: Array, saliency_log: Float[Array, "i n"], kept: int, sharpness: Float[Array, "i"]
+    key: Array,
+    saliency_log: Float[Array, "i n"],
+    kept: int,
+    sharpness: Float[Array, "i"],
+    real: Bool[Array, "i n"],
 ) -> Int[Array, "i k"]:
     """Draws visual tokens to keep, in raster order.
 
@@ -41,11 +47,13 @@ def thinned(
       saliency_log: Logarithms of weights, such as those of [CLS] attention.
       kept: How many.
       sharpness: One exponent per image.
+      real: Which tokens are not padding, which is drawn only where there is nothing else.
 
     Returns:
       Indices of different tokens, ascending.
     """
     score = _scores(key, saliency_log, sharpness)
+    score = jnp.where(real, score, jnp.finfo(score.dtype).min)
     return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
 
 
@@ -55,7 +63,10 @@ def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
 
 
 def noised(
-    key: Array, features: Float[Array, "i n d"], score: Float[Array, "i n"]
+    key: Array,
+    features: Float[Array, "i n d"],
+    score: Float[Array, "i n"],
+    real: Bool[Array, "i n"],
 ) -> tuple[Float[Array, "i n d"], Bool[Array, "i n"]]:
     """Mixes tokens with noise, Eq. (13), in most places so much that nothing of them is left.
 
@@ -66,18 +77,20 @@ def noised(
       key: PRNG key; consumed.
       features: Of the tower.
       score: Of each token.
+      real: Which tokens are not padding.
 
     Returns:
       Features of the same mean and variance by channel, and which of them are kept.
     """
-    images, n = score.shape
+    images, n = score.shape[0], jnp.sum(real, axis=1, keepdims=True)
+    score = jnp.where(real, score, jnp.finfo(score.dtype).min)
     count_key, gate_key, noise_key = jax.random.split(key, 3)
     count = jnp.exp(jax.random.uniform(count_key, (images, 1), maxval=jnp.log(n / 2))) * 2
     rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
     inside, outside = jax.random.uniform(gate_key, (2, images, 1))
     kept = rank < count
     alpha = jnp.where(kept, 0.6 + 0.4 * inside, 0.1 * outside)
-    stats = update_stats(FeatureStats.start(features.shape[-1]), features)
+    stats = update_stats(FeatureStats.start(features.shape[-1]), features, real)
     return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats), kept
 
 
@@ -126,33 +139,53 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float
     return jnp.log(saliency + 1e-9) + strength * factor
 
 
-def _see(params, config, pixels, key, words: Sequence[Words], shown: Shown):
-    """Visual features, their indices, and which of them are no noise."""
-    full = config.max_image_tokens
-    everything = jnp.broadcast_to(jnp.arange(full), (pixels.shape[0], full))
-    if shown.kept is None and not shown.noisy:
-        features, _ = vlm.encode_image(params, config, pixels)
-        return features, everything, everything >= 0
-    tap = Tap("attention", (config.feature_layer % (config.vision.num_layers + 1)) - 1)
-    features, taps = vlm.encode_image(params, config, pixels, (tap,))
-    attention = jax.lax.stop_gradient(next(iter(taps.values()))[..., 1:].mean(1))
+class Seen(NamedTuple):
+    """Visual tokens that are shown.
+
+    Attributes:
+      tokens: Features, or what they are projected to.
+      index: Their places among the image's n.
+      real: Which are not padding.
+      clear: Which are neither padding nor noise.
+      grid: Rows and columns of each image.
+    """
+
+    tokens: Float[Array, "i k d"]
+    index: Int[Array, "i k"]
+    real: Bool[Array, "i k"]
+    clear: Bool[Array, "i k"]
+    grid: Int[Array, "i 2"]
+
+
+def _see(params, config, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
+    """Visual features of images, thinned or mixed with noise."""
+    taps = () if shown.kept is None and not shown.noisy else (saliency_tap(config),)
+    features, taps = vlm.encode_image(params, config, images.pixels, taps)
+    count, n = features.shape[:2]
+    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(config, images, n)
+    if not taps:
+        return Seen(features, index, real, real, images.grid)
+    attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with more and more weight on what stands out.
-    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, pixels.shape[:1], minval=-1, maxval=2))
+    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, (count,), minval=-1, maxval=2))
+    words = [named._replace(label=of_tokens(named.label, n)) for named in words]
     favour = _favour(taste_key, attention, words, shown.taste)
     if shown.noisy:
         score_key, noise_key = jax.random.split(draw_key)
-        mixed, clear = noised(noise_key, features, _scores(score_key, favour, sharpness))
-        return mixed, everything, clear
-    index = thinned(draw_key, favour, shown.kept, sharpness)
-    return jnp.take_along_axis(features, index[..., None], axis=1), index, index >= 0
+        score = _scores(score_key, favour, sharpness)
+        mixed, clear = noised(noise_key, features, score, real)
+        return Seen(mixed, index, real, clear, images.grid)
+    index = thinned(draw_key, favour, shown.kept, sharpness, real)
+    real = jnp.take_along_axis(real, index, axis=1)
+    features = jnp.take_along_axis(features, index[..., None], axis=1)
+    return Seen(features, index, real, real, images.grid)
 
 
 def _alignment_loss(
     embedding: Float[Array, "v e"],
     visual: Float[Array, "i k e"],
-    index: Int[Array, "i k"],
-    clear: Bool[Array, "i k"],
+    seen: Seen,
     words: Words,
     silent: int | None,
 ) -> Float[Array, ""]:
@@ -163,8 +196,9 @@ def _alignment_loss(
     "right") is predicted by the same means. Noise is named by the token `silent`, which means
     nothing.
     """
-    label = jnp.take_along_axis(words.label, index, axis=1)
-    named = words.token >= 0
+    # Behind the labels there is only padding.
+    label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
+    clear, named = seen.clear, words.token >= 0
     if jnp.issubdtype(label.dtype, jnp.floating):
         known = jnp.isfinite(label) & clear
         share = jnp.where(jnp.isfinite(label), label, 0.5)
@@ -176,28 +210,43 @@ def _alignment_loss(
             tokens, named = jnp.append(tokens, silent), jnp.append(named, True)
             label = jnp.where(clear, label, tokens.shape[0] - 1)
         logits = jnp.where(named, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
-        known = named[label]
+        known = named[label] & seen.real
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(known, label, jnp.argmax(named))
         )
     return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
 
 
+def _normalised(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+    """Hidden states at a root mean square of one."""
+    return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
+
+
+class Halfway(NamedTuple):
+    """Hidden states halfway through the layers.
+
+    Attributes:
+      words: At the places that were asked for.
+      visual: At the visual tokens.
+    """
+
+    words: Float[Array, "i t e"]
+    visual: Float[Array, "i k e"]
+
+
 def run_packed(
     params: dict[str, Any],
-    config: LlavaConfig,
-    visual: Float[Array, "i k e"],
-    index: Int[Array, "i k"],
+    config: ModelConfig,
+    seen: Seen,
     packed: Packed,
     slot: Int[Array, "i t"],
-) -> tuple[Float[Array, "i a v"], Float[Array, "i t e"]]:
+) -> tuple[Float[Array, "i a v"], Halfway]:
     """Runs the language model on all exchanges of an image at once.
 
     Args:
       params: The model's weights.
       config: Its shape.
-      visual: Projected visual tokens that are shown.
-      index: Their places among the image's n.
+      seen: Visual tokens that are shown, projected.
       packed: The exchanges.
       slot: Places in `packed.ids` whose hidden state halfway through the layers is wanted.
 
@@ -205,40 +254,44 @@ def run_packed(
       Float32 logits, those that each exchange would have as a prompt of its own, and the hidden
       states.
     """
-    images, before = visual.shape[0], packed.prefix.shape[0]
+    (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
-    behind = before + config.max_image_tokens
     prefix_embedding = vlm.embed_text(params, config, prefix)
     text_embedding = vlm.embed_text(params, config, packed.ids)
-    hidden = jnp.concatenate([prefix_embedding, visual, text_embedding], axis=1)
-    prefix_position = jnp.broadcast_to(jnp.arange(before), prefix.shape)
-    positions = [prefix_position, before + index, behind + packed.offset]
-    position = jnp.concatenate(positions, axis=1)
-    shared = jnp.zeros((images, before + visual.shape[1]), jnp.int32)
-    segment = jnp.concatenate([shared, packed.segment], axis=1)
+    hidden = jnp.concatenate([prefix_embedding, seen.tokens, text_embedding], axis=1)
+    offset, extent = config.family.image_positions(config, seen.grid, seen.index)
+    axes = offset.shape[1]
+    behind = before + extent[:, None] + packed.offset
+    of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), behind)
+    first, last = (jnp.repeat(part[:, None], axes, axis=1) for part in of_text)
+    position = jnp.concatenate([first, before + offset, last], axis=2)
+    shared = jnp.zeros((images, before), jnp.int32)
+    visual = jnp.where(seen.real, 0, -1)
+    segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
     middle = Tap("hidden", config.text.num_layers // 2)
-    rows = Rows(hidden, position[:, None], segment >= 0, segment)
+    rows = Rows(hidden, position, segment >= 0, segment)
     span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
     stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
 
     def at(states: Array, slot: Array) -> Array:
-        return jnp.take_along_axis(states, (shared.shape[1] + slot)[..., None], axis=1)
+        return jnp.take_along_axis(states, (before + shown + slot)[..., None], axis=1)
 
     halfway = next(iter(stage.taps.values()))
-    return vlm.logits(params, config, at(stage.hidden, packed.target)), at(halfway, slot)
+    logits = vlm.logits(params, config, at(stage.hidden, packed.target))
+    return logits, Halfway(at(halfway, slot), halfway[:, before : before + shown])
 
 
 class Exchanges(NamedTuple):
     """Images, what is said about them, and what is known of them.
 
     Attributes:
-      pixels: Normalised images.
+      images: The images.
       packed: Their exchanges.
       mentions: What their questions mention; None without labels.
       words: What their patches show; none without labels.
     """
 
-    pixels: Float[Array, "i 3 H W"]
+    images: Images
     packed: Packed
     mentions: PlacedMentions | None
     words: Sequence[Words]
@@ -247,7 +300,7 @@ class Exchanges(NamedTuple):
 def language_loss(
     trained: dict[str, Any],
     frozen: dict[str, Any],
-    config: LlavaConfig,
+    config: ModelConfig,
     key: Array,
     batch: Exchanges,
     shown: Shown,
@@ -255,7 +308,9 @@ def language_loss(
     """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
 
     With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
-    `mentions` and the whole image, that of `mention_loss`.
+    `mentions` and the whole image, that of `mention_loss`. Where a token has several position ids
+    they alone say where it is, and no projector stands behind the noise: there shares between two
+    words, and noise, are named halfway through the layers.
 
     Args:
       trained: The parts of the model that are trained, and with `mentions` their heads.
@@ -269,13 +324,13 @@ def language_loss(
       The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
       that are right, and those of `mention_loss`.
     """
-    params, (pixels, packed, mentions, words) = frozen | trained, batch
-    features, index, clear = _see(params, config, pixels, key, words, shown)
-    visual = vlm.project(params, config, features)
+    params, (images, packed, mentions, words) = frozen | trained, batch
+    seen = _see(params, config, images, key, words, shown)
+    seen = seen._replace(tokens=vlm.project(params, config, seen.tokens))
     # An image that is thinned may not show what a question mentions.
     mentions = None if shown.noisy or shown.kept is not None else mentions
-    slot = jnp.zeros((pixels.shape[0], 0), jnp.int32) if mentions is None else mentions.slot
-    logits, halfway = run_packed(params, config, visual, index, packed, slot)
+    slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
+    logits, halfway = run_packed(params, config, seen, packed, slot)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
@@ -284,9 +339,14 @@ def language_loss(
     total = jnp.sum(jnp.where(known, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
     silent = (config.pad_token_id or 0) if shown.silence else None
-    aligned = sum(_alignment_loss(embedding, visual, index, clear, w, silent) for w in words)
+    aligned = 0.0
+    for named in words:
+        share = jnp.issubdtype(named.label.dtype, jnp.floating)
+        late = config.family.POSITION_AXES > 1 and (share or shown.noisy)
+        visual = _normalised(halfway.visual) if late else seen.tokens
+        aligned += _alignment_loss(embedding, visual, seen, named, silent)
     scalars = {"lm_loss": total, "told": right}
     if mentions is None:
         return total + 0.25 * aligned, scalars
-    mentioned, more = mention_loss(trained["mention_heads"], halfway, mentions)
+    mentioned, more = mention_loss(trained["mention_heads"], halfway.words, mentions)
     return total + 0.25 * aligned + mentioned, scalars | more

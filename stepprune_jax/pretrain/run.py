@@ -1,4 +1,4 @@
-"""A small LLaVA from scratch, from the settings of a run to a folder in the Hugging Face layout."""
+"""A small model from scratch, from the settings of a run to a folder in the Hugging Face layout."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,22 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.llava import Sample
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
-from stepprune_jax.models.llava.images import ImageSettings
-from stepprune_jax.pretrain.data import Data, batch_indices, read_data, word_tokens
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.pretrain.data import (
+    Data,
+    batch_indices,
+    read_data,
+    read_samples,
+    word_tokens,
+)
+from stepprune_jax.pretrain.images import real_tokens
 from stepprune_jax.pretrain.language import Shown
 from stepprune_jax.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions
 from stepprune_jax.pretrain.packing import Packed, pack
-from stepprune_jax.pretrain.settings import Pretraining, ShapeSettings, StageSettings
-from stepprune_jax.pretrain.structure import init_tower, standardising_projector
+from stepprune_jax.pretrain.settings import Pretraining, StageSettings
+from stepprune_jax.pretrain.small import SMALL, small_of
 from stepprune_jax.pretrain.tower import init_heads
 from stepprune_jax.pretrain.update import (
     Recipe,
@@ -49,38 +56,6 @@ MENTION_HEADS = "mention_heads"
 EVERYTHING = Shown()
 
 
-def model_config(shape: ShapeSettings, vocab_size: int, image_token: int) -> LlavaConfig:
-    """Returns the configuration of a model of this shape."""
-    vision = ClipConfig(
-        hidden_size=shape.vision_width,
-        intermediate_size=shape.vision_mlp,
-        num_layers=shape.vision_layers,
-        num_heads=shape.vision_heads,
-        image_size=shape.image_size,
-        patch_size=shape.patch_size,
-    )
-    text = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=shape.text_width,
-        intermediate_size=shape.text_mlp,
-        num_layers=shape.text_layers,
-        num_heads=shape.text_heads,
-        num_kv_heads=shape.text_heads,
-        head_dim=shape.text_width // shape.text_heads,
-        max_positions=2048,
-        rope_theta=shape.rope_theta,
-    )
-    return LlavaConfig(
-        vision=vision,
-        text=text,
-        feature_layer=shape.feature_layer,
-        image_token_id=image_token,
-        bos_token_id=1,
-        eos_token_ids=(2,),
-        pad_token_id=0,
-    )
-
-
 class _Pretrainer(NamedTuple):
     """What all stages of a run read.
 
@@ -97,7 +72,7 @@ class _Pretrainer(NamedTuple):
 
     settings: Pretraining
     workdir: Path
-    model: LlavaConfig
+    model: ModelConfig
     data: Data
     packed: Packed
     mentions: PlacedMentions | None
@@ -132,7 +107,7 @@ class _Pretrainer(NamedTuple):
           state: Before its first update.
           update: (number of the update, state, rows) -> state and scalars.
         """
-        run, folder, total = self.settings, self.workdir / name, len(self.data.samples)
+        run, folder = self.settings, self.workdir / name
         with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
             done = 0
             if checkpoints.latest is not None:
@@ -142,7 +117,7 @@ class _Pretrainer(NamedTuple):
             _LOG.info("%s: step %d of %d", name, done, stage.steps)
             with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
                 for step in range(done, stage.steps):
-                    rows = batch_indices(run.seed, step, stage.batch_size, total)
+                    rows = batch_indices(run.seed, step, stage.batch_size, self.data.groups)
                     state, scalars = update(step, state, rows)
                     if step == done:
                         jax.block_until_ready(scalars)
@@ -167,15 +142,16 @@ class _Pretrainer(NamedTuple):
           params: The model's weights.
 
         Returns:
-          The tower's weights, as they are where there are no labels.
+          The model's weights, as they are where there are no labels.
         """
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
-            return params["vision"]
-        recipe = self.recipe(stage)
-        labels = {name: a for name, a in labels.items() if not name.startswith("share_")}
-        heads = init_heads(labels, self.model.vision.hidden_size)
-        trained = {"vision": params["vision"], "heads": heads}
+            return params
+        recipe, small = self.recipe(stage), small_of(self.model)
+        others = ("share_",) if self.model.class_token_block is not None else ("share_", "image_")
+        labels = {name: a for name, a in labels.items() if not name.startswith(others)}
+        heads = init_heads(labels, self.model.feature_width)
+        trained = {part: params[part] for part in small.TOWER} | {"heads": heads}
         state = start(recipe, trained)
         state, key = everywhere((state, jax.random.key(self.settings.seed)), recipe.devices)
 
@@ -184,7 +160,9 @@ class _Pretrainer(NamedTuple):
             return tower_update(key, state, self.data.images(rows), batch, recipe=recipe)
 
         state = self.train_stage("tower", stage, state, update)
-        return None if state is None else state.trained["vision"]
+        if state is None:
+            return None
+        return params | {part: state.trained[part] for part in small.TOWER}
 
     def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
         """Trains the stage "language" or "noise"; None after an interruption.
@@ -201,7 +179,8 @@ class _Pretrainer(NamedTuple):
         if self.mentions is not None and MENTION_HEADS not in params:
             heads = init_mention_heads(self.mentions, self.model.text.hidden_size)
             params = params | {MENTION_HEADS: heads}
-        parts = {"projector", "language"} | ({"vision"} if run.language.train_tower else set())
+        parts = {small_of(self.model).CONNECTOR, "language"}
+        parts |= {"vision"} if run.language.train_tower else set()
         parts |= params.keys() & {MENTION_HEADS}
         trained = {name: params[name] for name in params if name in parts}
         frozen = {name: params[name] for name in params if name not in parts}
@@ -252,14 +231,14 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     return int(random.choice(run.language.kept))
 
 
-def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
+def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
     """Weights on scales that a small model learns from: embeddings as wide as what layers add."""
-    pixels = data.images(np.arange(min(64, len(data.samples))))
-    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, pixels)[0]
+    images = data.images(np.arange(min(64, len(data.samples))))
+    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, images.pixels)[0]
     language = dict(params["language"])
     language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
-    projector = standardising_projector(params["projector"], features)
-    return params | {"language": language, "projector": projector}
+    real = real_tokens(model, images, features.shape[1])
+    return small_of(model).connect(params | {"language": language}, features, real)
 
 
 def _wide(label: np.ndarray) -> np.ndarray:
@@ -267,32 +246,31 @@ def _wide(label: np.ndarray) -> np.ndarray:
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
+def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelConfig, Any]:
     """Weights, shape and tokenizer to start from: random ones, or those of `run.init`.
 
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
-    texts = [turn for sample in data.samples for turn in sample.turns]
+    texts = [turn for sample in samples for turn in sample.turns]
     old = load_vlm(run.init, dtype=np.float32, layers="stacked") if run.init else None
+    small = SMALL[run.model.family]
     if old is not None:
+        run.require("init", small_of(old.config) is small, f"a folder of {run.model.family!r}")
         texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
-    tokenizer = build_tokenizer(texts)
-    sizes = (len(tokenizer), tokenizer.convert_tokens_to_ids("<image>"))
-    key = jax.random.key(run.seed)
-    if old is not None:
-        language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-        _LOG.info("words that %s lacks: %s", run.init, ", ".join(new) or "none")
-        text = dataclasses.replace(old.config.text, vocab_size=sizes[0])
-        model = dataclasses.replace(old.config, text=text, image_token_id=sizes[1])
-        return old.params | {"language": language}, model, tokenizer
-    model = model_config(run.model, *sizes)
-    params = vlm.init_params(key, model)
-    params["vision"] = init_tower(jax.random.key(run.seed), model.vision)
-    return params, model, tokenizer
+    tokenizer = build_tokenizer(texts, small.TEMPLATE)
+    key, model = jax.random.key(run.seed), small.model_config(run.model, tokenizer)
+    if old is None:
+        return small.init_params(key, model), model, tokenizer
+    language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
+    _LOG.info("words that %s lacks: %s", run.init, ", ".join(new) or "none")
+    text = dataclasses.replace(old.config.text, vocab_size=model.text.vocab_size)
+    ids = {"image_token_id": model.image_token_id, "pad_token_id": model.pad_token_id}
+    model = dataclasses.replace(old.config, text=text, **ids, eos_token_ids=model.eos_token_ids)
+    return old.params | {"language": language}, model, tokenizer
 
 
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
-    """Trains a small LLaVA on a data folder, or resumes an interrupted run.
+    """Trains a small model on a data folder, or resumes an interrupted run.
 
     Args:
       run: Settings of the run, from `read_pretraining`.
@@ -309,12 +287,11 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     """
     workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
     with user_input():
-        side = run.model.image_size
-        images = ImageSettings(resize_to=side, crop_to=(side, side))
-        data = read_data(run, folder, images)
+        samples = read_samples(folder)
+        params, model, tokenizer = _first_model(run, samples)
+        family, images = model.family, SMALL[run.model.family].image_settings(run.model)
+        data = read_data(run, folder, samples, model, images)
         claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
-        params, model, tokenizer = _first_model(run, data)
-        family = model.family
         encoder = ConversationEncoder(tokenizer, family.place_images, family.conversation)
         packed = pack(encoder, data.samples)
         mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
@@ -322,11 +299,11 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     with Interrupt() as interrupt:
         parts = (run, workdir, model, data, packed, mentions, tokens, interrupt)
         pretrainer = _Pretrainer(*parts)
-        vision = pretrainer.train_tower(params)
-        if vision is None:
+        params = pretrainer.train_tower(params)
+        if params is None:
             return None
         # Fetched: stages may share the work among different devices.
-        params = jax.device_get(params | {"vision": vision})
+        params = jax.device_get(params)
         if not run.init:
             params = _start_language(params, model, data)
         for name in ["language"] + ["noise"] * (run.noise.steps > 0):

@@ -1,10 +1,13 @@
 """The settings of a pretraining run."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from ml_collections import ConfigDict
 
-from stepprune_jax.data.shapes.scene import GRID
+from stepprune_jax.data.shapes.scene import GRID, SIDE
+from stepprune_jax.data.source import sizes
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -32,6 +35,8 @@ class WorldSettings(Settings, group="data"):
       seed: Its seed.
       side: Height and width of its images in pixels; None for the world's own.
       grid: Patches along an edge of its images; None for the world's own.
+      sizes: Heights and widths of its images in turn, with patches as in `side` and `grid`; None
+        for images of one size.
       emphasis: Factor on the families of questions that are learned last; None for 1.
     """
 
@@ -40,7 +45,21 @@ class WorldSettings(Settings, group="data"):
     seed: int = count(0)
     side: int | None = count(optional=True)
     grid: int | None = count(optional=True)
+    sizes: tuple[int, ...] | None = sizes()
     emphasis: float | None = number(optional=True)
+
+
+def _integers(what: str) -> Any:
+    """A field that holds some integers from 0, or None."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, tuple) and all(is_count(number, 0) for number in value)
+
+    return setting(f"a tuple of {what}", holds, optional=True)
+
+
+# Fields that a small Qwen2.5-VL needs, and a small LLaVA does not have.
+_OF_QWEN = ("least_size", "window_size", "full_blocks", "rope_sections")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,35 +67,55 @@ class ShapeSettings(Settings, group="model"):
     """The shape of the model.
 
     Attributes:
-      image_size: Height and width of its images in pixels; a multiple of `patch_size`.
+      family: "llava" or "qwen2_5_vl".
+      image_size: Height and width of its images in pixels, of the largest where they differ; a
+        multiple of `token_size`.
+      least_size: Of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
       patch_size: Height and width of a patch.
       vision_width: Width of the tower.
       vision_mlp: Hidden width of its MLPs.
       vision_layers: Its blocks.
       vision_heads: Its heads.
-      feature_layer: Block whose output is read, counted from 1, or from the end as a negative.
+      feature_layer: Block whose output is read, counted from 1, or from the end as a negative;
+        LLaVA's alone.
+      window_size: Height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
+      full_blocks: Blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
       text_width: Width of the language model.
       text_mlp: Hidden width of its MLPs.
       text_layers: Its blocks.
       text_heads: Its heads.
+      text_kv_heads: Its heads of keys and values; None for as many.
       rope_theta: Base of its rotary positions.
+      rope_sections: Pairs of a head's channels for time, row and column; Qwen2.5-VL's.
     """
 
+    family: str = choice(("llava", "qwen2_5_vl"), default="llava")
     image_size: int = count()
+    least_size: int | None = count(optional=True)
     patch_size: int = count()
     vision_width: int = count()
     vision_mlp: int = count()
     vision_layers: int = count()
     vision_heads: int = count()
-    feature_layer: int = integer()
+    feature_layer: int | None = integer(optional=True)
+    window_size: int | None = count(optional=True)
+    full_blocks: tuple[int, ...] | None = _integers("blocks, counted from 0")
     text_width: int = count()
     text_mlp: int = count()
     text_layers: int = count()
     text_heads: int = count()
+    text_kv_heads: int | None = count(optional=True)
     rope_theta: float = positive()
+    rope_sections: tuple[int, ...] | None = _integers("three numbers of pairs of channels")
 
     def __post_init__(self):
         super().__post_init__()
+        own = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
+        for family, names in own.items():
+            for name in names:
+                given, mine = getattr(self, name) is not None, family == self.family
+                expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
+                self.require(name, given == mine, expected)
         for part, divisor, why in (
             ("vision", 4, "their width holds a code of four channels a frequency"),
             ("text", 2, "rotary positions turn pairs of channels"),
@@ -84,17 +123,41 @@ class ShapeSettings(Settings, group="model"):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
             expected = f"a multiple of {divisor} x {heads} heads ({why})"
             self.require(f"{part}_width", width % (divisor * heads) == 0, expected)
-        fits = self.image_size % self.patch_size == 0
-        self.require("image_size", fits, "a multiple of model.patch_size")
-        # One that follows a block: images are thinned by that block's attention.
-        layers = self.vision_layers
-        expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
-        self.require("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
+        heads, grouped = self.text_heads, self.text_kv_heads or self.text_heads
+        self.require("text_kv_heads", heads % grouped == 0, f"a divisor of {heads} heads")
+        token, layers = self.token_size, self.vision_layers
+        size = "model.patch_size" if token == self.patch_size else f"{token}, a token's pixels"
+        self.require("image_size", self.image_size % token == 0, f"a multiple of {size}")
+        if self.family == "llava":
+            # One that follows a block: images are thinned by that block's attention.
+            expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
+            self.require("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
+            return
+        fits = self.least_size % token == 0 and self.least_size <= self.image_size
+        self.require("least_size", fits, f"a multiple of {size}, up to model.image_size")
+        self.require("window_size", self.window_size >= token, f"{token} pixels at least")
+        blocks = set(self.full_blocks)
+        fits = layers - 1 in blocks and blocks <= {*range(layers)}
+        expected = f"some of 0 to {layers - 1}, with the last: images are thinned by its attention"
+        self.require("full_blocks", fits, expected)
+        pairs = self.text_width // heads // 2
+        fits = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
+        self.require("rope_sections", fits, f"three numbers that add up to {pairs}")
+
+    @property
+    def token_size(self) -> int:
+        """Height and width in pixels of what becomes a visual token."""
+        return self.patch_size * (1 if self.family == "llava" else 2)
 
     @property
     def grid(self) -> int:
-        """Patches along an edge of an image."""
-        return self.image_size // self.patch_size
+        """Visual tokens along an edge of the largest images."""
+        return self.image_size // self.token_size
+
+    @property
+    def least_grid(self) -> int:
+        """Visual tokens along an edge of the smallest images."""
+        return (self.least_size or self.image_size) // self.token_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +184,7 @@ class TowerSettings(StageSettings, group="tower"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageSettings(StageSettings, group="language"):
-    """The second stage, in which projector and language model learn to answer.
+    """The second stage, in which projector or merger and language model learn to answer.
 
     Attributes:
       steps: Updates, one at least.
@@ -175,6 +238,8 @@ class Pretraining(Settings):
       noise: The third stage.
     """
 
+    _added: ClassVar[Mapping[str, Any]] = {"model.family": "llava"}
+
     method: str = choice(("pretrain",))
     seed: int = count(0)
     init: str = text()
@@ -195,7 +260,7 @@ class Pretraining(Settings):
         for stage in (self.tower, self.language, self.noise):
             stage.require("batch_size", stage.batch_size % self.micro_batch == 0, expected)
         if self.language.thinned_share or self.noise.thinned_share:
-            n, kept = self.model.grid**2, self.language.kept
+            n, kept = self.model.least_grid**2, self.language.kept
             fits = bool(kept) and all(is_count(k) and k <= n for k in kept)
             self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
 
@@ -203,15 +268,28 @@ class Pretraining(Settings):
         """Refuses to draw a shapes world whose patches are not those of the model.
 
         Raises:
-          ValueError: The grids differ, or there are no scenes.
+          ValueError: The grids differ, images are too large or too small, or there are no scenes.
         """
-        self.data.require("train_scenes", self.data.train_scenes > 0, "an integer from 1")
-        grid, wanted = self.data.grid or GRID, self.model.grid
-        if grid != wanted:
+        data, model = self.data, self.model
+        data.require("train_scenes", data.train_scenes > 0, "an integer from 1")
+        grid, wanted, side = data.grid or GRID, model.grid, data.side or SIDE
+        if model.least_size is None:
+            data.require("sizes", data.sizes is None, "none, as images of this model have one size")
+            if grid != wanted:
+                raise ValueError(
+                    f"config.data.grid is {grid}, expected {wanted}, as config.model has "
+                    f"{model.image_size} pixels in patches of {model.patch_size}"
+                )
+            return
+        if side != grid * model.token_size:
             raise ValueError(
-                f"config.data.grid is {grid}, expected {wanted}, as config.model has "
-                f"{self.model.image_size} pixels in patches of {self.model.patch_size}"
+                f"config.data.grid is {grid}, expected {side / model.token_size:g}, as images have "
+                f"{side} pixels and a token of config.model {model.token_size}"
             )
+        given = data.sizes or (side,)
+        fits = model.least_size <= min(given) and max(given) <= model.image_size
+        expected = f"sizes from model.least_size ({model.least_size}) to image_size"
+        data.require("sizes", fits, f"{expected} ({model.image_size})")
 
 
 def read_pretraining(config: ConfigDict) -> Pretraining:

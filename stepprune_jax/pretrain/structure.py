@@ -19,7 +19,7 @@ from stepprune_jax.models.llava.config import ClipConfig
 
 _STRENGTH = 1.5  # of the code, against patch content of variance about 1
 _SHARPNESS = 6.0  # of a local head: the neighbour meant gets e^5 times the weight of the next
-_AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
+AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
 
 
 def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
@@ -108,7 +108,7 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
         reach = 1 + layer % 2
         for head in range(heads if layer < 2 else heads // 2):
             at = slice(head * width, (head + 1) * width)
-            offset = tuple(reach * step for step in _AROUND[head % 8])
+            offset = tuple(reach * step for step in AROUND[head % 8])
             query[layer, :, at] *= 0.1
             keys[layer, :, at] *= 0.1
             query[layer, -width:, at] += scale * shift(offset, side, width)

@@ -1,8 +1,9 @@
 """First stage: the tower learns what every patch shows, from labels of patches.
 
 Labels are arrays over the training images: `class_*` int [i, n] are predicted by a softmax head at
-every patch, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or 1
-[i, p] by a head on the class token. The heads are thrown away afterwards.
+every visual token, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or
+1 [i, p] by a head on the class token. The heads are thrown away afterwards. A smaller image has its
+labels in front, and anything behind them.
 """
 
 from typing import Any
@@ -13,8 +14,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from stepprune_jax.models.llava import tower as clip
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.pretrain.images import Images, of_tokens, real_tokens
+from stepprune_jax.pretrain.small import small_of
 
 Labels = dict[str, Array]
 
@@ -36,40 +38,42 @@ def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c
 
 
 def tower_loss(
-    trained: dict[str, Any],
-    config: LlavaConfig,
-    pixels: Float[Array, "i 3 H W"],
-    labels: Labels,
+    trained: dict[str, Any], config: ModelConfig, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sums the heads' losses at the layer that LLaVA reads.
+    """Sums the heads' losses at the visual tokens, before a projector.
 
     Args:
-      trained: {"vision", "heads"}.
+      trained: The tower, and its "heads".
       config: The model's shape.
-      pixels: Normalised images.
+      images: The images.
       labels: Labels of these images.
 
     Returns:
       The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
       mean absolute error.
     """
-    vision = trained["vision"]
-    hidden, _ = clip.encode(vision, config.vision, pixels, config.feature_layer)
+    tokens, whole = small_of(config).states(trained, config, images.pixels)
+    n = tokens.shape[1]
+    real = real_tokens(config, images, n)
     total, scalars = jnp.zeros(()), {}
+
+    def mean(values):
+        return jnp.sum(jnp.where(real, values, 0)) / jnp.sum(real)
+
     for name, label in labels.items():
         head = trained["heads"][name]
         if name.startswith("image_"):
-            logit = linear_head(head, hidden[:, 0])
+            logit = linear_head(head, whole)
             total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
             continue
-        output = linear_head(head, hidden[:, 1:])
+        output, label = linear_head(head, tokens), of_tokens(label, n)
         if name.startswith("class_"):
             label = label.astype(jnp.int32)
-            total += jnp.mean(optax.softmax_cross_entropy_with_integer_labels(output, label))
-            scalars[name] = jnp.mean(jnp.argmax(output, -1) == label)
+            total += mean(optax.softmax_cross_entropy_with_integer_labels(output, label))
+            scalars[name] = mean(jnp.argmax(output, -1) == label)
         else:
             label = label.astype(jnp.float32)
-            known = jnp.isfinite(label)
+            known = jnp.isfinite(label) & real[..., None]
             error = jnp.where(known, output - jnp.where(known, label, 0), 0)
             count = jnp.maximum(jnp.sum(known), 1)
             total += 4 * jnp.sum(error**2) / count

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, muon
 
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import jit_for_weights
+from stepprune_jax.pretrain.images import Images
 from stepprune_jax.pretrain.language import Exchanges, Shown, Words, language_loss
 from stepprune_jax.pretrain.mentions import PlacedMentions
 from stepprune_jax.pretrain.packing import Packed
@@ -39,7 +40,7 @@ class Recipe(NamedTuple):
       shown: What the language model is shown of an image.
     """
 
-    model: LlavaConfig
+    model: ModelConfig
     steps: int
     lr: float
     micro_batch: int
@@ -150,14 +151,14 @@ def _apply(recipe: Recipe, state: State, grads: Any) -> State:
     return State(optax.apply_updates(state.trained, updates), moments)
 
 
-def _tower_update(key, state: State, pixels, labels, recipe: Recipe):
+def _tower_update(key, state: State, images: Images, labels, recipe: Recipe):
     """One update of the tower and its heads; nothing is drawn, the key says where it runs."""
 
     def loss(trained, _, part, __):
         return tower_loss(trained, recipe.model, *part)
 
     grads, scalars = _accumulate(
-        loss, state.trained, (), (pixels, labels), key, recipe.micro_batch, recipe.devices
+        loss, state.trained, (), (images, labels), key, recipe.micro_batch, recipe.devices
     )
     return _apply(recipe, state, grads), scalars
 
@@ -166,7 +167,7 @@ def _language_update(
     key,
     state: State,
     params,
-    pixels,
+    images: Images,
     packed: Packed,
     mentions: PlacedMentions | None,
     words,
@@ -179,14 +180,14 @@ def _language_update(
     labels, tokens = words
 
     def loss(trained, frozen, part, piece_key):
-        pixels, rows, mentions, labels = part
+        images, rows, mentions, labels = part
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
-        piece = Exchanges(pixels, Packed(prefix, *rows), mentions, named)
+        piece = Exchanges(images, Packed(prefix, *rows), mentions, named)
         return language_loss(trained, params, recipe.model, piece_key, piece, recipe.shown)
 
     frozen = (params, packed.prefix, tokens)
-    batch = (pixels, tuple(packed[1:]), mentions, labels)
+    batch = (images, tuple(packed[1:]), mentions, labels)
     grads, scalars = _accumulate(
         loss, state.trained, frozen, batch, key, recipe.micro_batch, recipe.devices
     )

@@ -2,33 +2,48 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.models.llava.prompts import conversation
 
-_SPECIAL = ("<unk>", "<s>", "</s>")
+class Template(NamedTuple):
+    """Tokens of a family's prompts.
+
+    Attributes:
+      special: Tokens of the ids from 0, the one for unknown words first.
+      start: The one that stands in front of any text; None without one.
+      end: The one that ends an answer.
+      words: What prompts say besides, such as the roles.
+      system: What every prompt begins with.
+      added: Further tokens, that of an image among them.
+    """
+
+    special: tuple[str, ...]
+    start: str | None
+    end: str
+    words: str
+    system: str
+    added: tuple[str, ...]
 
 
-def build_tokenizer(texts: Iterable[str], most_words: int = 8000) -> Any:
+def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 8000) -> Any:
     """Builds a tokenizer with one token for each word, number or sign.
 
     Case does not matter. The system sentence of the prompt, the same in every prompt, is a single
     token: a small model should not spend a third of its sequence on it. Words that no text holds
-    become `<unk>`.
+    become the template's first token.
 
     Args:
       texts: Everything that is asked and answered.
+      template: Of the model's family.
       most_words: Rarer words than these are left out.
 
     Returns:
-      A fast `transformers` tokenizer with `<s>` in front, ids 0 to 2 for `<unk>`, `<s>` and `</s>`,
-      and `<image>`.
+      A fast `transformers` tokenizer with the template's tokens.
     """
     import tokenizers
     import transformers
@@ -42,22 +57,25 @@ def build_tokenizer(texts: Iterable[str], most_words: int = 8000) -> Any:
     )
     lower = tokenizers.normalizers.Lowercase()
     counts: Counter[str] = Counter()
-    system = conversation([None]).partition(" USER:")[0]
-    for text in (*texts, "USER: ASSISTANT:"):
+    for text in (*texts, template.words):
         counts.update(word for word, _ in split.pre_tokenize_str(lower.normalize_str(text)))
     # By count, then by the alphabet: the same texts in any order give the same ids.
     words = sorted(counts, key=lambda word: (-counts[word], word))[:most_words]
-    vocabulary = {word: number for number, word in enumerate((*_SPECIAL, *words))}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    vocabulary = {word: number for number, word in enumerate((*template.special, *words))}
+    unknown, start = template.special[0], template.start
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))
     backend.normalizer, backend.pre_tokenizer = lower, split
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
+    if start is not None:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{start} $A",
+            pair=f"{start} $A $B",
+            special_tokens=[(start, vocabulary[start])],
+        )
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend, bos_token=start, eos_token=template.end, unk_token=unknown
     )
-    tokenizer.add_tokens([tokenizers.AddedToken(system, normalized=False)])
-    tokenizer.add_tokens([IMAGE_MARK], special_tokens=True)
+    tokenizer.add_tokens([tokenizers.AddedToken(template.system, normalized=False)])
+    tokenizer.add_tokens(list(template.added), special_tokens=True)
     return tokenizer
 
 

@@ -78,9 +78,10 @@ def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) ->
     for place, i in enumerate(chosen):
         left = _GAP + place * (_SIDE + _GAP)
         order = report.patches(record, i)[:step]
-        panel = draw_panel(report.questions[i].image, order, report.grid, _SIDE, marks=False)
+        grid = report.square(i)
+        panel = draw_panel(report.questions[i].image, order, grid, _SIDE, marks=False)
         if 0 < step == len(order):
-            left_, top, right, bottom = patch_box(order[-1], report.grid, _SIDE)
+            left_, top, right, bottom = patch_box(order[-1], grid, _SIDE)
             newest = (left_, top, right - 1, bottom - 1)
             ImageDraw.Draw(panel).rectangle(newest, outline="#ffcf33", width=3)
         frame.paste(panel, (left, _HEAD))
@@ -94,7 +95,7 @@ def _caption(
     """The count above a panel, the question and, once it has stopped, the answer below."""
     count = int(record.count[i])
     kept = min(step, count)
-    head = f"{kept} of {report.num_tokens} tokens"
+    head = f"{kept} of {report.sizes[i]} tokens"
     draw.text((left, _HEAD - 10), head, fill=INK, font=font(15, bold=True), anchor="ls")
     if step > count:
         draw.text((left + _SIDE, _HEAD - 10), "stop", fill=SOFT, font=font(15), anchor="rs")

@@ -102,18 +102,25 @@ def draw_benchmark_overlays(
     side = math.isqrt(file.provenance.num_tokens)  # LLaVA's images are square
     first = file.provenance.num_tokens - side * side  # 1 where the class token is kept
     examples = [
-        _overlay(benchmark, row, question, first, None if worth is None else bool(worth[n] >= 0.5))
+        _overlay(
+            benchmark, row, question, side, first, None if worth is None else bool(worth[n] >= 0.5)
+        )
         for n, (row, question) in enumerate(zip(rows, questions, strict=True))
         if "order" in row.fields
     ]
     if not examples:
         return None
     groups = [examples[n : n + _COLUMNS] for n in range(0, len(examples), _COLUMNS)]
-    return draw_rows(path, (side, side), [("", group) for group in groups])
+    return draw_rows(path, [("", group) for group in groups])
 
 
 def _overlay(
-    benchmark: Benchmark, row: Answer, question: BenchmarkQuestion, first: int, right: bool | None
+    benchmark: Benchmark,
+    row: Answer,
+    question: BenchmarkQuestion,
+    side: int,
+    first: int,
+    right: bool | None,
 ) -> Overlay:
     """A sample as it is drawn."""
     image = question.image
@@ -128,4 +135,5 @@ def _overlay(
         text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
         answer=shorten(row.text, 28, placeholder="…"),
         right=right,
+        grid=(side, side),
     )

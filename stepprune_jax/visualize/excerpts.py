@@ -41,16 +41,19 @@ def check_report(report: Report) -> Report:
         values = getattr(report, name)
         if values is not None and len(values) != asked:
             raise ValueError(f"{name}: expected {asked}, one a question, got {len(values)}")
-    tokens = int(all_tokens(report).count.max())
-    if min(report.grid) < 1 or report.first not in (0, 1):
-        raise ValueError(
-            f"grid: {report.grid[0]} x {report.grid[1]} patches do not make {tokens} tokens, the "
-            f"count of {ALL!r}"
-        )
+    tokens = all_tokens(report).count
+    if len(report.grids) != asked:
+        raise ValueError(f"grids: expected {asked}, one a question, got {len(report.grids)}")
+    for i, (rows, columns) in enumerate(report.grids):
+        if min(rows, columns) < 1 or report.first(i) not in (0, 1):
+            raise ValueError(
+                f"grids[{i}]: {rows} x {columns} patches do not make {tokens[i]} tokens, the "
+                f"count of {ALL!r}"
+            )
     for i, row in enumerate(report.table):
         _check_row(i, row)
     for i, record in enumerate(report.records):
-        _check_record(f"records[{i}] ({name_of(record)})", record, asked, tokens)
+        _check_record(f"records[{i}] ({name_of(record)})", record, asked, int(tokens.max()))
     default_record(report)
     return report
 

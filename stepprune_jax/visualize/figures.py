@@ -14,7 +14,17 @@ from stepprune_jax.visualize.page import PageFigure, write_page
 from stepprune_jax.visualize.training import draw_training
 
 # Of the manifest: what differs between two runs of the same command, or says where files are.
-_NOT_SHOWN = ("kind", "seconds", "data", "metrics_file", "questions", "model", "model_name", "ask")
+_NOT_SHOWN = (
+    "kind",
+    "seconds",
+    "data",
+    "grids",
+    "metrics_file",
+    "questions",
+    "model",
+    "model_name",
+    "ask",
+)
 _CHOSEN = (
     "Examples were chosen by K and question family alone, without looking at answers or selections."
 )

@@ -45,12 +45,19 @@ def _asked(report: Report) -> str:
     accuracy = _in_table(report, all_tokens(report), "accuracy")
     return (
         f"<p class=lead>{len(report.questions):,} questions about {images:,} images, answered by "
-        f"{model} with frozen weights. Each image has {report.num_tokens:,} visual tokens; "
+        f"{model} with frozen weights. {_sizes(report)}; "
         "<b>K</b> is the number of them that the language model reads. <b>Retention</b> is "
-        f"accuracy in percent of the accuracy with all {report.num_tokens:,}, which is {accuracy}."
-        f"</p>\n"
+        f"accuracy in percent of the accuracy with all of them, which is {accuracy}.</p>\n"
         f"<p class=note>For example: {examples}</p>"
     )
+
+
+def _sizes(report: Report) -> str:
+    """How many visual tokens an image has."""
+    low, high = report.sizes.min(), report.sizes.max()
+    if low == high:
+        return f"Each image has {report.num_tokens:,} visual tokens"
+    return f"An image has {low:,} to {high:,} visual tokens, {report.num_tokens:,} on average"
 
 
 def _own_stop(report: Report) -> str:
@@ -75,6 +82,7 @@ def _own_stop(report: Report) -> str:
 def _tightest(report: Report) -> str:
     """The default policy against the best other method, at the tightest budget."""
     ours, *exact = [row for row in tightest(report) if row.method == DEFAULT]
+    held = round(ours.budget * report.num_tokens / ours.num_tokens)
     compared = others(report, ours.budget)
     numbers = [
         ("ours", _in_table(report, ours, "retention"), f"retention with {DEFAULT}, {ours.mode}")
@@ -93,11 +101,18 @@ def _tightest(report: Report) -> str:
         )
     if exact:
         notes.append(
-            f"With exactly {ours.budget:,} tokens for every image, {DEFAULT} retains "
+            f"{_exactly(report, held)}, {DEFAULT} retains "
             f"{_in_table(report, exact[0], 'retention')}."
         )
-    title = f"At the tightest budget: {ours.budget:,} of {report.num_tokens:,} tokens"
+    title = f"At the tightest budget: {held:,} of {report.num_tokens:,} tokens"
     return _card(title, numbers, " ".join(notes))
+
+
+def _exactly(report: Report, held: int) -> str:
+    """What an exact budget is."""
+    if np.ptp(report.sizes) == 0:
+        return f"With exactly {held:,} tokens for every image"
+    return f"With the same share of every image's tokens, {held:,} on average"
 
 
 def _card(title: str, numbers: list[tuple[str, str, str]], note: str) -> str:

@@ -34,7 +34,7 @@ class Overlay(NamedTuple):
         text: the question.
         answer: what was answered.
         right: whether that is right; `None` where it is not known.
-        grid: rows and columns of its patches, where they are not those of the other images.
+        grid: rows and columns of its patches.
     """
 
     image: str | Path | Image.Image
@@ -44,7 +44,7 @@ class Overlay(NamedTuple):
     text: str
     answer: str
     right: bool | None
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, int]
 
 
 def choose(
@@ -128,7 +128,7 @@ def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
         for (name, _), members in zip(ROWS, groups, strict=True)
         if members
     ]
-    return draw_rows(path, report.grid, named)
+    return draw_rows(path, named)
 
 
 def draw_hero(path: str | Path, report: Report) -> Path:
@@ -148,7 +148,7 @@ def draw_hero(path: str | Path, report: Report) -> Path:
     record = default_record(report)
     groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
     members = [_overlay(report, record, i) for group in groups for i in group]
-    return draw_rows(path, report.grid, [("", members)])
+    return draw_rows(path, [("", members)])
 
 
 def _overlay(report: Report, record: Records, i: int) -> Overlay:
@@ -165,6 +165,7 @@ def _overlay(report: Report, record: Records, i: int) -> Overlay:
         text=question.text,
         answer=answer,
         right=right,
+        grid=report.square(i),
     )
 
 
@@ -206,7 +207,7 @@ def draw_answer(
     with warnings.catch_warnings():
         # A model may say anything: what the typeface lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        return draw_rows(path, shown[0].grid, [("", shown)])
+        return draw_rows(path, [("", shown)])
 
 
 class Seen(NamedTuple):
@@ -255,14 +256,11 @@ def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
     return int(model.config.family.num_tokens(model.config, np.array([grid]))[0])
 
 
-def draw_rows(
-    path: str | Path, grid: tuple[int, int], rows: Sequence[tuple[str, Sequence[Overlay]]]
-) -> Path:
+def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -> Path:
     """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
 
     Args:
         path: the PNG to write.
-        grid: rows and columns of patches.
         rows: what stands beside each row, and its examples; without any such text there is no room
             for it.
 
@@ -293,16 +291,14 @@ def draw_rows(
                     fontsize=9,
                 )
             for c, example in enumerate(members):
-                _draw_overlay(figure, grid, example, margin + c * (_SIDE + _GAP), top)
+                _draw_overlay(figure, example, margin + c * (_SIDE + _GAP), top)
         return style.save(figure, path)
 
 
-def _draw_overlay(
-    figure: Figure, grid: tuple[int, int], example: Overlay, left: int, top: int
-) -> None:
+def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None:
     """One panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
-    panel = draw_panel(example.image, example.patches, example.grid or grid, _SIDE)
+    panel = draw_panel(example.image, example.patches, example.grid, _SIDE)
     # figimage counts from below, in pixels of the figure.
     figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")
 

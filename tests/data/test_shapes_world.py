@@ -314,3 +314,57 @@ def test_the_command_writes_and_reports_mistakes_in_one_line(tmp_path, capsys):
             main([*arguments, *wrong])
         error = capsys.readouterr().err
         assert exit.value.code == 2 and error.count("\n") == 1 and "error:" in error, wrong
+
+
+SIZED = {**SMALL, "train": 4, "sizes": (48, 64, 96)}
+
+
+def test_images_take_turns_in_size_and_show_the_same_scenes(tmp_path):
+    plain = write_world(tmp_path / "plain", **{**SMALL, "train": 4}, patches=True)
+    mixed = write_world(tmp_path / "mixed", **SIZED, patches=True)
+    for name in ("train.json", "test.jsonl", "test_answers.jsonl", "train_mentions.npz"):
+        assert (plain / name).read_bytes() == (mixed / name).read_bytes()
+    sides = [96, 48, 64, 96, 48]
+    for number, side in zip((2, 3, 1, 2, 0), sides, strict=True):
+        with Image.open(mixed / "images" / f"train_{number:06d}.png") as picture:
+            assert picture.size == (side, side)
+    # The third image is that of the plain world.
+    name = "images/train_000002.png"
+    assert (plain / name).read_bytes() == (mixed / name).read_bytes()
+    facts = (mixed / "test_scenes.jsonl").read_text().splitlines()
+    _, asked = scene_at(4, "test", 0, 6)
+    relevant = [json.loads(line)["relevant"] for line in facts[: len(asked)]]
+    assert relevant == [list(query.relevant) for query in asked]
+    with np.load(plain / "train_patches.npz") as one, np.load(mixed / "train_patches.npz") as two:
+        assert {*one} - {*two} == {"value_place"} and {*two} - {*one} == {"value_offset"}
+        assert two["class_kind"].shape == (4, 144)
+        assert not two["class_kind"][0, 36:].any() and two["class_kind"][0, :36].any()
+        np.testing.assert_array_equal(one["class_kind"][2], two["class_kind"][2])
+        np.testing.assert_array_equal(one["image_presence"], two["image_presence"])
+        assert np.isnan(two["share_across"][0, 36:]).all()
+
+
+def test_relative_places_lead_from_the_patch_to_the_shape(scenes):
+    for scene, _ in scenes[:20]:
+        label = patch_labels(scene, 8, relative=True)["value_offset"].astype(float)
+        told = np.isfinite(label[:, 0])
+        assert (told == np.isin(patch_labels(scene, 8)["class_kind"], range(1, 6))).all()
+        for patch in np.flatnonzero(told):
+            # 12 pixels a patch of 8 along 96.
+            row, column = divmod(int(patch), 8)
+            x, y = column + 0.5 + label[patch, 0], row + 0.5 + label[patch, 1]
+            near = [s for s in scene.shapes if np.hypot(s.x - 12 * x, s.y - 12 * y) < 0.2]
+            assert len(near) == 1, patch
+            np.testing.assert_allclose(12 * label[patch, 2], near[0].radius, atol=0.05)
+
+
+def test_sizes_are_written_down_and_checked(tmp_path):
+    folder = write_world(tmp_path / "w", **SIZED)
+    assert json.loads((folder / "world.json").read_text())["sizes"] == [48, 64, 96]
+    write_world(folder, **SIZED)
+    for other in ({"sizes": (48, 96)}, {"sizes": None}):
+        with pytest.raises(ValueError, match=r"other settings \(sizes is \[48, 64, 96\], not"):
+            write_world(folder, **{**SIZED, **other})
+    for sizes in ((50,), (), (0,)):
+        with pytest.raises(ValueError, match=r"sizes of the shapes world are .* of the 8 pixels"):
+            write_world(tmp_path / "x", **{**SIZED, "sizes": sizes})

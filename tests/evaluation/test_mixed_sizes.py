@@ -1,6 +1,7 @@
 """An evaluation of a model whose images differ in their number of tokens."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,12 +9,16 @@ import numpy as np
 import pytest
 from benchmark_folders import write_benchmarks
 from PIL import Image
-from small_world import changed, one_width, small_run
+from small_world import one_width, small_run
 
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import Policy, save_policy
+from stepprune_jax.data.shapes import write_world
+from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
+from stepprune_jax.evaluation.report import read_report
 from stepprune_jax.policy import FeatureStats, init_policy
+from stepprune_jax.visualize import check_report, redraw
 
 SHARE = "1/3"
 
@@ -73,7 +78,64 @@ def test_budgets_are_shares_of_each_image(world):
     assert made["share"] == SHARE and made["min_pixels"] == 256
 
 
-def test_the_shapes_report_is_refused(world):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Glyph", "ignore:.*:UserWarning")
+def test_the_benchmarks_of_the_papers_second_table_are_scored(world, tmp_path):
     run, workdir, _ = world
-    with pytest.raises(ValueError, match="draws images of one size"):
-        generate_answers(changed(run, benchmarks="shapes"), workdir)
+    shutil.copy(workdir / "policy.safetensors", tmp_path)
+    names = ["mmbench", "mme", "pope", "scienceqa", "textvqa"]
+    run = changed(run, benchmarks=",".join(names), textvqa_ocr=False, methods="all,StepPrune")
+    evaluate(run, tmp_path)
+    table = json.loads((tmp_path / "report" / "benchmarks.json").read_text())
+    assert [(row["method"], row["mode"]) for row in table] == [
+        ("all tokens", "exact"),
+        ("StepPrune, own stop", "adaptive"),
+        ("StepPrune", "exact"),
+        ("StepPrune", "adaptive"),
+    ]
+    assert all(row[f"{name}_mean_k"] > 0 for row in table for name in names)
+
+
+@pytest.fixture(scope="module")
+def shapes(world, tmp_path_factory):
+    """A run on a shapes world of three sizes, and its folder."""
+    run, workdir, _ = world
+    base = tmp_path_factory.mktemp("shapes")
+    splits = {"train": 0, "validation": 3, "test": 3}
+    data = write_world(base / "data", seed=0, sizes=(16, 24, 32), **splits)
+    (base / "run").mkdir()
+    shutil.copy(workdir / "policy.safetensors", base / "run")
+    run = small_run(
+        Path(run.model.folder), data, methods="grid,StepPrune", max_new_tokens=1, budgets=(SHARE,)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        one_width(patch)
+        patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
+        evaluate(run, base / "run")
+    return base / "run" / "report"
+
+
+def test_the_report_on_shapes_knows_the_size_of_each_image(shapes):
+    report = check_report(read_report(shapes))
+    sides = {f"test_{number:06d}.png": side for number, side in enumerate((2, 3, 4))}
+    assert report.grids == [(sides[q.image.name],) * 2 for q in report.questions]
+    tokens = np.array([rows * columns for rows, columns in report.grids])
+    whole, own, grid, exact, adaptive = report.records
+    assert (whole.count == tokens).all() and report.num_tokens == round(tokens.mean())
+    assert (whole.order[0] == [*range(4)] + [-1] * 12).all()
+    for row in (grid, exact):
+        assert (row.count == (2 * tokens + 3) // 6).all() and row.pruning_rate == 66.7
+    assert own.pruning_rate == round(100 * (1 - own.count.mean() / report.num_tokens), 1)
+    assert adaptive.method == exact.method == "StepPrune"
+    for i in range(len(tokens)):
+        patches = report.patches(adaptive, i)
+        assert len(patches) == adaptive.count[i] and (patches < tokens[i]).all()
+    # A larger image takes more operations.
+    assert report.table[0]["gflops"] > report.table[2]["gflops"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_the_page_on_shapes_tells_how_many_tokens_images_have(shapes):
+    page = redraw(shapes).read_text()
+    assert "An image has 4 to 16 visual tokens" in page and "share of every image" in page

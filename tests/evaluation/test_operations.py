@@ -73,7 +73,8 @@ def test_the_mean_is_over_questions():
     pruner = make_method(None, Budget("own"), policy=stepprune()).pruner
     lengths = Lengths(np.array([20, 20, 30]), np.array([5, 5, 6]))
     each = [sum(parts(pruner, *a).values()) for a in ((2, 20, 5), (4, 20, 5), (4, 30, 6))]
-    found = mean_flops(CONFIG, pruner, lengths, np.array([2, 4, 4]))
+    grids = np.tile(CONFIG.grid, (3, 1))
+    found = mean_flops(CONFIG, pruner, lengths, np.array([2, 4, 4]), grids)
     assert found == pytest.approx(sum(each) / 3)
 
 

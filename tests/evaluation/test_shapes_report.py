@@ -94,7 +94,7 @@ def test_the_report_can_be_read_again(run, world):
     _, workdir, table = run
     report = read_report(workdir / "report")
     assert report.table == table and len(report.records) == len(table)
-    assert report.grid == (3, 3) and report.metrics_file == workdir / "metrics.jsonl"
+    assert set(report.grids) == {(3, 3)} and report.metrics_file == workdir / "metrics.jsonl"
     assert len(report.questions) == len(report.scenes) == len(report.answers) == 9
     for row, records in zip(table, report.records, strict=True):
         assert (row["method"], row["mode"]) == (records.method, records.mode)

@@ -108,6 +108,32 @@ def test_no_sharded_dimension_is_indivisible(name, preset):
     assert whole < 2e6  # scales, biases, and the tower's first layer
 
 
+@pytest.mark.parametrize("name", memory.QWEN_MODELS)
+def test_a_qwen_has_a_rule_for_each_weight_and_is_divided(name):
+    config = memory.model_config(name)
+    params, rules = vlm.abstract_params(config), config.family.SHARDING_RULES
+    used = set()
+    for path, leaf in leaves(params):
+        matching = [pattern for pattern, _ in rules if matches(path, pattern)]
+        # The first one counts: a longer path stands before the shorter one that it ends with.
+        assert matching and len(spec_of(path, rules)) <= leaf.ndim, path
+        used.add(matching[0])
+    tied = {"language/head/kernel"} if config.text.tie_embeddings else set()
+    assert used | tied == {pattern for pattern, _ in rules}
+    for preset in MESHES:
+        shardings(params, rules, mesh_of(preset))
+
+
+# As the index files of the published models have it: half of their `total_size`, in bytes.
+@pytest.mark.parametrize(
+    "name, weights",
+    [("3b", 3_754_622_976), ("7b", 8_292_166_656), ("72b", 73_410_777_344)],
+)
+def test_a_qwen_has_as_many_weights_as_the_published_one(name, weights):
+    params = vlm.abstract_params(memory.model_config(f"qwen2.5-vl-{name}"))
+    assert sum(leaf.size for _, leaf in leaves(params)) == weights
+
+
 def test_a_dimension_that_cannot_be_divided_is_named():
     tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
     with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):

@@ -13,8 +13,9 @@ from stepprune_jax.data.source import data_folder
 from stepprune_jax.evaluation.settings import read_evaluation
 from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.models import vlm
-from stepprune_jax.pretrain.run import model_config
 from stepprune_jax.pretrain.settings import read_pretraining
+from stepprune_jax.pretrain.small_llava import TEMPLATE, model_config
+from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training import read_run, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def test_the_model_of_576_tokens_has_some_30_million_weights(monkeypatch):
     config = importlib.import_module("configs.pretrain_shapes576").get_config()
     run = read_pretraining(config)
     run.check_world()
-    model = model_config(run.model, 100, 99)
+    model = model_config(run.model, build_tokenizer([], TEMPLATE))
     assert model.max_image_tokens == 576
     count = sum(leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(model)))
     assert 25e6 < count < 35e6

@@ -20,6 +20,7 @@ from stepprune_jax.pretrain.mentions import (
     read_mentions,
 )
 from stepprune_jax.pretrain.packing import pack
+from stepprune_jax.pretrain.small_llava import TEMPLATE
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.testing import llava_encoder
 
@@ -35,7 +36,7 @@ ROWS = Mentions(
 
 @pytest.fixture(scope="module")
 def packed():
-    tokenizer = build_tokenizer(TURNS)
+    tokenizer = build_tokenizer(TURNS, TEMPLATE)
     return tokenizer, pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)])
 
 
@@ -57,7 +58,7 @@ def test_a_word_that_the_question_lacks_is_named(packed):
 
 
 def test_mentions_of_what_did_not_fit_are_left_out():
-    tokenizer = build_tokenizer(TURNS)
+    tokenizer = build_tokenizer(TURNS, TEMPLATE)
     short = pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
 

@@ -12,8 +12,10 @@ from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.pretrain.images import Images
 from stepprune_jax.pretrain.language import (
     Exchanges,
+    Seen,
     Shown,
     Words,
     _alignment_loss,
@@ -24,6 +26,7 @@ from stepprune_jax.pretrain.language import (
     thinned,
 )
 from stepprune_jax.pretrain.packing import pack
+from stepprune_jax.pretrain.small_llava import TEMPLATE
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.testing import llava_encoder
 
@@ -39,7 +42,7 @@ SAMPLES = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(text for turns in TURNS for text in turns)
+    return build_tokenizer((text for turns in TURNS for text in turns), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,8 @@ def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
         features = jnp.take_along_axis(features, index[..., None], axis=1)
     visual = vlm.project(params, config, features)
     nothing = jnp.zeros((3, 0), jnp.int32)
-    ours, _ = jax.jit(run_packed, static_argnums=1)(params, config, visual, index, packed, nothing)
+    run = jax.jit(run_packed, static_argnums=1)
+    ours, _ = run(params, config, seen_at(visual, index), packed, nothing)
     single = jax.jit(functools.partial(prompt_logits, config=config))
     for row, turns in enumerate(TURNS):
         at = 0
@@ -128,6 +132,12 @@ def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
                     assert packed.label[row, at] == label
                     at += 1
         assert (packed.label[row, at:] == -1).all()
+
+
+def seen_at(visual, index):
+    """Visual tokens of images of 3 x 3, none of them padding or noise."""
+    every = jnp.ones(index.shape, bool)
+    return Seen(visual, index, every, every, jnp.full((len(index), 2), 3))
 
 
 def prompt_logits(params, ids, length, visual, index, config):
@@ -149,7 +159,12 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
         {"vision": params["vision"]},
         config,
         jax.random.key(0),
-        Exchanges(pixels, packed, None, [Words(jnp.asarray(shown), jnp.asarray(token))]),
+        Exchanges(
+            Images(pixels, jnp.full((3, 2), 3)),
+            packed,
+            None,
+            [Words(jnp.asarray(shown), jnp.asarray(token))],
+        ),
         Shown(),
     )
     visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
@@ -158,7 +173,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
     nothing = jnp.zeros((3, 0), jnp.int32)
     logits, _ = jax.jit(run_packed, static_argnums=1)(
-        params, config, visual, index, packed, nothing
+        params, config, seen_at(visual, index), packed, nothing
     )
     log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
     pairs = list(zip(*np.nonzero(label >= 0), strict=True))
@@ -176,10 +191,12 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
 
 def test_thinning_keeps_different_tokens_in_raster_order():
     saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
-    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, jnp.linspace(0, 2, 50)))
+    every = jnp.ones((50, 30), bool)
+    sharpness = jnp.linspace(0, 2, 50)
+    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, sharpness, every))
     assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
     assert index.min() >= 0 and index.max() < 30
-    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50))
+    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50), every)
     np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
 
 
@@ -189,7 +206,9 @@ def test_thinning_keeps_different_tokens_in_raster_order():
 def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
     count = 20000
     saliency = jnp.broadcast_to(jnp.array([0.1, 0.2, 0.3, 0.4]), (count, 4))
-    index = thinned(jax.random.key(5), jnp.log(saliency), 1, jnp.full(count, float(sharpness)))
+    every = jnp.ones((count, 4), bool)
+    drawn = jnp.full(count, float(sharpness))
+    index = thinned(jax.random.key(5), jnp.log(saliency), 1, drawn, every)
     found = np.bincount(np.asarray(index)[:, 0], minlength=4) / count
     np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.015)
 
@@ -199,7 +218,7 @@ def test_noise_leaves_the_largest_scores_and_each_channels_moments():
     scale = jnp.array([0.1, 1.0, 30.0])
     features = 5 + scale * jax.random.normal(jax.random.key(0), (images, n, 3))
     score = jax.random.normal(jax.random.key(1), (images, n))
-    seen, kept = map(np.asarray, noised(jax.random.key(2), features, score))
+    seen, kept = map(np.asarray, noised(jax.random.key(2), features, score, score < 9))
     assert all((score[row][kept[row]].min() > score[row][~kept[row]].max()) for row in range(9))
     np.testing.assert_allclose(seen.mean((0, 1)), features.mean((0, 1)), atol=0.01 * 30)
     np.testing.assert_allclose(seen.std((0, 1)), features.std((0, 1)), rtol=0.02)
@@ -231,7 +250,7 @@ def test_a_share_between_two_words_is_learned_as_their_log_odds():
 
     def at(b):
         visual = jnp.array([[[0.0, b], [9.0, 9.0]]])
-        return _alignment_loss(embedding, visual, index, jnp.ones((1, 2), bool), words, None)
+        return _alignment_loss(embedding, visual, seen_at(visual, index), words, None)
 
     np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
     # H(share) = -.668 ln .668 - .332 ln .332 = .6356
@@ -244,7 +263,8 @@ def test_noise_is_named_by_the_token_that_says_nothing():
     words = Words(jnp.array([[2, 0, 1, 0]]), jnp.array([-1, 1, 2]))
     visual = jnp.array([[[1.0, 2.0, 4.0], [5.0, 5.0, 5.0], [3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
     clear = jnp.array([[True, True, False, False]])
-    found = _alignment_loss(embedding, visual, jnp.arange(4)[None], clear, words, 0)
+    seen = seen_at(visual, jnp.arange(4)[None])._replace(clear=clear)
+    found = _alignment_loss(embedding, visual, seen, words, 0)
 
     def loss(logits, label):
         return np.log(np.exp(logits).sum()) - logits[label]

@@ -23,6 +23,7 @@ from stepprune_jax.models.llava.prompts import conversation, place_images
 from stepprune_jax.pretrain.data import batch_indices, word_tokens
 from stepprune_jax.pretrain.run import NOISY, kept_at, pretrain
 from stepprune_jax.pretrain.settings import read_pretraining
+from stepprune_jax.pretrain.small_llava import TEMPLATE
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.workdir.metrics import MetricsLog
 
@@ -109,7 +110,7 @@ def test_the_steps_show_whole_and_thinned_images():
 
 
 def test_each_epoch_is_a_permutation():
-    rows = [batch_indices(3, step, 2, 7) for step in range(6)]
+    rows = [batch_indices(3, step, 2, np.zeros(7, int)) for step in range(6)]
     for epoch in (rows[:3], rows[3:]):
         assert len(set(np.concatenate(epoch).tolist())) == 6
     assert np.concatenate(rows[:3]).tolist() != np.concatenate(rows[3:]).tolist()
@@ -262,7 +263,7 @@ def test_labels_that_do_not_fit_are_refused(data, tmp_path, arrays, message):
 
 
 def test_words_become_tokens():
-    tokenizer = build_tokenizer(["red blue"])
+    tokenizer = build_tokenizer(["red blue"], TEMPLATE)
     found = word_tokens(tokenizer, {"class_color": np.array(["", "blue", "red", "mauve"])})
     red, blue = tokenizer.convert_tokens_to_ids(["red", "blue"])
     assert found["class_color"].tolist() == [-1, blue, red, -1]

@@ -5,6 +5,7 @@ import transformers
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.models.llava.prompts import conversation
+from stepprune_jax.pretrain.small_llava import TEMPLATE
 from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
 
 TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
@@ -12,7 +13,7 @@ TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(TEXTS)
+    return build_tokenizer(TEXTS, TEMPLATE)
 
 
 def test_words_go_in_and_come_out(tokenizer):
@@ -41,9 +42,9 @@ def test_the_system_sentence_is_one_token(tokenizer):
 
 
 def test_ids_depend_on_the_words_and_not_on_their_order():
-    one, two = build_tokenizer(TEXTS), build_tokenizer(TEXTS[::-1])
+    one, two = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
     assert one.get_vocab() == two.get_vocab()
-    few = build_tokenizer(TEXTS, most_words=3)
+    few = build_tokenizer(TEXTS, TEMPLATE, most_words=3)
     assert len(few) == 3 + 3 + 2
     assert few("the").input_ids != [1, 0]
 
@@ -59,7 +60,7 @@ def test_it_is_the_same_after_saving(tokenizer, tmp_path):
 
 
 def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():
-    old, new = build_tokenizer(["red blue"]), build_tokenizer(["blue green", "red blue"])
+    old, new = (build_tokenizer(t, TEMPLATE) for t in (["red blue"], ["blue green", "red blue"]))
     size = len(old)
     table = np.arange(4.0 * size, dtype=np.float32).reshape(size, 4)
     params = {"embed": {"embedding": table}, "head": {"kernel": -table.T}, "norm": "as it was"}

@@ -13,10 +13,15 @@ from stepprune_jax import testing
 from stepprune_jax.bench.memory import model_config
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.models import vlm
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.pretrain import small_qwen
+from stepprune_jax.pretrain.settings import read_pretraining
+from stepprune_jax.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.training import read_run, train
 from stepprune_jax.training.batches import Batches, Loading
+from stepprune_jax.training.plan import dry_run
 from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.step import encode_rows
 
@@ -81,6 +86,23 @@ def test_a_number_of_steps_is_refused(world):
         make_setup(run, inspect_folder(world[0]).config)
 
 
+@pytest.mark.slow
+def test_a_dry_run_plans_for_images_of_the_largest_size(world, tmp_path, capsys):
+    """Of the paper's configuration, but for the widths of model and policy."""
+    config = load_config("qwen25vl_7b")
+    config.model.folder = str(world[0])
+    config.model.min_pixels, config.model.max_pixels = 256, 2304
+    config.data.train_file, config.data.image_folder = (
+        str(world[1] / "train.json"),
+        str(world[1] / "images"),
+    )
+    config.policy.width, config.policy.num_heads = 16, 2
+    found = dry_run(read_run(config), tmp_path)
+    assert found.devices == 2 and found.flops > 0
+    printed = capsys.readouterr().out
+    assert "rtx-a6000" in printed and "hours for 39000 updates" in printed
+
+
 @pytest.mark.parametrize("reading", ["", "literal"])
 def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
     monkeypatch.syspath_prepend(str(ROOT))
@@ -113,3 +135,18 @@ def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
         )
         assert features.shape == (2, 2048, width)
     assert json.dumps(run.eval["budgets"]) == '["1/3", "2/9", "1/9"]'
+
+
+def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
+    run, first = (read_run(load_config(name)) for name in ("shapes_qwen", "shapes"))
+    changed = {key for key, value in run.flat().items() if first.flat().get(key) != value}
+    assert changed == {"model.folder", "data.sizes", "eval.budgets"}
+    made = read_pretraining(load_config("pretrain_shapes_qwen"))
+    made.check_world()
+    assert made.data.sizes == run.data.sizes == (64, 88, 112)
+    assert (made.model.least_size, made.model.image_size) == (64, 112)
+    model = small_qwen.model_config(made.model, build_tokenizer([], small_qwen.TEMPLATE))
+    weights = jax.tree.leaves(vlm.abstract_params(model))
+    assert sum(2 * leaf.size for leaf in weights) < 4e6  # bytes in float16
+    setup = make_setup(run, model)
+    assert [setup.selector.steps(n) for n in (64, 121, 196)] == [32, 60, 98]

@@ -114,7 +114,7 @@ def make(folder, questions=60, seed=0):
         rng, "StepPrune, own stop", "adaptive", None, order, count, relevant, 0.97, answers
     )
     records.append(own)
-    return Report(rows(records), records, asked, answers, scenes, (SIDE, SIDE))
+    return Report(rows(records), records, asked, answers, scenes, [(SIDE, SIDE)] * questions)
 
 
 def metrics(steps=400, every=5):

@@ -17,6 +17,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
     parser.add_argument("--side", type=int, default=SIDE, help="of the images, in pixels")
     parser.add_argument("--grid", type=int, default=GRID, help="patches along an edge")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="sides of the images in turn, in place of one"
+    )
     parser.add_argument("--emphasis", type=float, default=1.0, help="on slowly learned families")
     parser.add_argument("--patches", action="store_true", help="also label every training patch")
     parser.add_argument("--preview", type=int, default=0, help="scenes on a contact sheet")

@@ -124,12 +124,14 @@ def covered(shape: Shape, grid: int = GRID, least: float = 0.1) -> list[int]:
     return np.flatnonzero(_shares(shape, grid) >= least).tolist()
 
 
-def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
+def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict[str, np.ndarray]:
     """What each patch shows, for local supervision of a vision tower.
 
     Args:
       scene: The scene.
       grid: Patches along an edge of the image.
+      relative: Whether places are told from the patch, for a tower that does not know where in the
+        image a patch is.
 
     Returns:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
@@ -137,7 +139,9 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
       middle of a shape is, else 0), int8 [n], and `value_place`
       float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
       image of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
-      much rather right than left, below than above, that centre is.
+      much rather right than left, below than above, that centre is. If `relative`, `value_offset`
+      takes the place of `value_place`: from the middle of the patch to the centre, and the radius,
+      in patches.
     """
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
@@ -156,15 +160,25 @@ def patch_labels(scene: Scene, grid: int = GRID) -> dict[str, np.ndarray]:
         half = SIDE / 2
         place[hit] = (shape.x / half - 1, shape.y / half - 1, shape.radius / 10)
     ground = np.full(n, BACKGROUNDS.index(scene.background), np.int8)
+    value = {"value_offset": _offset(place, grid)} if relative else {"value_place": place}
     return {
         "class_kind": kind,
         "class_color": color,
         "class_background": ground,
         "class_middle": middle,
-        "value_place": place,
+        **value,
         "share_across": _share(place[:, 0]),
         "share_down": _share(place[:, 1]),
     }
+
+
+def _offset(place: np.ndarray, grid: int) -> np.ndarray:
+    """A `value_place` in patches, its centre from the middle of each patch."""
+    row, column = np.divmod(np.arange(grid * grid), grid)
+    centre = (place[:, :2].astype(np.float32) + 1) * (grid / 2)
+    radius = place[:, 2:].astype(np.float32) * (10 * grid / SIDE)
+    own = np.stack([column, row], axis=1) + 0.5
+    return np.concatenate([centre - own, radius], axis=1).astype(np.float16)
 
 
 def _share(place: np.ndarray) -> np.ndarray:

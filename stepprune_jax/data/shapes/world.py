@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,13 @@ class _Drawing(NamedTuple):
     """Where a world is written, and how finely."""
 
     folder: Path
-    side: int
-    grid: int
+    sizes: list[tuple[int, int]]  # side and grid of the images, in turn
+    relative: bool  # whether labels tell places from the patch
     emphasis: float  # of training questions
+
+    def size(self, number: int) -> tuple[int, int]:
+        """Side and grid of an image."""
+        return self.sizes[number % len(self.sizes)]
 
 
 def scene_at(
@@ -61,9 +65,9 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
     for number in tqdm(
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
     ):
-        emphasis = to.emphasis if split == "train" else 1.0
-        scene, queries = scene_at(seed, split, number, to.grid, emphasis)
-        render(scene, to.side).save(to.folder / "images" / _name(split, number))
+        emphasis, (side, grid) = to.emphasis if split == "train" else 1.0, to.size(number)
+        scene, queries = scene_at(seed, split, number, grid, emphasis)
+        render(scene, side).save(to.folder / "images" / _name(split, number))
         yield scene, queries
 
 
@@ -83,13 +87,24 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
         name = _name("train", number)
         samples.append({"id": f"train_{number:06d}", "image": name, "conversations": turns})
         if patches:
-            labels.append(patch_labels(scene, to.grid) | {"image_presence": presence(scene)})
+            label = patch_labels(scene, to.size(number)[1], to.relative)
+            labels.append(label | {"image_presence": presence(scene)})
             asked.append(queries)
     (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
-        arrays = {key: np.stack([label[key] for label in labels]) for key in labels[0]}
+        arrays = {key: _stack([label[key] for label in labels]) for key in labels[0]}
         np.savez_compressed(to.folder / "train_patches.npz", **arrays, **label_words())
         np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(asked))
+
+
+def _stack(labels: list[np.ndarray]) -> np.ndarray:
+    """Labels of all images; behind the patches of a smaller one stand 0 or NaN."""
+    most = max(map(len, labels))
+    fill = 0 if labels[0].dtype.kind == "i" else np.nan
+    stacked = np.full((len(labels), most, *labels[0].shape[1:]), fill, labels[0].dtype)
+    for row, label in zip(stacked, labels, strict=True):
+        row[: len(label)] = label
+    return stacked
 
 
 def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
@@ -142,12 +157,13 @@ def write_world(
     patches: bool = False,
     side: int = SIDE,
     grid: int = GRID,
+    sizes: Sequence[int] | None = None,
     emphasis: float = 1.0,
 ) -> Path:
     """Writes a world; what is already there with the same settings is left as it is.
 
-    The scenes and the questions do not depend on `side` and `grid`: a world of 336 pixels in 24 by
-    24 patches is that of 96 pixels in 12 by 12, drawn more finely.
+    The scenes and the questions do not depend on `side`, `grid` and `sizes`: a world of 336 pixels
+    in 24 by 24 patches is that of 96 pixels in 12 by 12, drawn more finely.
 
     Args:
       folder: Where; created if needed.
@@ -161,14 +177,16 @@ def write_world(
         that a question speaks of.
       side: Height and width of the images in pixels.
       grid: Patches along an edge, for their labels and for what an answer depends on.
+      sizes: Sides of the images in pixels, in turn, in place of one; patches have `side / grid`
+        pixels in all of them, and labels tell places relative to the patch.
       emphasis: Factor on how often training questions are of the families that are learned last.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: A negative number, a grid that does not divide the side, or a folder that holds a
-        world with other settings.
+      ValueError: A negative number, a grid that does not divide the side, a size that is not some
+        of its patches, or a folder that holds a world with other settings.
       FileExistsError: A folder that holds something else.
     """
     folder = Path(folder)
@@ -191,11 +209,20 @@ def write_world(
         raise ValueError(
             f"side of the shapes world is {side}, expected a positive multiple of grid ({grid})"
         )
+    if sizes is not None:
+        patch = side // grid
+        if not sizes or any(size < patch or size % patch for size in sizes):
+            raise ValueError(
+                f"sizes of the shapes world are {list(sizes)}, expected multiples of the {patch} "
+                "pixels of a patch"
+            )
+        settings["sizes"] = list(sizes)
     if _is_written(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings, indent=1) + "\n"
-    to = _Drawing(folder, side, grid, emphasis)
+    drawn = [(size, size * grid // side) for size in sizes or [side]]
+    to = _Drawing(folder, drawn, sizes is not None, emphasis)
     (folder / PARTIAL).write_text(text, encoding="utf-8")
     if train:
         _write_train(to, seed, train, patches)
@@ -224,8 +251,11 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
     # Older worlds do not say what was then the only size.
     written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written
+    names = [*settings, *({"sizes"} & (written.keys() - settings.keys()))]
     differ = [
-        f"{k} is {written.get(k)}, not {v}" for k, v in settings.items() if written.get(k) != v
+        f"{name} is {written.get(name)}, not {settings.get(name)}"
+        for name in names
+        if written.get(name) != settings.get(name)
     ]
     if differ:
         raise ValueError(

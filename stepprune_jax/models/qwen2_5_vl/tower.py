@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
@@ -126,13 +127,21 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
     return Layout(raster, slot, jnp.where(real, window, -1), place, size)
 
 
+def rotary_frequencies(config: QwenVisionConfig) -> np.ndarray:
+    """Returns the angles [c / 4] of one step to the next row; columns have the same.
+
+    They turn the first pairs of a head's c channels, the columns' those behind them.
+    """
+    return inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
+
+
 def _context(config: QwenVisionConfig, layout: Layout) -> Context:
     """Angles and windows of the patches of laid out merged ones."""
     k, unit = config.merge_size, config.unit
     within = jnp.stack(jnp.divmod(jnp.arange(unit), k))  # row and column in the merged patch
     position = layout.place[..., None] * k + within[:, None]
     position = position.reshape(*position.shape[:2], -1)
-    pairs = inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
+    pairs = rotary_frequencies(config)
     angles = axial_rotary((pairs, pairs), position)
     return Context(*angles, jnp.repeat(layout.window, unit, axis=1), layout.size * unit)
 
