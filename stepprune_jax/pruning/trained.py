@@ -6,6 +6,7 @@ of `stepprune_jax.policy` lie underneath, and take the same parts as arguments.
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -238,12 +239,15 @@ class Policy:
             return autoselect.train_loss(self.params, self.config, *given, **keywords)
         return functions.train_loss(self.params, self.config, *given, **keywords)
 
-    def calibrate(self, batches: Iterable[tuple[AnyArray, AnyArray | None]]) -> "Policy":
+    def calibrate(
+        self, batches: Iterable[tuple[AnyArray, AnyArray | None]], **decoder: Any
+    ) -> "Policy":
         """Measures what stop bias a mean count takes.
 
         Args:
             batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
                 without padding. A few hundred questions do; a program is compiled for each shape.
+            **decoder: init_fn and step_fn of a decoder of your own, as in `prune`.
 
         Returns:
             The policy, calibrated.
@@ -253,7 +257,10 @@ class Policy:
         """
         if not isinstance(self.config, PolicyConfig):
             raise ValueError(f"{self.method} has no stop of its own to calibrate")
-        parts = [(_margins(self, image, text), jnp.shape(image)[:2]) for image, text in batches]
+        parts = [
+            (_margins(self, image, text, **decoder), jnp.shape(image)[:2])
+            for image, text in batches
+        ]
         if not parts:
             raise ValueError("batches is empty, expected at least one")
         steps = max(margin.shape[1] for margin, _ in parts)
@@ -309,12 +316,17 @@ class Policy:
         return Picks(action, count, kept)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("init_fn", "step_fn"))
 def _margins(
-    policy: Policy, image: Float[Array, "b n d"], text: Float[Array, "b l e"] | None
+    policy: Policy,
+    image: Float[Array, "b n d"],
+    text: Float[Array, "b l e"] | None,
+    **decoder: Any,
 ) -> Float[Array, "b t"]:
     """Stop margins of rollouts that do not stop."""
     x = functions.standardise(jnp.asarray(image), policy.stats)
     encoded = functions.encode(policy.params, policy.config, x, text)
     slots = functions.memory(policy.params, encoded)
+    if decoder:  # `rank` is for the built-in one
+        return functions.select(policy.params, policy.config, slots, **decoder).margin
     return functions.rank(policy.params, policy.config, slots).margin

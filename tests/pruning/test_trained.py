@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy as functions
-from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.policy import Decoder, FeatureStats, PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig, Policy, autoselect, make_method
 from stepprune_jax.pruning.calibration import calibrate, read_calibration
 
@@ -71,6 +71,25 @@ def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
     assert low >= 2 and high <= 10
     with pytest.raises(ValueError, match=rf"mean budget is 19, expected {low:g} to {high:g}, what"):
         calibrated.prune(*world, mean_budget=19)
+
+
+def own_start(params, config, memory, memory_mask, steps):
+    return Decoder(jnp.zeros_like(memory[:, 0]), context=memory @ params["decoder"], cache=())
+
+
+def own_step(params, config, context, query, cache, step):
+    return jnp.einsum("bmd,bd->bm", context, query - 1), cache
+
+
+def test_a_decoder_of_ones_own_keeps_a_mean_count(policy, world):
+    own = policy.replace(params=policy.params | {"decoder": 0.1 * jnp.eye(16)})
+    decoder = {"init_fn": own_start, "step_fn": own_step}
+    own = own.calibrate([world], **decoder)
+    low, high = own.calibration.mean_count[0], own.calibration.mean_count[-1]
+    mean = (low + high) / 2
+    assert float(own.prune(*world, mean_budget=mean, **decoder).count.mean()) == pytest.approx(
+        mean, abs=0.5
+    )
 
 
 def test_a_policy_without_calibration_says_how_to_make_one(policy, world):
