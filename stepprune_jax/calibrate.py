@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--policy", required=True, help="policy file, or the name of a shipped one")
+    add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
     add("--model", required=True, help="the model that it was trained for: folder, hub id, shapes")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")

@@ -55,6 +55,8 @@ def show_messages(progress: str) -> None:
     Args:
         progress: where progress goes: "stderr" for a command whose output is data.
     """
+    # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]
     logger.setLevel(logging.INFO)

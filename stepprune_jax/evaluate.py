@@ -128,8 +128,16 @@ def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
     """A command that has a policy answer a question of the test split."""
     question = read_questions(data / "test.jsonl", data / "images")[0]
     python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
-    words = [python, "-m", "stepprune_jax.generate", "--model", run.model.folder or "shapes"]
-    words += ["--policy", str(policy), "--image", os.path.relpath(question.image)]
+    script = command_line.program("")  # of an installed package
+    words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.generate"]
+    words += [
+        "--model",
+        run.model.folder or "shapes",
+        "--policy",
+        str(policy),
+        "--image",
+        os.path.relpath(question.image),
+    ]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
@@ -268,7 +276,9 @@ def main() -> None:
     command_line.define_config()
     flags.DEFINE_string("workdir", None, "Folder of a training run; default: runs/CONFIG.")
     flags.DEFINE_string(
-        "policy", None, "Policy, in place of the workdir's own: a file, or hub:owner/name."
+        "policy",
+        None,
+        "Policy, in place of the workdir's own: a file, a shipped name, or hub:owner/name.",
     )
     flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
     command_line.run("eval.py", _main)

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
     add("--pruner", help=f"what keeps visual tokens: {', '.join(PRUNERS)}")
-    add("--policy", help="a trained pruner: a file, or shapes; without --budget it stops by itself")
-    add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
+    add("--policy", help="a trained pruner: a file, a shipped one as shapes, or hub:owner/name")
+    add("--budget", help="tokens of each image: 64, 1/3, 22.2%%; without it a policy stops itself")
     add("--mean_budget", type=float, help="tokens to keep on average, as the policy is calibrated")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
@@ -205,11 +205,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 for a mistake in the input, which is reported on stderr.
     """
     parsed = _parser().parse_args(arguments)
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in shown:  # options are read twice: before the weights are, and after
+            shown.add(str(message))
+            print(f"warning: {message}", file=sys.stderr)
+
     with warnings.catch_warnings():
         # A warning is for the user to read: its message, without the line of code.
-        warnings.showwarning = lambda message, *_, **__: print(
-            f"warning: {message}", file=sys.stderr
-        )
+        warnings.showwarning = show
         return _run(parsed)
 
 

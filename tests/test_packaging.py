@@ -118,7 +118,8 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
     assert run("stepprune-train", "--config=llava7b:loose", status=2).startswith("stepprune-train:")
 
     assert "Done: " in run("stepprune-train", "--config=shapes", *SMALL)
-    run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
+    said = run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
+    assert said.splitlines()[-1].startswith("  stepprune-generate --model shapes --policy ")
     page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
     assert "stepprune-eval --config=shapes" in page
 

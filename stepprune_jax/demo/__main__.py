@@ -32,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
     add("--max_pixels", type=int, help="largest area of a resized image, likewise")
-    add("--policy", action="append", default=[], help="policy file or name; may be given again")
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        help="policy file, shipped name, or hub:owner/name; may be given again",
+    )
     add("--dtype", choices=DTYPES, help="float32 for the small model, else bfloat16")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", type=int, default=7860, help="port to listen at")

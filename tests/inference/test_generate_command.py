@@ -2,6 +2,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -104,6 +105,11 @@ def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
         assert main(command(files, *options)) == 0
         found.append(json.loads(capsys.readouterr().out)["kept_indices"])
     assert found[0] == found[1] == found[2] and len(found[0][0]) in range(1, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        calibrated = ("--policy", files / "calibrated", "--mean_budget", 3.99)
+        assert main(command(files, "--prompt", "two?", *calibrated)) == 0
+    assert capsys.readouterr().err.count("warning: at a mean of 3.99 tokens the count of") == 1
 
 
 class Traced(NamedTuple):
