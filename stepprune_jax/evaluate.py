@@ -24,6 +24,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import markdown_table
 from stepprune_jax.evaluation.generate_stage import (
     answers_folder,
     generate_answers,
@@ -186,6 +187,7 @@ def _report_shapes(
     else:
         files = in_table_order(files, settings.labels)
         table = write_report(run, files, data, report, policy=policy, ask=ask)
+        print(markdown_table(table), end="")
         if DEFAULT not in labels:
             print(f"no figures without the row {DEFAULT!r}; tables: {report}")
             return

@@ -19,7 +19,6 @@ from stepprune_jax.evaluation import report as reports
 from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
     accuracy_table,
-    markdown_table,
     write_accuracy,
 )
 from stepprune_jax.evaluation.names import ALL, row_place
@@ -86,7 +85,6 @@ def write_report(
     if metrics.is_file():
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
-    print(markdown_table(table), end="")
     return table
 
 
