@@ -19,6 +19,7 @@ from stepprune_jax.checkpoints.shipped import MODELS, policy_names
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.pruning import Policy
 from stepprune_jax.user_input import user_input
 
 _NAME = "stepprune_jax.demo"
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     small = given.model in MODELS
     with user_input():
         names = given.policy + ([name for name in _shipped() if small])
-        policies = {Path(name).stem: load_policy(name) for name in names}
+        policies = dict(_named(Path(name).stem, load_policy(name)) for name in names)
         model = load_vlm(
             given.model,
             dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.host,
         given.port,
     )
+
+
+def _named(name: str, policy: Policy) -> tuple[str, Policy]:
+    """A policy, and what the page calls it: the method, and which one of it."""
+    return (name if name == policy.method else f"{policy.method} ({name})"), policy
 
 
 def _shipped() -> list[str]:
