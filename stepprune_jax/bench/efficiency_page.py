@@ -1,8 +1,8 @@
-"""Results of `stepprune_jax.bench.efficiency` as a section of the documentation.
+"""Writes the results of `stepprune_jax.bench.efficiency` as a section of the documentation.
 
     python -m stepprune_jax.bench.efficiency_page docs/efficiency/*.json --page docs/benchmarks.md
 
-Replaces what stands between two marks of the page; without a page it prints the section.
+Replaces the text between two marks of the page; without a page, prints the section.
 """
 
 import json
@@ -38,16 +38,20 @@ _HEADER = [
     "compile, s",
 ]
 
-_HEAD = """From pixels in host memory to the first token, with random weights, images and prompts
-(`stepprune_jax/bench/efficiency.py`). *tower*, *encoder* (of the selector), *loop* (the rest of
-it; *us a step* divides by the tokens of the longest row), *projector* (with putting tokens in
-their places) and *prefill* are programs by themselves, in ms; *to the first token* is what
-`generate` runs, one program, or two for a learned stop. Brackets hold the least and the most of
-the turns; ratios are medians of those within a turn, above 1 this row is faster. *TFLOPs* is by
-formula with masked pairs, at the tokens that are there; *traced* counts the products of the
-programs, padding included and a loop of unknown length once. *memory* is what the compiler
-plans. *roofline* adds, stage by stage, the longer of operations and weights to read over the
-device's peaks, and *share* is how much of it was reached."""
+_HEAD = """Time from pixels in host memory to the first token, with random weights, images and
+prompts (`stepprune_jax/bench/efficiency.py`):
+
+* *tower*, *encoder* (of the selector), *loop* (the rest of the selector; *us a step* divides it by
+  the tokens of the longest row), *projector* (including putting tokens in their places) and
+  *prefill* are timed as separate programs, in ms.
+* *to the first token* is what `generate` runs: one program, or two for a learned stop. Brackets
+  have the minimum and maximum over the rounds. *times* columns are medians of the ratios within a
+  round; above 1, the row is faster.
+* *TFLOPs* are computed by formula for the tokens that are present, masked pairs included. *traced*
+  counts the products of the programs, padding included and a loop of unknown length once.
+* *memory* is what the compiler plans. *roofline* adds, for each stage, the longer of two times at
+  the device's peaks, that of its operations and that of reading its weights. *share* is the
+  roofline over the measured time."""
 
 
 def section(results: Sequence[Mapping[str, Any]]) -> str:
@@ -69,7 +73,7 @@ def _paper() -> Iterator[str]:
         [str(row[name]) for name in ("method", "tokens", "tflops", "latency_ms", "speed_up")]
         for row in paper["efficiency"]["rows"]
     ]
-    header = ["the paper's: LLaVA-1.5-7B, RTX A6000", "tokens", "TFLOPs", "prefill, ms", "speed-up"]
+    header = ["the paper: LLaVA-1.5-7B, RTX A6000", "tokens", "TFLOPs", "prefill, ms", "speed-up"]
     yield f"The figures of {paper['source']}, none of which was measured here:"
     yield table(header, rows)
 
@@ -85,7 +89,7 @@ def _device(result: Mapping[str, Any]) -> Iterator[str]:
         f"{about['matmul_precision']}, flags: {about['flags']}. "
         f"{result['layers']} layers of width {result['width']}, {result['tokens']} tokens an image "
         f"and {result['text']} of text, policy of {result['decoder_layers']} decoder layer(s) in "
-        f"{result['policy_dtype']}; {result['execution']}; {result['rounds']} turns. Peaks: "
+        f"{result['policy_dtype']}; {result['execution']}; {result['rounds']} rounds. Peaks: "
         f"{peak['flops'] / 1e12:.3g} TFLOP/s, {peak['bandwidth'] / 1e9:.3g} GB/s "
         f"({peak['source']})."
         + (f" At most {most / 1e9:.3g} GB were in use at a time." if most else "")

@@ -107,9 +107,9 @@ def page(paper: dict[str, Any]) -> str:
 
 _HEAD = """# The paper's tables, recomputed
 
-Written by `python -m stepprune_jax.studies.paper_tables` from
-[paper_tables.json](../stepprune_jax/assets/paper_tables.json), which holds the figures as they are
-printed in {source}. They are the paper's own: this library measured none of them.
+`python -m stepprune_jax.studies.paper_tables` writes this page from
+[paper_tables.json](../stepprune_jax/assets/paper_tables.json), which contains the figures as
+printed in {source}. All of them are the paper's; none was measured here.
 
 "Avg." is 100 x the unweighted mean over the benchmarks of score / upper bound. A printed average
 *follows* if some scores that round to the printed ones give an average that rounds to it. Scores
@@ -159,8 +159,8 @@ def _retention(table: PrintedTable) -> str:
         f"## {table.title}",
         _markdown(header, rows),
         verdict,
-        "StepPrune's score minus the best other one of its block, and the same for the recomputed "
-        "average:",
+        "StepPrune's score minus the best of the other methods in its block, and the same for the "
+        "recomputed average:",
         _markdown(["kept", *table.benchmarks, "Avg. recomputed"], leads),
     ]
     return "\n\n".join(parts)
@@ -219,10 +219,10 @@ def _ablation(ablation: dict[str, Any], table: PrintedTable) -> str:
     return "\n\n".join(
         [
             "## Ablations",
-            f"The paper gives each as the average retention over {names}.",
+            f"The paper reports the average retention over {names}.",
             _markdown(["block", "variant", "Avg. printed", "minus default"], rows),
-            f"The same mean of StepPrune's rows of {table.title}, and whether the printed defaults "
-            "follow from it:",
+            f"The same mean for StepPrune's rows of {table.title}, and whether the printed "
+            "defaults follow from it:",
             _markdown(["kept", f"mean over {names}", *(f"{d}" for d in defaults)], means),
         ]
     )

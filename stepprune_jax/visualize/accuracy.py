@@ -1,4 +1,4 @@
-"""Retention against the number of tokens kept, and accuracy by question family."""
+"""Retention against the tokens kept and what they cost, and accuracy by question family."""
 
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from stepprune_jax.visualize.excerpts import (
 )
 
 OWN_STOP = f"{DEFAULT}, own stop"
+# Fields of the table that say what an answer costs, and how their axes are called.
+_COSTS = {
+    "ms": "time of an answer, ms",
+    "gflops": "operations to the first token, GFLOPs",
+}
 
 
 def draw_accuracy(path: str | Path, report: Report) -> Path:
@@ -47,26 +52,70 @@ def draw_accuracy(path: str | Path, report: Report) -> Path:
         _scale(axes, report)
         _name_lines(axes, [end for end in ends if end])
         axes.set_ylabel("retention: % of the accuracy with all tokens")
-        handles = [
-            Line2D([], [], color=style.SOFT, marker="o", label="exact: K tokens for every image"),
-            Line2D(
-                [],
-                [],
-                color=style.SOFT,
-                marker="o",
-                markerfacecolor="white",
-                linestyle="--",
-                label="adaptive: K tokens on average",
-            ),
-        ]
-        axes.legend(handles=handles, loc="lower left", handlelength=2.6)
+        axes.legend(handles=_modes(), loc="lower left", handlelength=2.6)
         return style.save(figure, path)
 
 
+def draw_costs(path: str | Path, report: Report) -> Path | None:
+    """Draws retention against the time of an answer and against operations.
+
+    A panel each, without those that the table does not know. A line joins the budgets of a method,
+    as in `draw_accuracy`.
+
+    Args:
+        path: the PNG to write.
+        report: a checked report.
+
+    Returns:
+        The path; None, and no file, if the table knows neither.
+    """
+    known = [field for field in _COSTS if any(row.get(field) for row in report.table)]
+    if not known:
+        return None
+    methods = [*dict.fromkeys(row["method"] for row in report.table)]
+    palette = style.colours(methods)
+    with style.canvas(7, 4.3) as figure:
+        panels = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
+        for axes, field in zip(panels, known, strict=True):
+            axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
+            for method in methods:
+                _draw_method(axes, report, method, palette[method], field)
+            axes.set_xlabel(_COSTS[field])
+            style.lines_across(axes)
+        panels[0].set_ylabel("retention: % of the accuracy with all tokens")
+        handles = [
+            Line2D([], [], color=palette[name], marker="*" if name == OWN_STOP else "o", label=name)
+            for name in methods
+        ]
+        figure.legend(handles=[*handles, *_modes()], loc="outside lower center", ncols=3)
+        style.tidy(figure)
+        return style.save(figure, path)
+
+
+def _modes() -> list[Line2D]:
+    """Entries of a legend that tell exact from adaptive lines."""
+    look: dict[str, Any] = {"color": style.SOFT, "marker": "o"}
+    return [
+        Line2D([], [], **look, label="exact: K tokens for every image"),
+        Line2D(
+            [],
+            [],
+            **look,
+            markerfacecolor="white",
+            linestyle="--",
+            label="adaptive: K tokens on average",
+        ),
+    ]
+
+
 def _draw_method(
-    axes: Axes, report: Report, method: str, colour: str
+    axes: Axes, report: Report, method: str, colour: str, field: str = "mean_k"
 ) -> tuple[float, float, str, str] | None:
-    """Draws a method's lines; returns where they end, its name and its colour."""
+    """Draws a method's lines against a field of the table.
+
+    Returns:
+        Where they end, the method's name and its colour; None if there is nothing to draw.
+    """
     main = method in style.COLOURS
     look: dict[str, Any] = {"color": colour, "linewidth": 1.8 if main else 1.0}
     look["zorder"] = 5 if method == DEFAULT else 3
@@ -75,9 +124,9 @@ def _draw_method(
         ("adaptive", {"linestyle": "--", "markerfacecolor": "white"}),
         ("exact", {"linestyle": "-"}),
     ):
-        rows = [r for r in rows_of(report, method, mode) if _has_place(r)]
+        rows = [r for r in rows_of(report, method, mode) if _has_place(r, field)]
         if rows:
-            x, y = [r["mean_k"] for r in rows], [r["retention"] for r in rows]
+            x, y = [r[field] for r in rows], [r["retention"] for r in rows]
             marker = "o" if main else "."
             if method == OWN_STOP:
                 marker, form = "*", {"markersize": 11}
@@ -86,9 +135,9 @@ def _draw_method(
     return end
 
 
-def _has_place(row: dict[str, Any]) -> bool:
-    """Whether a row can be drawn: some retention, at a K that has a logarithm."""
-    return row["retention"] is not None and row["mean_k"] > 0
+def _has_place(row: dict[str, Any], field: str = "mean_k") -> bool:
+    """Whether a row can be drawn: some retention, at a number that has a logarithm."""
+    return row["retention"] is not None and (row.get(field) or 0) > 0
 
 
 def _scale(axes: Axes, report: Report) -> None:

@@ -1,11 +1,11 @@
-"""Draws a report: seven figures, an animation, and the page that shows them."""
+"""Draws a report: its figures, an animation, and the page that shows them."""
 
 import json
 from pathlib import Path
 
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.evaluation.report import MANIFEST, Report, read_report
-from stepprune_jax.visualize.accuracy import draw_accuracy, draw_families
+from stepprune_jax.visualize.accuracy import draw_accuracy, draw_costs, draw_families
 from stepprune_jax.visualize.animation import draw_selection
 from stepprune_jax.visualize.counts import draw_complexity, draw_histogram
 from stepprune_jax.visualize.excerpts import check_report, default_record, tightest
@@ -97,6 +97,7 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
             "Fewer tokens to the right. Solid: the same number for every image; dashed: the "
             "policy stops by itself, calibrated to that mean.",
         ),
+        *_cost_figure(folder, report),
         PageFigure(
             draw_families(folder / "families.png", report),
             "Accuracy by question family",
@@ -127,6 +128,16 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
         )
     )
     return figures
+
+
+def _cost_figure(folder: Path, report: Report) -> list[PageFigure]:
+    """The figure of what accuracy costs, where that is known."""
+    drawn = draw_costs(folder / "cost.png", report)
+    if drawn is None:
+        return []
+    alt = "Lines of retention against the time of an answer and against operations, as in the table"
+    caption = "Left and up is better. Time is of this machine and batch size, operations are not."
+    return [PageFigure(drawn, "Retention against cost", f"{alt}.", caption)]
 
 
 def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:

@@ -206,6 +206,19 @@ def test_a_model_that_gets_nothing_right_has_no_retention(report, tmp_path):
     assert "<b>" not in page_table.html_table(changed)
     assert DASH in page_table.html_table(changed)
     assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
+    assert accuracy.draw_costs(tmp_path / "b.png", changed).stat().st_size > 1000
+
+
+def test_costs_are_drawn_where_the_table_knows_them(report, tmp_path):
+    def drawn(*unknown):
+        rows = [{k: v for k, v in row.items() if k not in unknown} for row in report.table]
+        return accuracy.draw_costs(tmp_path / "c.png", report._replace(table=rows))
+
+    assert drawn("ms", "gflops") is None and not (tmp_path / "c.png").exists()
+    alone = drawn("ms").read_bytes()
+    assert drawn().read_bytes() != alone
+    unknown = [row | {"ms": None} for row in report.table[:3]] + report.table[3:]
+    assert accuracy.draw_costs(tmp_path / "u.png", report._replace(table=unknown)).exists()
 
 
 def test_a_policy_may_keep_nothing_or_never_stop(report, tmp_path):

@@ -15,6 +15,7 @@ from stepprune_jax.visualize.page_table import UNKNOWN, html_table
 VOID = {"meta", "img", "br"}
 FILES = {
     "accuracy.png",
+    "cost.png",
     "families.png",
     "k_histogram.png",
     "k_complexity.png",
