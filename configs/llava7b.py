@@ -25,7 +25,9 @@ def get_config(arg: str = "") -> ConfigDict:
         arg: reading of the paper, "literal" or nothing.
     """
     if arg not in ("", "default", "literal"):
-        raise ValueError(f"configs/llava7b.py:{arg}: expected configs/llava7b.py:literal or no :")
+        raise ValueError(
+            f"the argument of llava7b is {arg!r}, expected llava7b:literal or llava7b alone"
+        )
     literal = arg == "literal"
     c = ConfigDict()
     c.method = "stepprune"  # or "autoselect"

@@ -19,7 +19,9 @@ def get_config(arg: str = "") -> ConfigDict:
         arg: reading of the paper, "literal" or nothing.
     """
     if arg not in ("", "default", "literal"):
-        raise ValueError(f"configs/shapes.py:{arg}: expected configs/shapes.py:literal or no :")
+        raise ValueError(
+            f"the argument of shapes is {arg!r}, expected shapes:literal or shapes alone"
+        )
     literal = arg == "literal"
     c = ConfigDict()
     c.method = "stepprune"  # or "autoselect"

@@ -55,6 +55,8 @@ def show_messages(progress: str) -> None:
     Args:
         progress: where progress goes: "stderr" for a command whose output is data.
     """
+    # Orbax reports every file it touches, and failures with a traceback before it raises them.
+    absl_logging.set_verbosity(absl_logging.FATAL)
     # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logger = logging.getLogger("stepprune_jax")
@@ -116,8 +118,6 @@ def run(name: str, main: Callable[[], None]) -> None:
         return rest
 
     def call(_: list[str]) -> None:
-        # Orbax reports every file it touches, and failures with a traceback before it raises them.
-        absl_logging.set_verbosity(absl_logging.FATAL)
         show_messages("stdout")
         with one_line_errors(name):
             main()

@@ -176,10 +176,8 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
         ValueError: a field is unknown, missing, or has a value that it does not accept.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{kind._path}.{name} is no field.{nearest(name, known)}")
     values = {}
+    # Values first: that of `method` says that a whole configuration is for another program.
     for name, field in known.items():
         if name in fields:
             inner, value = field.metadata["settings"], fields[name]
@@ -188,7 +186,12 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
             # Before the class gets it: a checker of annotations would not name the field.
             if not field.metadata["holds"](values[name]):
                 raise _refused(kind, name, value, field.metadata["expected"])
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{kind._path}.{name} is no field.{nearest(name, known)}")
+    for name, field in known.items():
+        default = field.default, field.default_factory
+        if name not in fields and default == (dataclasses.MISSING, dataclasses.MISSING):
             raise ValueError(f"{kind._path}.{name} is missing")
     return kind(**values)
 

@@ -128,8 +128,9 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
     asked = ["--image=x.png", "--prompt=is there a red circle ?", f"--model={model}"]
     answer = run("stepprune-generate", *asked, "--policy=runs/shapes/policy.safetensors", "--json")
     assert '"kept"' in answer
-    assert "policy.safetensors" in run("stepprune-export", "runs/shapes", "--out=release")
+    said = run("stepprune-export", "runs/shapes", "--out=release")
+    assert said.splitlines() == ["release/policy.safetensors", "release/README.md"]
     said = run("stepprune-score", "pope", "--answers=none.jsonl", status=2)
     assert said.startswith("stepprune-score: error: ")
     said = run("stepprune-pretrain", "--config=shapes", status=2)
-    assert said.startswith("stepprune-pretrain: error: ")
+    assert said.startswith("stepprune-pretrain: error: config.method is 'stepprune', expected ")

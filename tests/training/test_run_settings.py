@@ -195,7 +195,7 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
     baseline = build(load_config("ablations/autoselect"))
     assert baseline.policy_width == default.policy_width
-    with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
+    with pytest.raises(ValueError, match=r"expected shapes:literal"):
         load_config("shapes", "loose")
 
 
