@@ -131,14 +131,8 @@ def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
     python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
     script = command_line.program("")  # of an installed package
     words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.generate"]
-    words += [
-        "--model",
-        run.model.folder or "shapes",
-        "--policy",
-        str(policy),
-        "--image",
-        os.path.relpath(question.image),
-    ]
+    words += ["--model", run.model.folder or "shapes", "--policy", str(policy)]
+    words += ["--image", os.path.relpath(question.image)]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
@@ -277,11 +271,8 @@ def main() -> None:
     """Runs the command."""
     command_line.define_config()
     flags.DEFINE_string("workdir", None, "Folder of a training run; default: runs/CONFIG.")
-    flags.DEFINE_string(
-        "policy",
-        None,
-        "Policy, in place of the workdir's own: a file, a shipped name, or hub:owner/name.",
-    )
+    text = "Policy, in place of the workdir's own: a file, a shipped name, or hub:owner/name."
+    flags.DEFINE_string("policy", None, text)
     flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
     command_line.run("eval.py", _main)
 
