@@ -204,7 +204,7 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": 1}, "config.eval.colour is no field"),
+        ({"colour": 1}, "config.eval.colour is not a field"),
         ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
         ({"budgets": (3, 3)}, "expected distinct integers"),
         ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),

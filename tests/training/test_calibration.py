@@ -56,7 +56,7 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--policy": "autoselect"}, "autoselect has no stop of its own to calibrate"),
+        ({"--policy": "autoselect"}, "autoselect has no learned stop to calibrate"),
         ({"--policy": "absent"}, "nor a shipped policy of that name (autoselect, literal"),
         ({"--model": "shapes", "--data": "absent"}, "absent"),
         ({"--questions": "-1"}, "--questions is -1, expected at least 0"),
