@@ -339,5 +339,5 @@ def check_policies(
     for name in settings.adaptive:
         if name in policies and policies[name].method != "stepprune":
             raise ValueError(
-                f"config.eval.adaptive names {name!r}, whose policy has no stop of its own"
+                f"config.eval.adaptive names {name!r}, whose policy has no learned stop"
             )

@@ -487,7 +487,7 @@ def test_a_policy_that_does_not_fit_is_refused(model, policy):
             generate(model, ["a"], policy=policy, budget=budget)
     with pytest.raises(ValueError, match="policy is given with a pruner that has its own"):
         generate(model, ["a"], policy=policy, pruner=ByQuestion())
-    with pytest.raises(ValueError, match="the policy is one of 'stepprune', not of 'grid'"):
+    with pytest.raises(ValueError, match="the policy belongs to 'stepprune', not to 'grid'"):
         generate(model, ["a"], policy=policy, pruner="grid", budget=3)
 
 

@@ -336,7 +336,7 @@ MISTAKES = {
     "overlay talk": (["--interactive", "--overlay", "{}/o.png"], "requires one --prompt"),
     "no calibration": (
         ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3"],
-        "no calibration, which a mean budget (--mean_budget) needs: make one with python -m",
+        "no calibration, which a mean budget (--mean_budget) needs: create one with python -m",
     ),
     "mean 0": (["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "0"], "mean_budget is"),
     "two budgets": (
@@ -345,7 +345,7 @@ MISTAKES = {
     ),
     "mean of none": (
         ["--prompt", "a", "--pruner", "cls", "--mean_budget", "3"],
-        "cls cannot keep the budget mean:3",
+        "cls does not support the budget mean:3",
     ),
     "bias alone": (["--prompt", "a", "--stop_bias", "1"], "needs a policy (--policy)"),
     "top_p": (["--prompt", "a", "--top_p", "2"], "top_p is 2.0"),
