@@ -56,7 +56,7 @@ def read_pickle(file: str | Path) -> Any:
     except OSError:
         raise
     except MemoryError as error:
-        raise ValueError(f"{path} needs more memory than there is") from error
+        raise ValueError(f"{path} needs more memory than is available") from error
     except Exception as error:  # of any kind, by what a damaged file does to the stack
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path}: not a pickle that can be read: {reason}") from error

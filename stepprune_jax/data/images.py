@@ -58,7 +58,7 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     except UnidentifiedImageError as error:
         raise ValueError(f"{name} is not an image in a format that Pillow reads") from error
     except MemoryError as error:
-        raise ValueError(f"{name} needs more memory than there is") from error
+        raise ValueError(f"{name} needs more memory than is available") from error
     except Exception as error:  # of any kind: Pillow's decoders raise what they stumble over
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name} is a damaged image: {reason}") from error

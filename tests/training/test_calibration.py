@@ -49,7 +49,7 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
     plain = make_run(model, write_data(tmp_path / "plain"), **{"validation.calibrate": 2})
     assert read_calibration_questions(plain, tmp_path) == []
     (tmp_path / "plain" / "validation.jsonl").write_text("{")
-    with pytest.raises(ValueError, match="calibrate=0 leaves the file unread"):
+    with pytest.raises(ValueError, match="calibrate=0 skips the file"):
         read_calibration_questions(plain, tmp_path)
 
 
