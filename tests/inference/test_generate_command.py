@@ -359,7 +359,7 @@ MISTAKES = {
     "bias": (["--prompt", "a", "--policy", "{}/policy", "--stop_bias", "nan"], "stop_bias is nan"),
     "bytes": (["--prompt", "a\udcff"], "the prompt is not UTF-8 text: '\\udcff' at character 1"),
     "json talk": (["--json", "--interactive"], "cannot be combined with --interactive"),
-    "vision": (["--prompt", "a", "--vision_folder", "{}"], "whose tower lies elsewhere"),
+    "vision": (["--prompt", "a", "--vision_folder", "{}"], "with a separate tower"),
 }
 
 
