@@ -152,7 +152,10 @@ def test_an_older_file_takes_the_defaults_of_new_fields(tmp_path, policy):
             changed_config(encoder_layers=10**9),
             "encoder_layers is 1000000000, expected at most 105",
         ),
-        (changed_config(feature_width=1 << 60), "feature_width is 1152921504606846976, expected at most 8"),
+        (
+            changed_config(feature_width=1 << 60),
+            r"feature_width is 1152\d+, expected at most 8",
+        ),
         (changed_config(mlp_ratio=1 << 60), "mlp_ratio is 1152921504606846976, expected at most 8"),
         (lambda m: m.pop("kind"), "not a policy: expected one written by save_policy"),
     ],

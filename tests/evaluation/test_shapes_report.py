@@ -197,7 +197,9 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"row 'StepPrune': .*text_width is 8"):
         evaluate(small_run(*world), tmp_path)
     save_policy(one_shot(), tmp_path / "policy.safetensors")
-    with pytest.raises(ValueError, match="adaptive names 'StepPrune', whose policy has no stop"):
+    with pytest.raises(
+        ValueError, match="adaptive names 'StepPrune', whose policy has no learned stop"
+    ):
         evaluate(small_run(*world), tmp_path)
 
 
