@@ -1,4 +1,4 @@
-"""The report folder of an evaluation: claiming, describing and reading it."""
+"""The report folder of an evaluation: creating, describing and reading it."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +16,18 @@ _KIND = "stepprune_report"
 
 
 class Report(NamedTuple):
-    """One evaluation: q questions, asked of every method.
+    """An evaluation of every method on q questions.
 
     Attributes:
-        table: objects of table.json, one a row.
+        table: objects of table.json, one per row.
         records: one per row of the table.
         questions: the questions, in the order of the records.
-        answers: the right answers.
-        scenes: what is known of the images, or None.
+        answers: the correct answers.
+        scenes: descriptions of the images, or None.
         grid: rows and columns of an image's patches.
-        metrics_file: of the training run, or None.
-        model: name of the model; empty where it is not known.
-        ask: a command that asks the policy a question; empty where there is none.
+        metrics_file: metrics of the training run, or None.
+        model: name of the model; empty if unknown.
+        ask: a command that asks the policy a question; empty if there is none.
     """
 
     table: list[dict[str, Any]]
@@ -47,11 +47,11 @@ class Report(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        """Index of the first patch: 1 if the tower's class token is kept, otherwise 0."""
         return self.num_tokens - self.grid[0] * self.grid[1]
 
     def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
-        """Patches that a record keeps of question i, in the order of choice."""
+        """Returns the patches kept for question i, in order of choice."""
         order = record.order[i, : record.count[i]].astype(int) - self.first
         return order[order >= 0]
 
@@ -84,7 +84,7 @@ def open_folder(folder: str | Path) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).is_file():
-        # Now, so that an interrupted run leaves a folder that the next one may use.
+        # Written first, so that the next run may reuse the folder of an interrupted one.
         write_manifest(folder, {})
     return folder
 
@@ -95,16 +95,16 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_report(folder: str | Path) -> Report:
-    """Reads a saved report and the questions it is about, to redraw it.
+    """Reads a saved report and its questions, to redraw it.
 
     Args:
-        folder: written by `evaluate`.
+        folder: folder written by `evaluate`.
 
     Returns:
         The report.
 
     Raises:
-        FileNotFoundError: the folder, its tables or its data do not exist (any more).
+        FileNotFoundError: the folder, its tables or its data do not exist.
         ValueError: files that do not belong together.
     """
     folder = Path(folder)
@@ -113,7 +113,7 @@ def read_report(folder: str | Path) -> Report:
             raise FileNotFoundError(f"no file {folder / name}; run eval.py first")
     facts = read_json_object(folder / MANIFEST)
     if facts.get("kind") != _KIND or "data" not in facts:
-        raise ValueError(f"{folder / MANIFEST} is not that of a finished report")
+        raise ValueError(f"{folder / MANIFEST} does not belong to a finished report")
     split = read_split(_beside(folder, facts["data"]), "test")
     records = load_records(folder / RECORDS)
     table = read_json_list(folder / "table.json", "row")
@@ -140,7 +140,7 @@ def read_report(folder: str | Path) -> Report:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Writes a path as the manifest has it: relative to the run's working directory if inside.
+    """Returns a path relative to the run's working directory if inside, for the manifest.
 
     The whole directory can then be moved.
     """

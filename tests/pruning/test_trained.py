@@ -117,10 +117,10 @@ def test_a_count_that_hardly_varies_is_said():
     ("change", "message"),
     [
         ({"mean_count": [2.0, 1.0]}, "mean_count does not ascend"),
-        ({"stop_bias": [0.0]}, "stop_bias is no table of finite numbers"),
-        ({"at_cap": [0.0, float("nan")]}, "at_cap is no table"),
-        ({"questions": [1]}, "questions is no table"),
-        ({"more": 1}, "has other fields than mean_count, stop_bias"),
+        ({"stop_bias": [0.0]}, "stop_bias is not a list of finite numbers"),
+        ({"at_cap": [0.0, float("nan")]}, "at_cap is not a list"),
+        ({"questions": [1]}, "questions is not a list"),
+        ({"more": 1}, "fields are not mean_count, stop_bias"),
     ],
 )
 def test_a_table_that_is_none_is_refused(change, message):
@@ -161,5 +161,5 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     )
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
     for wrong in ({}, {"mean_budget": 4}):
-        with pytest.raises(ValueError, match="no stop of its own"):
+        with pytest.raises(ValueError, match="no learned stop"):
             scorer.prune(image, text, **wrong)

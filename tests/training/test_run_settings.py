@@ -207,9 +207,9 @@ def test_unknown_fields_are_named_with_the_nearest_one():
     ):
         build(config)
     for name, message in (
-        ("optimizer.warmpu", r"config.optimizer.warmpu is no field. Did you mean warmup\?$"),
-        ("batchsize", r"config.batchsize is no field. Did you mean batch_size\?$"),
-        ("data.zzz", r"config.data.zzz is no field.$"),
+        ("optimizer.warmpu", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
+        ("batchsize", r"config.batchsize is not a field. Did you mean batch_size\?$"),
+        ("data.zzz", r"config.data.zzz is not a field.$"),
     ):
         config = load_config("shapes")
         group, _, field = name.rpartition(".")
