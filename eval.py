@@ -1,8 +1,8 @@
 """Evaluates policies: `python eval.py --config configs/shapes.py --workdir runs/shapes`.
 
-`--config.eval.benchmarks=pope,mme` names other benchmarks than the configuration does. There are
-three stages, all by default: `--stages=generate`, `convert`, `score`; a `generate` that was stopped
-resumes with the questions that have no answer. Any field of the configuration can be set by a flag;
+`--config.eval.benchmarks=pope,mme` replaces the configuration's benchmarks. There are three stages,
+all run by default: `--stages=generate`, `convert`, `score`; an interrupted `generate` resumes with
+the unanswered questions. Any field of the configuration can be set by a flag;
 `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: where the configurations lie, and the README's links."""
+"""Settings pyproject.toml cannot express: the folder of the configurations, the README's links."""
 
 import re
 import tomllib
@@ -11,11 +11,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def readme(repository: str | None) -> str:
-    """The README for a package index.
+    """Returns the README for a package index.
 
     Args:
-        repository: where the project lives; relative links lead there, as an index has no files
-            that they could lead to. None leaves them as they are.
+        repository: address of the project, to which relative links are resolved, as an index does
+            not serve its files. None leaves them unchanged.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     if repository is None:

@@ -1,8 +1,8 @@
 """Trains a selector: `python train.py --config configs/shapes.py --workdir runs/shapes`.
 
 Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`. The
-same command resumes an interrupted run. `--dry_run` reports what a run would take. Several
-processes are started with the same command each (docs/scale.md).
+same command resumes an interrupted run. `--dry_run` reports what a run would cost. To use several
+processes, start each with the same command (docs/scale.md).
 """
 
 from stepprune_jax.training.__main__ import main

@@ -3,13 +3,13 @@
     python train.py --config configs/llava7b.py --workdir runs/llava7b --dry_run
     python train.py --config configs/llava7b.py --workdir runs/llava7b
 
-`configs/llava7b.py:literal` follows the paper to the letter. The comment behind a value says where
-it comes from: a section of the paper; "silent" where the paper gives none, and the value is that of
-`configs/shapes.py` or ours; "changed" where the paper says something else that does not learn in
-the shapes world (docs/paper.md), and `literal` has the paper's; "speed" and "memory" where it does
-not change what is learned. No run of this configuration has been made yet.
+`configs/llava7b.py:literal` follows the paper to the letter. The comment after a value gives its
+source: a section of the paper; "silent" if the paper gives no value, and it is that of
+`configs/shapes.py` or ours; "changed" if the paper's value does not learn in the shapes world
+(docs/paper.md), and `literal` has the paper's; "speed" and "memory" if it does not change what is
+learned. No run of this configuration has been made yet.
 
-The data are read where LLaVA's instructions put them, below the working directory:
+The data are expected where LLaVA's instructions put them, below the working directory:
 playground/data/llava_v1_5_mix665k.json and its image folders beside it.
 """
 
@@ -25,12 +25,14 @@ def get_config(arg: str = "") -> ConfigDict:
         arg: reading of the paper, "literal" or nothing.
     """
     if arg not in ("", "default", "literal"):
-        raise ValueError(f"configs/llava7b.py:{arg}: expected configs/llava7b.py:literal or no :")
+        raise ValueError(
+            f"the argument of llava7b is {arg!r}, expected llava7b:literal or llava7b alone"
+        )
     literal = arg == "literal"
     c = ConfigDict()
     c.method = "stepprune"  # or "autoselect"
     c.seed = 0  # silent
-    c.steps = 39000  # silent; once through the 625,000 samples with an image
+    c.steps = 39000  # silent; one epoch of the 625,000 samples with an image
     c.batch_size = 16  # Sec. 4.1, "effective global batch size"
     # Changed: open from the start. Sec. 3.2, "during early training"; Sec. 4.1, "over the course of
     # training".
@@ -47,45 +49,45 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model = ConfigDict()
     c.model.folder = "llava-hf/llava-1.5-7b-hf"  # Sec. 4.1; a hub id, or a folder
     c.model.vision_folder = ""  # original LLaVA layout only: the CLIP folder
-    c.model.dtype = "bfloat16"  # silent; of the frozen weights, the policy is float32
+    c.model.dtype = "bfloat16"  # silent; dtype of the frozen weights, the policy is float32
     c.model.attention = "matmul"  # speed
     c.model.remat = True  # memory
     c.model.rows_at_once = 1  # memory: eight passes for the batch of 16 on two devices
 
     c.data = ConfigDict()  # docs/training-data.md
-    c.data.name = "folder"  # silent; the data that the model was tuned on
-    c.data.folder = ""  # not needed: the next two say where the data are
+    c.data.name = "folder"  # silent; the model's own instruction data
+    c.data.folder = ""  # not needed: the next two fields name the data
     c.data.train_file = "playground/data/llava_v1_5_mix665k.json"
     c.data.image_folder = "playground/data"
     c.data.linked_folders = ()  # folders that links in the image folder may lead to
-    c.data.index_folder = ""  # for the counts of tokens; empty: the run's own folder
-    c.data.missing = "stop"  # or "skip": leave out samples whose image is missing or damaged
+    c.data.index_folder = ""  # for token counts; empty: the folder of the run
+    c.data.missing = "stop"  # or "skip" samples whose image is missing or damaged
     c.data.unusable = "skip"  # silent
-    c.data.train_scenes = 3000  # of the shapes world, as the next four fields: not read here
+    c.data.train_scenes = 3000  # for the shapes world, as the next four fields: not read here
     c.data.validation_scenes = 150
     c.data.test_scenes = 520
     c.data.seed = 0
     c.data.test_seed = config_dict.placeholder(int)
-    c.data.split_turns = False  # silent; a question after all that was said before it
+    c.data.split_turns = False  # silent; a question follows the conversation so far
     c.data.stats_images = 1000  # silent; images for the statistics of the features
     c.data.length_multiple = 128  # speed; ids are padded to a multiple, each width is one program
     c.data.length_group = 100  # silent; batches whose rows are sorted by length together
-    c.data.context_limit = 2048  # silent; as LLaVA's own training
+    c.data.context_limit = 2048  # silent; as in LLaVA's own training
     c.data.policy_text_limit = 512  # silent; tokens of the user's words that the policy sees
     c.data.cache_gb = 2.0
-    c.data.threads = 8  # that make batches
-    c.data.workers = 0  # processes that make batches, instead of threads
+    c.data.threads = 8  # threads that build batches
+    c.data.workers = 0  # processes that build batches, instead of threads
 
     c.policy = ConfigDict()  # stepprune_jax.policy.PolicyConfig; docs/paper.md
     c.policy.width = 1024  # D, Sec. 3.1
-    c.policy.num_heads = 16  # silent; as many as the tower has
+    c.policy.num_heads = 16  # silent; the same as in the tower
     c.policy.mlp_ratio = 4  # silent
     c.policy.encoder_layers = 2  # Sec. 3.2
     # Silent. Two are no better in the shapes world and cost more a step (docs/experiments.md); but
     # with one, the MLP that the paper prints would have no gradient.
     c.policy.decoder_layers = 2 if literal else 1
     c.policy.encoder_attention = "bidirectional"  # Sec. 3.2
-    c.policy.text = True  # whether it sees the question
+    c.policy.text = True  # whether the policy reads the question
     c.policy.text_gate = "printed" if literal else "attention"  # changed
     c.policy.max_steps = 288  # T_max, Sec. 4.1
     c.policy.min_tokens = 0 if literal else 1  # silent
@@ -116,14 +118,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.dtype = "float32"  # silent
 
     c.autoselect = ConfigDict()  # the one-shot baseline, with more weights than the policy
-    c.autoselect.text = True  # its papers have it see the image alone
+    c.autoselect.text = True  # AutoSelect itself reads the image only
     c.autoselect.width = 1024
     c.autoselect.num_heads = 16
     c.autoselect.mlp_ratio = 4
     c.autoselect.encoder_layers = 4
     c.autoselect.temperature_start = 2.0
     c.autoselect.temperature_end = 0.4
-    c.autoselect.temperature_steps = 0.9  # share of the steps over which it falls
+    c.autoselect.temperature_steps = 0.9  # share of the steps over which the temperature falls
     c.autoselect.random_budget = (0.02, 0.5)
     c.autoselect.dtype = config_dict.placeholder(str)
 
@@ -137,16 +139,16 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.b2 = 0.999  # silent; configs/shapes.py
     c.optimizer.muon_lr = 0.0  # Sec. 4.1: AdamW
 
-    c.accelerator = ConfigDict()  # read by --dry_run alone
+    c.accelerator = ConfigDict()  # read by --dry_run only
     c.accelerator.name = "rtx-a6000"  # Sec. 4.1
     c.accelerator.count = 2  # Sec. 4.1: two RTX A6000
-    c.accelerator.utilisation = 0.4  # share of the peak that is assumed
+    c.accelerator.utilisation = 0.4  # assumed share of the peak
 
-    c.validation = ConfigDict()  # questions that are asked while a policy is trained
-    c.validation.every = 0  # updates between them; 0: none
-    c.validation.folder = ""  # with validation.jsonl, ..._answers.jsonl, images/; empty: the data's
+    c.validation = ConfigDict()  # validation during training
+    c.validation.every = 0  # updates between validations; 0: none
+    c.validation.folder = ""  # with validation.jsonl, ..._answers.jsonl, images/; empty: data's
     c.validation.questions = 64
-    c.validation.budget = 0  # tokens to keep; 0: where the policy stops
+    c.validation.budget = 0  # tokens to keep; 0: the policy decides
     c.validation.max_new_tokens = 3
     c.validation.overlays = 4  # questions whose selections are drawn
     c.validation.calibrate = 256  # questions to calibrate the stop on at the end; 0: none
@@ -156,11 +158,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.data = "playground/data/eval"  # root of LLaVA's folders
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
-    c.eval.methods = ""  # rows, as "all tokens,StepPrune"; all without any
-    c.eval.options = ""  # of pruners, as "fastv layer=3 average=False; holov crops=8"
-    c.eval.positions = "original"  # or "compact", or "own": of each method's authors
-    c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
+    c.eval.methods = ""  # rows, such as "all tokens,StepPrune"; empty: all
+    c.eval.options = ""  # options of pruners, such as "fastv layer=3 average=False; holov crops=8"
+    c.eval.positions = "original"  # or "compact", or "own", as in each method's program
+    c.eval.max_new_tokens = config_dict.placeholder(int)  # empty: the benchmark's own limit
     c.eval.budgets = (192, 128, 64)  # Table 1
-    c.eval.batch_size = 1  # silent; as LLaVA's own programs
-    c.eval.rows = ConfigDict()  # none are shipped for this model
+    c.eval.batch_size = 1  # silent; as in LLaVA's own programs
+    c.eval.rows = ConfigDict()  # no policies are shipped for this model
     return c

@@ -3,8 +3,8 @@
     python -m stepprune_jax.pretrain --config configs/pretrain_shapes.py --workdir runs/pretrain
 
 The result, runs/pretrain/model, is a folder in the Hugging Face layout. With `data.folder` it is
-trained on any data in LLaVA's format; without labels of patches (`train_patches.npz`) the tower has
-no stage of its own, so set `language.train_tower`.
+trained on any data in LLaVA's format; without patch labels (`train_patches.npz`) the tower has no
+separate stage, so set `language.train_tower`.
 """
 
 from ml_collections import ConfigDict
@@ -17,18 +17,18 @@ def get_config(arg: str = "") -> ConfigDict:
     c = ConfigDict()
     c.method = "pretrain"
     c.seed = 0
-    c.init = ""  # a model's folder to start from, in place of random weights
+    c.init = ""  # model folder to start from, instead of random weights
     c.micro_batch = 8
-    c.cpu_devices = 2  # cores, each a device with rows of its own; 0 leaves it to jax
+    c.cpu_devices = 2  # CPU devices, each with its own rows; 0 leaves their number to jax
     c.log_every = 20
     c.checkpoint_every = 200
-    c.dtype = "float16"  # of the saved weights
+    c.dtype = "float16"  # dtype of the saved weights
 
     c.data = ConfigDict()
     c.data.folder = ""  # empty: the shapes world, written to workdir/data
     c.data.train_scenes = 24000
-    c.data.seed = 1000  # not that of any other split
-    c.data.emphasis = 2.0  # factor on the families that are learned last
+    c.data.seed = 1000  # different from that of any other split
+    c.data.emphasis = 2.0  # factor on the question families that are learned last
 
     c.model = ConfigDict()
     c.model.image_size = 96
@@ -42,30 +42,30 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.text_mlp = 344
     c.model.text_layers = 4
     c.model.text_heads = 8
-    c.model.rope_theta = 1e6  # slow: what patches show is to be matched at any distance
+    c.model.rope_theta = 1e6  # slow, to match the contents of patches at any distance
 
     c.tower = ConfigDict()
     c.tower.steps = 800
     c.tower.batch_size = 64
     c.tower.lr = 1.5e-3
-    c.tower.muon_lr = 0.02  # of Muon, for matrices; 0: AdamW for all weights
+    c.tower.muon_lr = 0.02  # learning rate of Muon, for matrices; 0: AdamW for all weights
 
     c.language = ConfigDict()
     c.language.steps = 4000
-    c.language.whole_steps = 2200  # before images are thinned
+    c.language.whole_steps = 2200  # steps before images are thinned
     c.language.batch_size = 32
     c.language.lr = 2e-3
     c.language.muon_lr = 0.02
     c.language.thinned_share = 0.75
     c.language.kept = (2, 4, 8, 16, 32, 48, 64)
-    c.language.taste = 2.0  # how strongly the choice goes by what patches show
+    c.language.taste = 2.0  # how strongly the choice depends on the contents of patches
     c.language.train_tower = False
 
-    c.noise = ConfigDict()  # every other step with noise in place of most tokens
+    c.noise = ConfigDict()  # every other step, most tokens are replaced by noise
     c.noise.steps = 1200
     c.noise.batch_size = 32
     c.noise.lr = 1e-3
     c.noise.muon_lr = 0.01
-    c.noise.thinned_share = 0.5  # of the other steps
+    c.noise.thinned_share = 0.5  # share of the other steps with thinned images
     c.noise.taste = 4.0
     return c

@@ -27,10 +27,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.seed = 0
     c.steps = 500
     c.batch_size = 32
-    # Share of the steps over which the text gate opens. Open from the start it is never learned
-    # that some things are worth a look whatever is asked: docs/experiments.md.
+    # Share of the steps over which the text gate opens. If it is open from the start, the policy
+    # never learns that some tokens matter for any question: docs/experiments.md.
     c.text_gate_anneal = 1.0 if literal else 0.0
-    c.cpu_devices = 2  # cores, each a device, where jax sees no others; 0 leaves it to jax
+    c.cpu_devices = 2  # CPU devices, if jax sees no others; 0 leaves their number to jax
     c.mesh = "data"  # a preset of stepprune_jax.parallel.sharding.build_mesh, or "data=2,tensor=4"
     c.log_every = 10
     c.checkpoint_every = 100
@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.dtype = "float32"
     c.model.attention = "matmul"
     c.model.remat = False
-    c.model.rows_at_once = 4  # of the frozen model on each device; 0 for all of them
+    c.model.rows_at_once = 4  # rows per pass of the frozen model on each device; 0: all
 
     c.data = ConfigDict()  # docs/training-data.md
     c.data.name = "shapes"  # or "folder"
@@ -53,25 +53,25 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.train_file = ""  # empty: train.json of the folder
     c.data.image_folder = ""  # empty: images/ of the folder
     c.data.linked_folders = ()  # folders that links in the image folder may lead to
-    c.data.index_folder = ""  # for the counts of tokens; empty: the run's own folder
-    c.data.missing = "stop"  # or "skip": leave out samples whose image is missing or damaged
-    c.data.unusable = "stop"  # or "skip": leave out samples that cannot be trained on
+    c.data.index_folder = ""  # for token counts; empty: the folder of the run
+    c.data.missing = "stop"  # or "skip" samples whose image is missing or damaged
+    c.data.unusable = "stop"  # or "skip" samples that cannot be trained on
     c.data.train_scenes = 3000
     c.data.validation_scenes = 150
     c.data.test_scenes = 520
     c.data.seed = 0
-    c.data.side = 336  # of the images, in pixels
+    c.data.side = 336  # height and width of the images in pixels
     c.data.grid = 24  # patches along an edge
     c.data.test_seed = config_dict.placeholder(int)
-    c.data.split_turns = True  # each question of a conversation is a sample of its own
+    c.data.split_turns = True  # each question of a conversation is a separate sample
     c.data.stats_images = 1000  # images for the statistics of the features
     c.data.length_multiple = 8  # ids are padded to a multiple; each width is one program
     c.data.length_group = 1  # batches whose rows are sorted by length together; 1: none
     c.data.context_limit = 2048
     c.data.policy_text_limit = 512  # tokens of the user's words that the policy sees
     c.data.cache_gb = 2.0
-    c.data.threads = 2  # that make batches
-    c.data.workers = 0  # processes that make batches, instead of threads
+    c.data.threads = 2  # threads that build batches
+    c.data.workers = 0  # processes that build batches, instead of threads
 
     c.policy = ConfigDict()  # stepprune_jax.policy.PolicyConfig; docs/paper.md
     c.policy.width = 128
@@ -80,7 +80,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.encoder_layers = 2
     c.policy.decoder_layers = 1
     c.policy.encoder_attention = "bidirectional"
-    c.policy.text = True  # whether it sees the question
+    c.policy.text = True  # whether the policy reads the question
     c.policy.text_gate = "printed" if literal else "attention"
     c.policy.max_steps = 288
     c.policy.min_tokens = 0 if literal else 1
@@ -111,14 +111,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.dtype = config_dict.placeholder(str)
 
     c.autoselect = ConfigDict()  # the one-shot baseline, with more weights than the policy
-    c.autoselect.text = True  # its papers have it see the image alone
+    c.autoselect.text = True  # AutoSelect itself reads the image only
     c.autoselect.width = 128
     c.autoselect.num_heads = 4
     c.autoselect.mlp_ratio = 4
     c.autoselect.encoder_layers = 4
     c.autoselect.temperature_start = 2.0
     c.autoselect.temperature_end = 0.4
-    c.autoselect.temperature_steps = 0.9  # share of the steps over which it falls
+    c.autoselect.temperature_steps = 0.9  # share of the steps over which the temperature falls
     c.autoselect.random_budget = (0.02, 0.5)
     c.autoselect.dtype = config_dict.placeholder(str)
 
@@ -130,35 +130,35 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.clip = 1.0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.999
-    # Of Muon, for matrices; 0: AdamW for all weights, as in the paper.
+    # Peak learning rate of Muon, for matrices; 0: AdamW for all weights, as in the paper.
     c.optimizer.muon_lr = 0.0 if literal else 0.015
 
-    c.accelerator = ConfigDict()  # read by --dry_run alone
-    c.accelerator.name = "rtx-a6000"  # of stepprune_jax.parallel.accelerators
-    c.accelerator.count = 1  # devices to plan for, where jax sees no accelerators
-    c.accelerator.utilisation = 0.4  # share of the peak that is assumed
+    c.accelerator = ConfigDict()  # read by --dry_run only
+    c.accelerator.name = "rtx-a6000"  # a name of stepprune_jax.parallel.accelerators
+    c.accelerator.count = 1  # devices to plan for, if jax sees no accelerators
+    c.accelerator.utilisation = 0.4  # assumed share of the peak
 
-    c.validation = ConfigDict()  # questions that are asked while a policy is trained
-    c.validation.every = 0  # updates between them; 0: none
-    c.validation.folder = ""  # with validation.jsonl, ..._answers.jsonl, images/; empty: the data's
+    c.validation = ConfigDict()  # validation during training
+    c.validation.every = 0  # updates between validations; 0: none
+    c.validation.folder = ""  # with validation.jsonl, ..._answers.jsonl, images/; empty: data's
     c.validation.questions = 64
-    c.validation.budget = 0  # tokens to keep; 0: where the policy stops
+    c.validation.budget = 0  # tokens to keep; 0: the policy decides
     c.validation.max_new_tokens = 3
     c.validation.overlays = 4  # questions whose selections are drawn
     c.validation.calibrate = 256  # questions to calibrate the stop on at the end; 0: none
 
     c.eval = ConfigDict()  # read by eval.py; docs/evaluation.md
-    c.eval.benchmarks = "shapes"  # or public ones, as "pope,mme"
+    c.eval.benchmarks = "shapes"  # or public ones, such as "pope,mme"
     c.eval.data = "playground/data/eval"  # root of LLaVA's folders, for public benchmarks
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts
-    c.eval.methods = ""  # rows, as "all,grid,stepprune"; all without any
-    c.eval.options = ""  # of pruners, as "fastv layer=3 average=False; holov crops=8"
-    c.eval.positions = "original"  # or "compact", or "own": of each method's authors
-    c.eval.max_new_tokens = config_dict.placeholder(int)  # without one, as the benchmark has it
+    c.eval.methods = ""  # rows, such as "all,grid,stepprune"; empty: all
+    c.eval.options = ""  # options of pruners, such as "fastv layer=3 average=False; holov crops=8"
+    c.eval.positions = "original"  # or "compact", or "own", as in each method's program
+    c.eval.max_new_tokens = config_dict.placeholder(int)  # empty: the benchmark's own limit
     c.eval.budgets = (192, 128, 64)
     c.eval.batch_size = 32
-    c.eval.rows = ConfigDict()  # rows trained beforehand, by name: policy files of the package
+    c.eval.rows = ConfigDict()  # policy files of trained rows, by name of the row
     c.eval.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
     c.eval.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
     return c

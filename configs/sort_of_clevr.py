@@ -23,5 +23,5 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.name = "folder"
     c.data.folder = "data/sort_of_clevr"
     c.eval.budgets = (48, 32, 16, 8)
-    c.eval.rows = ConfigDict()  # those of the package were trained for the shapes world's model
+    c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
     return c

@@ -2,7 +2,7 @@
 
     python examples/own_model.py
 
-What stands for your model takes a minute on a CPU. An "image" is a bag of 64 tokens; each carries
+The stand-in for your model takes a minute on a CPU. An "image" is a bag of 64 tokens; each carries
 a marker and a value. The question names a marker, and the answer is how often each value comes with
 it. Replace `draw` by your tower and data, and `lm_loss` by your projector and language model.
 """
@@ -24,7 +24,7 @@ frozen = {"marker": basis[:MARKERS], "value": basis[MARKERS : MARKERS + VALUES]}
 
 
 class Batch(NamedTuple):
-    """What a step reads."""
+    """Inputs of a training step."""
 
     image: jax.Array  # [b, n, d] tokens of the vision tower
     text: jax.Array  # [b, l, e] embeddings of the question, never of the answer
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 def draw(key, rows):
-    """A batch; of each image 2 to 20 % of the tokens carry the marker that is asked for."""
+    """Draws a batch; in each image, 2 to 20 % of the tokens carry the marker in question."""
     marker_key, value_key, asked_key, share_key, hit_key, noise_key = jax.random.split(key, 6)
     asked = jax.random.randint(asked_key, (rows, 1), 0, MARKERS)
     other = jax.random.randint(marker_key, (rows, N), 0, MARKERS - 1)
@@ -43,12 +43,12 @@ def draw(key, rows):
     tokens = frozen["marker"][jnp.where(hit, asked, other)] + frozen["value"][value]
     tokens = tokens + 0.3 * jax.random.normal(noise_key, tokens.shape)
     counts = jnp.einsum("bn,bnv->bv", hit.astype(float), jax.nn.one_hot(value, VALUES))
-    image = 7 + 3 * tokens  # real features are far from zero mean and unit variance, too
+    image = 7 + 3 * tokens  # like real features, far from zero mean and unit variance
     return Batch(image, frozen["marker"][asked], counts / counts.sum(1, keepdims=True))
 
 
 def lm_loss(frozen, tokens, batch, valid=True):
-    """Mean cross-entropy of a frozen reader, which attends to tokens by their marker."""
+    """Returns the cross-entropy of a frozen reader, which attends to tokens by their marker."""
     tokens = (tokens - 7) / 3
     match = jnp.einsum("bnd,bd->bn", tokens, batch.text[:, 0]) * (8 / D)
     attention = jax.nn.softmax(jnp.where(valid, match, -1e9), axis=1)
@@ -74,7 +74,7 @@ optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight
 
 @jax.jit
 def update(policy, moments, frozen, key, progress):
-    """One step; frozen weights are an argument, since a closure would be baked into the program."""
+    """Takes one step; frozen weights are an argument, as closures become program constants."""
     data_key, gate_key = jax.random.split(key)
     batch = draw(data_key, 32)
 
@@ -100,7 +100,7 @@ for number in range(steps):
     if number % 50 == 0 or number == steps - 1:
         print(number, {name: round(float(value), 3) for name, value in metrics.items()})
 
-# --- Its stop at any mean count; saving and loading ---
+# --- The stop at any mean count; saving and loading ---
 
 held_out = draw(jax.random.key(3), 256)
 policy = policy.calibrate([(held_out.image, held_out.text)])

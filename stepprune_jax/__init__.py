@@ -1,7 +1,7 @@
 """StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs.
 
-The names below are imported when they are first used, so that what needs no model, as scoring
-answers, neither waits for jax nor needs an accelerator.
+Public names are imported on first use, so that work without a model, such as scoring answers,
+neither waits for jax nor needs an accelerator.
 """
 
 import sys
@@ -116,7 +116,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `stepprune_jax.generate` the function.
+    """Keeps `stepprune_jax.generate` bound to the function.
 
     Python binds a module to its parent when it is imported; here the function of the same name is
     the public one, and the module is the command.

@@ -1,9 +1,9 @@
-"""Measures which stop bias keeps how many tokens on average, for `--mean_budget`.
+"""Measures how many tokens each stop bias keeps on average, for `--mean_budget`.
 
     python -m stepprune_jax.calibrate --policy FILE --model DIR --data FOLDER --out NEW
 
-Training does so by itself where there is a validation split. The folder has questions in LLaVA's
-format (validation.jsonl, images/); no answers are looked at. NEW is the same policy with a table.
+Training does this by itself if there is a validation split. The folder holds questions in LLaVA's
+format (validation.jsonl, images/); answers are not read. NEW is the same policy with a table.
 """
 
 from collections.abc import Sequence
@@ -31,20 +31,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--policy", required=True, help="policy file, or the name of a shipped one")
-    add("--model", required=True, help="the model that it was trained for: folder, hub id, shapes")
+    add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
+    add("--model", required=True, help="model it was trained for: folder, hub id or shapes")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")
-    add("--split", default="validation", help="which questions; validation by default")
-    add("--questions", type=int, default=256, help="how many of them, spread evenly; 0 for all")
-    add("--batch_size", type=int, default=16, help="questions at a time")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+    add("--split", default="validation", help="split to read; default: validation")
+    add("--questions", type=int, default=256, help="number of questions, spread evenly; 0: all")
+    add("--batch_size", type=int, default=16, help="questions per batch")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
     add("--out", required=True, help="policy file to write")
     given = parser.parse_args(argv)
     with user_input():
         policy = load_policy(given.policy)
         if policy.method != "stepprune":
-            raise ValueError(f"--policy: {policy.method} has no stop of its own to calibrate")
+            raise ValueError(f"--policy: {policy.method} has no learned stop to calibrate")
         for name, least in (("questions", 0), ("batch_size", 1)):
             if getattr(given, name) < least:
                 raise ValueError(f"--{name} is {getattr(given, name)}, expected at least {least}")
@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _page(table: Calibration) -> str:
-    """The table as text."""
+    """Formats the table as text."""
     lines = [
         f"{table.questions} questions, {table.num_tokens:g} visual tokens each on average",
-        "mean count  stop bias  at the least  at the largest",
+        "mean count  stop bias  at minimum  at maximum",
     ]
     columns = (table.mean_count, table.stop_bias, table.at_floor, table.at_cap)
     for mean, bias, floor, cap in zip(*columns, strict=True):
-        lines.append(f"{mean:10.1f}  {bias:9.3f}  {floor:12.0%}  {cap:14.0%}")
+        lines.append(f"{mean:10.1f}  {bias:9.3f}  {floor:10.0%}  {cap:10.0%}")
     return "\n".join(lines)
 
 

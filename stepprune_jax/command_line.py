@@ -1,4 +1,4 @@
-"""What the commands share: flags, configuration files, and user errors reported in one line."""
+"""Shared by all commands: flags, configuration files, and user errors reported in one line."""
 
 import argparse
 import contextlib
@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Writes the message, without the usage, and exits; a closed pipe is no error."""
+        """Writes the message, without the usage, and exits; a closed pipe is not an error."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             raise
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class Messages(logging.Handler):
-    """Shows what the library logs: warnings on stderr, progress on a stream of choice."""
+    """Shows the library's log: warnings on stderr, progress on a stream of choice."""
 
     def __init__(self, progress: str):
         """Takes the name of the stream for progress, "stdout" or "stderr"."""
@@ -42,19 +42,23 @@ class Messages(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a message; what cannot be written is an error of the program."""
+        """Writes a message; a failure to write is an error of the program."""
         if record.levelno >= logging.WARNING:
             print(f"warning: {record.getMessage()}", file=sys.stderr, flush=True)
-        else:  # the stream that has this name now
+        else:  # looked up now: the stream may have been replaced
             print(record.getMessage(), file=getattr(sys, self._progress), flush=True)
 
 
 def show_messages(progress: str) -> None:
-    """Has a command show what the library logs.
+    """Makes a command show the library's log.
 
     Args:
-        progress: where progress goes: "stderr" for a command whose output is data.
+        progress: stream for progress; "stderr" for a command whose output is data.
     """
+    # Orbax reports every file it touches, and failures with a traceback before it raises them.
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]
     logger.setLevel(logging.INFO)
@@ -62,10 +66,10 @@ def show_messages(progress: str) -> None:
 
 
 def define_config(values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines `--config`, the name or the file of a configuration; its fields are flags, too.
+    """Defines `--config`, the name or file of a configuration, whose fields become flags.
 
     Args:
-        values: where to define it.
+        values: the flags to add it to.
     """
     text = "Configuration: a name, such as shapes or llava7b:literal, or a file."
     config_flags.DEFINE_config_file("config", None, text, values, lock_config=True)
@@ -86,17 +90,17 @@ class _ByName(flags.ArgumentParser):
 
 
 def run(name: str, main: Callable[[], None]) -> None:
-    """Parses the flags, among them `--config`, which is required, and calls `main`.
+    """Parses the flags, including the required `--config`, and calls `main`.
 
-    Without `--workdir`, where a program has that flag, the run's folder is `default_workdir`.
+    Without `--workdir`, for programs that have that flag, the run's folder is `default_workdir`.
 
     Reports a mistake in the flags, or an error that `main` marks with `user_input`, in one line on
     stderr and exits with status 2. Any other error is a bug and keeps its traceback.
 
     Args:
-        name: name of the program, for messages, where it is not run by a console script.
-        main: what to do; it reads the flags' values itself. `--help` prints the docstring and the
-            flags of its module.
+        name: program name for messages, unless it is run by a console script.
+        main: the program, which reads the flags' values itself. `--help` prints the docstring and
+            the flags of its module.
     """
     name = program(name)
 
@@ -104,7 +108,7 @@ def run(name: str, main: Callable[[], None]) -> None:
         try:
             rest = parse_flags(arguments)
         except (flags.Error, OSError, ValueError) as error:
-            # A configuration file that fails is quoted with its traceback, the message at the end.
+            # A failing configuration file is quoted with its traceback, the message at the end.
             lines = str(error).strip().splitlines()
             _exit(name, lines[-1].strip().removeprefix("ValueError: "))
         if "workdir" in flags.FLAGS and flags.FLAGS["workdir"].value == "":
@@ -114,8 +118,6 @@ def run(name: str, main: Callable[[], None]) -> None:
         return rest
 
     def call(_: list[str]) -> None:
-        # Orbax reports every file it touches, and failures with a traceback before it raises them.
-        absl_logging.set_verbosity(absl_logging.FATAL)
         show_messages("stdout")
         with one_line_errors(name):
             main()
@@ -131,12 +133,12 @@ def run(name: str, main: Callable[[], None]) -> None:
 
 def program(name: str) -> str:
     """Returns the name of the running console script, such as stepprune-train, or else `name`."""
-    called = Path(sys.argv[0]).stem  # on Windows scripts end in .exe
+    called = Path(sys.argv[0]).stem  # on Windows, scripts end in .exe
     return called if called.startswith("stepprune-") else name
 
 
 def command() -> str:
-    """Returns the command line of this process, to be shown."""
+    """Returns the command line of this process, for display."""
     called = program("")
     return shlex.join([called, *sys.argv[1:]] if called else ["python", *sys.argv])
 
@@ -145,8 +147,8 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
     """Parses a command line.
 
     Args:
-        arguments: the arguments, with the program's name in front.
-        values: the flags that are defined, among them a configuration file called "config".
+        arguments: the arguments, starting with the program's name.
+        values: the defined flags, including a configuration file called "config".
 
     Returns:
         The program's name.
@@ -167,14 +169,14 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
         raise ValueError(f"--config: {file}, line {line}: {_message(error)}") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
-    values["config"].value.items()  # a file that could not be read says so only when it is used
+    values["config"].value.items()  # an unreadable file raises only when it is used
     return rest
 
 
 def default_workdir(config: str) -> str:
     """Returns the folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal".
 
-    A configuration that is given by its name has the same folder.
+    A configuration given by name has the same folder.
     """
     file, _, argument = config.partition(":")
     return str(Path("runs") / "-".join(filter(None, (Path(file).stem, argument))))
@@ -182,18 +184,18 @@ def default_workdir(config: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Reports in one line, with exit status 2, what is no bug.
+    """Reports errors that are not bugs in one line, and exits with status 2.
 
-    That is what `user_input` has marked, and what the machine refuses: a full disk, a folder that
-    may not be written to. Where nobody reads the output any more (`| head`) the program ends
-    quietly, with the status of one that SIGPIPE has ended.
+    These are errors marked by `user_input` and refusals of the machine, such as a full disk or a
+    folder without write permission. If the output's reader has gone (`| head`), the program ends
+    quietly, with the status that SIGPIPE gives.
 
     Args:
-        name: name of the program, for messages.
+        name: program name for messages.
     """
     try:
         yield
-        sys.stdout.flush()  # else a full disk is noticed when nobody can report it
+        sys.stdout.flush()  # otherwise a full disk is noticed too late to be reported
     except BrokenPipeError:
         _discard(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
@@ -201,7 +203,7 @@ def one_line_errors(name: str) -> Iterator[None]:
         if not is_user_error(error) and not _refused_by_machine(error):
             raise
         if _refused_by_machine(error) and error.filename is None:
-            _discard(sys.stdout)  # it may be what cannot be written to
+            _discard(sys.stdout)  # it may be the stream that cannot be written to
         _exit(name, " ".join(str(error).split()))
 
 
@@ -209,8 +211,8 @@ def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
     """Calls the main function of a command inside `one_line_errors` and exits with its status.
 
     Args:
-        name: name of the program, for messages, where it is not run by a console script.
-        main: the function; None is status 0.
+        name: program name for messages, unless it is run by a console script.
+        main: the function; None means status 0.
     """
     name = program(name)
     show_messages("stderr")
@@ -220,18 +222,18 @@ def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
 
 
 def _refused_by_machine(error: Exception) -> bool:
-    """Whether an error is about a disk or its permissions."""
+    """Returns whether an error is about a disk or its permissions."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 def _discard(stream: TextIO) -> None:
-    """Lets what is still to be written to a stream go nowhere: it is flushed once more at exit."""
+    """Discards a stream's pending output, which would otherwise be flushed again at exit."""
     with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _place(error: Exception) -> tuple[str, int]:
-    """File and line where a configuration failed."""
+    """Returns the file and line where a configuration failed."""
     if isinstance(error, SyntaxError):
         return str(error.filename), error.lineno or 0
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -239,7 +241,7 @@ def _place(error: Exception) -> tuple[str, int]:
 
 
 def _message(error: Exception) -> str:
-    """Kind and message of an error; a SyntaxError's own words repeat the place."""
+    """Returns an error's type and message; a SyntaxError's own text would repeat the place."""
     message = error.msg if isinstance(error, SyntaxError) else error
     return f"{type(error).__name__}: {message}"
 

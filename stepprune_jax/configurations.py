@@ -1,7 +1,7 @@
 """Configurations by name: "shapes", "llava7b:literal", "ablations/causal".
 
-They are the files of `configs/`, which an installed package has inside it. A configuration that
-builds on another one calls `load`:
+They are the files of `configs/`, which an installed package contains. A configuration that builds
+on another one calls `load`:
 
     from stepprune_jax import configurations
 
@@ -33,13 +33,13 @@ def find(config: str) -> str:
     """Resolves a configuration to its file.
 
     Args:
-        config: a name of `names`, or the path of a file; what follows a colon is its argument.
+        config: one of `names`, or the path of a file; an argument may follow a colon.
 
     Returns:
-        The path of the file, with the argument, if there is one, behind a colon.
+        The path of the file, followed by a colon and the argument if there is one.
 
     Raises:
-        FileNotFoundError: it is neither; the message lists the names.
+        FileNotFoundError: there is no such name or file; the message lists the names.
     """
     name, colon, argument = config.partition(":")
     known = names()
@@ -54,11 +54,11 @@ def find(config: str) -> str:
 
 
 def load(name: str, argument: str = "") -> ConfigDict:
-    """Returns a configuration, for one that builds on it.
+    """Returns a configuration, for another one to build on.
 
     Args:
-        name: of `names`, or the path of a file.
-        argument: of its `get_config`, such as "literal".
+        name: one of `names`, or the path of a file.
+        argument: argument of its `get_config`, such as "literal".
 
     Raises:
         FileNotFoundError: there is no such configuration.
@@ -69,6 +69,6 @@ def load(name: str, argument: str = "") -> ConfigDict:
 
 
 def _folder() -> Path:
-    """The folder of the files: in the package, or beside it in a clone."""
+    """Returns the folder of the files: in the package, or beside it in a clone."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"

@@ -1,9 +1,9 @@
 """Evaluates policies: `stepprune-eval --config shapes --workdir runs/shapes`.
 
-There are three stages, each alone (`--stages`) or one after the other. *generate*: model and
-question files give answer files; one that was stopped resumes with the questions that have no
-answer. *convert*: answer files become what official programs and servers take. *score*: answer
-files and annotations give the report. The shapes world is one of the benchmarks;
+There are three stages, run in turn or singly (`--stages`). *generate* turns model and question
+files into answer files; once interrupted, it resumes with the unanswered questions. *convert* turns
+answer files into the formats of official programs and servers. *score* turns answer files and
+annotations into the report. The shapes world is one of the benchmarks;
 `--config.eval.benchmarks=pope,mme` names others. Any field of the configuration can be set by a
 flag; `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
 """
@@ -24,6 +24,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import markdown_table
 from stepprune_jax.evaluation.generate_stage import (
     answers_folder,
     generate_answers,
@@ -62,16 +63,15 @@ def evaluate(
 
     Args:
         run: the settings of the run.
-        workdir: folder of the run. Answers are in workdir/answers/BENCHMARK, what official programs
-            take in workdir/submissions/BENCHMARK, tables and figures in workdir/report.
-        stages: of `STAGES`.
-        policy: a policy file, or folder of a run, for the default row.
-        command: the command that this is, for the report.
+        workdir: folder of the run. Answers go to workdir/answers/BENCHMARK, files for official
+            programs to workdir/submissions/BENCHMARK, tables and figures to workdir/report.
+        stages: the stages to run, of `STAGES`.
+        policy: a policy file, or the folder of a run, for the default row.
+        command: the command line to show in the report.
 
     Raises:
         FileNotFoundError: a policy, the model, data or answers are missing.
-        ValueError: bad settings or files, as the stages say, or a folder that another process
-            writes to.
+        ValueError: bad settings or files, or a folder that another process writes to.
     """
     workdir = Path(workdir)
     with user_input():
@@ -93,7 +93,7 @@ def _evaluate(
     settings = run.eval
     with user_input():
         report, answers = workdir / "report", answers_folder(run, workdir)
-        if "score" in stages and report.exists():  # refused now, as answering takes hours
+        if "score" in stages and report.exists():  # checked first, as answering takes hours
             report_folder.open_folder(report)
     shapes, ask = SHAPES in settings.benchmark_names, None
     begin = time.monotonic()
@@ -125,21 +125,23 @@ def _evaluate(
 
 
 def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
-    """A command that has a policy answer a question of the test split."""
+    """Returns a command that asks the policy a question of the test split."""
     question = read_questions(data / "test.jsonl", data / "images")[0]
     python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
-    words = [python, "-m", "stepprune_jax.generate", "--model", run.model.folder or "shapes"]
-    words += ["--policy", str(policy), "--image", os.path.relpath(question.image)]
+    script = command_line.program("")  # of an installed package
+    words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.generate"]
+    words += ["--model", run.model.folder or "shapes", "--policy", str(policy)]
+    words += ["--image", os.path.relpath(question.image)]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
 def _is_below(path: str) -> bool:
-    """Whether a path lies in the current folder, with links as they are."""
+    """Returns whether a path lies in the current folder; links are not resolved."""
     return Path(os.path.abspath(path)).is_relative_to(Path.cwd())
 
 
 def _policy_file(workdir: Path, policy: str | Path | None) -> Path | None:
-    """The file of the default row's policy; None where it is gone since it answered."""
+    """Returns the file of the default row's policy; None if it has been removed since."""
     with contextlib.suppress(OSError, ValueError):
         return own_policy(workdir, policy)
     return None
@@ -154,7 +156,7 @@ def _report_shapes(
     ask: str | None,
     command: str | None,
 ) -> None:
-    """Reports on the shapes world, once every row that this run asks for is complete."""
+    """Reports on the shapes world, once every requested row is complete."""
     settings = run.eval
     labels = [label for label in settings.labels if settings.wants(label)]
     if DEFAULT in labels:
@@ -169,19 +171,20 @@ def _report_shapes(
     open_ends = [f for f in files if _answered(f) < f.provenance.asked]
     if open_ends or ALL not in [f.provenance.method for f in files]:
         what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"
-        print(f"no report on {SHAPES}: the answers of {what} are not complete")
+        print(f"no report on {SHAPES}: the answers of {what} are incomplete")
     elif not all(f.provenance.made for f in files):
         print(
-            f"no report on {SHAPES}: {folder} holds answers of an older version, which do not say "
-            "what was kept; the report stays as it is. Move the folder away and run eval.py again"
+            f"no report on {SHAPES}: {folder} holds answers of an older version, which lack the "
+            "kept tokens; the report is left unchanged. Move the folder away and run eval.py again"
         )
     else:
         files = in_table_order(files, settings.labels)
         table = write_report(run, files, data, report, policy=policy, ask=ask)
+        print(markdown_table(table), end="")
         if DEFAULT not in labels:
             print(f"no figures without the row {DEFAULT!r}; tables: {report}")
             return
-        # Imported here: drawing needs what nothing else does.
+        # Imported here: only drawing needs these packages.
         from stepprune_jax.visualize import redraw
 
         page = redraw(report, command=command)
@@ -189,15 +192,14 @@ def _report_shapes(
 
 
 def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:
-    """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks that have such a form.
+    """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks with a submission format.
 
-    An answer file that cannot be converted, or is not complete, is reported, and leaves the others
-    alone.
+    An answer file that is incomplete or cannot be converted is reported and skipped.
 
     Args:
-        workdir: of the run.
-        answers: folder with a folder for each benchmark.
-        settings: of the evaluation.
+        workdir: folder of the run.
+        answers: folder with one folder per benchmark.
+        settings: settings of the evaluation.
     """
     for name in settings.public:
         convert = BENCHMARKS[name].convert
@@ -222,13 +224,13 @@ def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> Non
 
 
 def draw(answers: Path, settings: EvalSettings, report: Path, command: str | None) -> Path:
-    """Draws figures of each public benchmark, and puts them behind the table.
+    """Draws figures of each public benchmark and appends them to the table.
 
     Args:
-        answers: folder with a folder for each benchmark.
-        settings: of the evaluation.
+        answers: folder with one folder per benchmark.
+        settings: settings of the evaluation.
         report: folder with benchmarks.md.
-        command: the command that this is.
+        command: the command line to show.
 
     Returns:
         The page, report/benchmarks.md.
@@ -259,7 +261,7 @@ def draw(answers: Path, settings: EvalSettings, report: Path, command: str | Non
 
 
 def _answered(file: AnswerFile) -> int:
-    """How many whole lines there are."""
+    """Counts the complete lines."""
     return file.path.read_bytes().count(b"\n")
 
 
@@ -267,9 +269,8 @@ def main() -> None:
     """Runs the command."""
     command_line.define_config()
     flags.DEFINE_string("workdir", None, "Folder of a training run; default: runs/CONFIG.")
-    flags.DEFINE_string(
-        "policy", None, "Policy, in place of the workdir's own: a file, or hub:owner/name."
-    )
+    text = "Policy to use instead of the workdir's: a file, a shipped name, or hub:owner/name."
+    flags.DEFINE_string("policy", None, text)
     flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
     command_line.run("eval.py", _main)
 

@@ -1,9 +1,9 @@
-"""Takes the policy out of a run, as one file with a model card, without the frozen model.
+"""Exports the policy of a run as one file with a model card, without the frozen model.
 
     python -m stepprune_jax.export runs/shapes --out release/
 
-writes release/policy.safetensors, which `stepprune_jax.generate` and `eval.py` take with --policy,
-and release/README.md, which says what it was trained on. The run may be unfinished, or going on.
+writes release/policy.safetensors, which `stepprune_jax.generate` and `eval.py` take as --policy,
+and release/README.md, which states what it was trained on. The run may be unfinished or running.
 `--push owner/name` uploads both to the Hugging Face hub, for `--policy hub:owner/name`.
 """
 
@@ -28,7 +28,7 @@ from stepprune_jax.workdir.metrics import read_rows
 _NAME = "stepprune_jax.export"
 CARD = "README.md"
 _TEMPLATE = Path(__file__).parent / "assets" / "model_card.md"
-# Files of a run whose last line is shown, and what it is.
+# Files of a run whose last line is shown, with its title.
 _FIGURES = {"metrics.jsonl": "training", "validation.jsonl": "validation"}
 
 
@@ -43,16 +43,16 @@ def export(
     Args:
         workdir: folder of the run.
         out: folder to write to; created if needed.
-        stop_bias: number added to the policy's stop logits from now on.
-        target: where it will be on the hub, for the card; None for a file.
+        stop_bias: default stop bias of the exported policy.
+        target: the hub repository it will be uploaded to, for the card; None for a file.
 
     Returns:
         The policy's file.
 
     Raises:
         FileNotFoundError: the run has no checkpoint.
-        FileExistsError: `out` has a policy or a README.md already.
-        ValueError: the checkpoint is damaged, or not one of a policy.
+        FileExistsError: `out` already has a policy or a README.md.
+        ValueError: the checkpoint is damaged, or is not a policy's.
     """
     workdir, out = Path(workdir).expanduser(), Path(out).expanduser()
     for name in (POLICY_FILE, CARD):
@@ -69,7 +69,7 @@ def export(
 
 
 def _calibration(path: Path, policy: Policy) -> Calibration | None:
-    """The calibration of a policy, if a run has finished and measured it."""
+    """Returns the calibration of a policy, if the run has finished and measured it."""
     try:
         finished = load_policy(path)
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def _calibration(path: Path, policy: Policy) -> Calibration | None:
 
 
 def same_policy(one: Policy, other: Policy) -> bool:
-    """Whether two policies are equal to the bit, whatever was measured of them."""
+    """Returns whether two policies are bitwise equal, ignoring their measurements."""
     one, other = one.replace(calibration=None), other.replace(calibration=None)
     leaves = map(jax.tree.leaves, (one, other))
     return jax.tree.structure(one) == jax.tree.structure(other) and all(
@@ -87,35 +87,35 @@ def same_policy(one: Policy, other: Policy) -> bool:
 
 
 def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
-    """Reads the policy of a run's latest checkpoint that is not damaged.
+    """Reads the policy of a run's latest undamaged checkpoint.
 
     Args:
         workdir: folder of the run.
 
     Returns:
-        Updates done, the policy, and what the run is.
+        Updates done, the policy, and the run's metadata.
 
     Raises:
         FileNotFoundError: the run has no checkpoint.
-        ValueError: the checkpoints are damaged, or not of a policy.
+        ValueError: the checkpoints are damaged, or are not a policy's.
     """
     step, arrays, about = read_latest(workdir.resolve())
     if "selector" not in about:
-        raise ValueError(f"{workdir} holds checkpoints of no policy: they do not say of which kind")
+        raise ValueError(f"{workdir} holds no checkpoints of a policy: they do not name a method")
     config = read_config(workdir, about["selector"])
     stats = FeatureStats(**arrays["stats"])
     return step, Policy(arrays["state"]["params"], config, stats), about
 
 
 def figures(workdir: Path, step: int) -> dict[str, Any]:
-    """The last lines, up to a step, of what a run wrote about itself.
+    """Reads a run's last logged metrics up to a step.
 
     Args:
         workdir: folder of the run.
         step: updates done.
 
     Returns:
-        "training" and "validation" to a line, as far as there are such.
+        The rows under "training" and "validation", as far as they exist.
     """
     found = {}
     for name, kind in _FIGURES.items():
@@ -134,13 +134,13 @@ def model_card(
     """Fills the model card.
 
     Args:
-        policy: what is published.
+        policy: the policy to publish.
         trained: "step", "config" (fields by dotted name) and the hashes "model" and "data".
-        last: from `figures`.
-        target: where the policy will be on the hub; None for a file.
+        last: result of `figures`.
+        target: the hub repository of the policy; None for a file.
 
     Returns:
-        Markdown, with YAML in front as model hubs read it.
+        Markdown with a YAML header, as model hubs read it.
     """
     config, step = trained["config"], trained["step"]
     name = config["model.folder"] or "the small LLaVA of the shapes world"
@@ -182,14 +182,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument(
-        "--stop_bias", type=float, default=0.0, help="the policy's own from now on; higher: fewer"
+        "--stop_bias", type=float, default=0.0, help="the policy's default; higher keeps fewer"
     )
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        help="upload both to the Hugging Face hub",
+        help="upload both files to the Hugging Face hub",
     )
-    parser.add_argument("--private", action="store_true", help="with --push: if it is created")
+    parser.add_argument("--private", action="store_true", help="with --push: create it as private")
     arguments = parser.parse_args(argv)
     try:
         target = None if arguments.push is None else _target(arguments.push)
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _target(given: str) -> hub.Repository:
-    """The repository of --push, checked before anything is written."""
+    """Returns the repository of --push, checked before anything is written."""
     target = hub.repository(hub.PREFIX + given.removeprefix(hub.PREFIX))
     if target is None:
         raise ValueError(f"--push is {given!r}, expected owner/name")

@@ -1,4 +1,4 @@
-"""Operations by formula, and of a traced program: the matrix products, all but a percent.
+"""Operation counts, by formula and of traced programs: matrix products, all but a percent.
 
 A multiply-accumulate (MAC) counts as two floating-point operations (FLOPs). Papers differ in
 whether they double, and in which tokens they count; `LlmCost` has both figures.
@@ -17,13 +17,13 @@ class LlmCost(NamedTuple):
     """Multiply-accumulates of one row's pass through the language model.
 
     Attributes:
-        projections: of queries, keys, values and outputs, all layers.
-        attention: scores and weighted values over every pair of tokens, masked pairs too.
-        masked: the part of `attention` that the causal order makes void: half of the pairs of new
-            tokens, as it is usually counted.
-        mlp: of the gated MLPs.
-        head: the logits that were asked for.
-        mean_tokens: new tokens that enter a layer, averaged over layers.
+        projections: queries, keys, values and outputs of all layers.
+        attention: scores and weighted values over every pair of tokens, including masked pairs.
+        masked: the part of `attention` that the causal mask discards: half of the pairs of new
+            tokens, as usually counted.
+        mlp: the gated MLPs.
+        head: the requested logits.
+        mean_tokens: new tokens entering a layer, averaged over layers.
     """
 
     projections: int
@@ -35,17 +35,17 @@ class LlmCost(NamedTuple):
 
     @property
     def layer_macs(self) -> int:
-        """MACs of the layers, without the head: the figure that papers on pruning print."""
+        """MACs of the layers, without the head: the figure that pruning papers report."""
         return self.projections + self.attention + self.mlp
 
     @property
     def flops(self) -> int:
-        """FLOPs with the head, masked pairs counted: what plain matrix products execute."""
+        """FLOPs with the head and masked pairs: the work of plain matrix products."""
         return 2 * (self.layer_macs + self.head)
 
     @property
     def causal_flops(self) -> int:
-        """FLOPs with the head, without masked pairs: what has to be computed."""
+        """FLOPs with the head, without masked pairs: the necessary work."""
         return self.flops - 2 * self.masked
 
 
@@ -56,19 +56,19 @@ def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
 def policy_flops(
     config: PolicyConfig, num_tokens: int, text_length: int, kept: int, *, exact: bool = True
 ) -> dict[str, int]:
-    """Operations of one image's inference: the matrix products, which are all but a percent.
+    """Counts the FLOPs of one image's inference: matrix products, which are all but a percent.
 
     Args:
       config: Policy configuration.
       num_tokens: N.
       text_length: Text tokens the policy sees.
       kept: K.
-      exact: Whether K is a budget; else the policy stops by itself, which takes a step more, and
-        with `stop="hazard"` a decoder layer of its own.
+      exact: Whether K is a budget; otherwise the policy stops by itself, which takes one more step
+        and, with `stop="hazard"`, a decoder layer of its own.
 
     Returns:
-      `encoder`; `memory`, keys and values of the slots for all that reads them; `tables` over pairs
-      of slots; `steps`; `hazard`; and their `total`.
+      `encoder`; `memory`, the slots' keys and values for all their readers; `tables` over pairs of
+      slots; `steps`; `hazard`; and their `total`.
     """
     d, n, m = config.policy_width, num_tokens, num_tokens + 1
     hidden = config.mlp_ratio * d
@@ -81,7 +81,7 @@ def policy_flops(
         rows = n if block == config.encoder_layers - 1 else s
         encoder += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
         encoder += _matmuls(rows, (d, hidden), (hidden, d))
-    # Attention over a history reads all T_max rows, the masked ones too.
+    # Attention over a history reads all T_max rows, including masked ones.
     cache = config.steps(n)
     history = _matmuls(1, *[(d, d)] * 4, (d, cache), (cache, d))
     finish = _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
@@ -122,15 +122,15 @@ def llm_flops(
         config: the model's shape.
         prompt_tokens: new tokens n of each row, text and visual together; or one number per layer
             where a method prunes inside the model.
-        cached_tokens: earlier tokens that the new ones attend to, likewise; a decoding step has one
-            new token.
+        cached_tokens: earlier tokens that the new ones attend to, in the same form; a decoding step
+            has one new token.
         num_logits: positions that the output head is applied to.
 
     Returns:
         An `LlmCost`.
 
     Raises:
-        ValueError: a list has another length than the model has layers, or a count is negative.
+        ValueError: a list does not have one entry per layer, or a count is negative.
     """
     tokens = _per_layer("prompt_tokens", prompt_tokens, config.num_layers)
     cached = _per_layer("cached_tokens", cached_tokens, config.num_layers)
@@ -148,7 +148,7 @@ def llm_flops(
 
 
 def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[int]:
-    """One count for each layer."""
+    """Returns one count for each layer."""
     counts = [count] * num_layers if isinstance(count, int) else list(count)
     if len(counts) != num_layers or min(counts) < 0:
         raise ValueError(
@@ -158,10 +158,10 @@ def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[i
 
 
 def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Operations (FLOPs) of encoding and projecting images.
+    """Counts the FLOPs of encoding and projecting images.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         grids: rows and columns of the patches of each image.
 
     Returns:
@@ -173,14 +173,14 @@ def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[
 
 
 def traced_flops(jaxpr: Any) -> int:
-    """Operations (FLOPs) of the matrix products of a traced program, on all devices together.
+    """Counts the FLOPs of a traced program's matrix products, on all devices together.
 
-    What is computed again in a backward pass counts again. A scan's body counts as often as it
-    runs, where the compiler's own analysis counts it once; a loop of unknown length counts once,
-    and of a conditional's branches the dearest.
+    Recomputation in a backward pass counts again. A scan's body counts as often as it runs, where
+    the compiler's own analysis counts it once; a loop of unknown length counts once, and a
+    conditional counts its most expensive branch.
 
     Args:
-        jaxpr: of `jax.make_jaxpr`, or of the `trace` of a compiled function.
+        jaxpr: result of `jax.make_jaxpr`, or the `jaxpr` of a jitted function's `trace`.
 
     Returns:
         The count.

@@ -2,9 +2,8 @@
 
     python -m stepprune_jax.generate --model DIR --image x.jpg --prompt "What is this?"
 
-The answer is written as it comes; then how many visual tokens were kept, the time to the first
-token and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws what was
-kept.
+The answer is streamed, followed by the number of visual tokens kept, the time to the first token
+and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws the kept tokens.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,49 +37,49 @@ from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
 
 _NAME = "stepprune_jax.generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
-# What a user can do wrong; anything else is a bug and keeps its traceback.
+# Errors of the user; anything else is a bug and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Builds the parser of the command's options."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder, hub id, or shapes: the small one")
+    add("--model", required=True, help="checkpoint folder, hub id, or shapes (the small model)")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--image", action="append", default=[], help="image; may be given several times")
-    add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
-    add("--max_pixels", type=int, help="largest area of a resized image, likewise")
+    add("--image", action="append", default=[], help="image file; may be repeated")
+    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    add("--pruner", help=f"what keeps visual tokens: {', '.join(PRUNERS)}")
-    add("--policy", help="a trained pruner: a file, or shapes; without --budget it stops by itself")
-    add("--budget", help="tokens to keep of each image: a count, or a share as 1/3 or 22.2%%")
-    add("--mean_budget", type=float, help="tokens to keep on average, as the policy is calibrated")
-    add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="as layer=3 for fastv")
+    add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
+    add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
+    add("--budget", help="tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's stop")
+    add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
+    add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
     add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
-    add("--max_tokens", type=int, default=128, help="longest answer")
+    add("--max_tokens", type=int, default=128, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")
-    add("--repetition_penalty", type=float, help="1: none; by default the model folder's own")
-    add("--seed", type=int, default=0, help="of the sampling")
-    add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights and computation")
-    add("--mesh", choices=PRESETS, help="shard over all devices by this preset")
-    add("--attention", choices=ATTENTIONS, default="matmul", help="implementation")
-    add("--layers", choices=LAYOUTS, default="auto", help="where their weights lie")
+    add("--repetition_penalty", type=float, help="1: none; default: the model folder's")
+    add("--seed", type=int, default=0, help="seed of the sampling")
+    add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
+    add("--mesh", choices=PRESETS, help="preset for sharding over all devices")
+    add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
+    add("--layers", choices=LAYOUTS, default="auto", help="placement of layer weights")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--overlay", metavar="FILE.png", help="draw the tokens that were kept, in their order")
-    add("--trace", metavar="FILE.npz", help="write what was kept, stage by stage, and the logits")
+    add("--overlay", metavar="FILE.png", help="draw the kept tokens, in order of choice")
+    add("--trace", metavar="FILE.npz", help="write the kept tokens of each stage, and the logits")
     return parser
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Options]:
-    """Checks every input, and only then loads the weights."""
+    """Checks every input before loading the weights."""
     if arguments.prompt is None and not arguments.interactive:
         raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
     if arguments.json and arguments.interactive:
-        raise ValueError("--json prints the answer to one --prompt: not with --interactive")
+        raise ValueError("--json answers one --prompt and cannot be combined with --interactive")
     if arguments.overlay is not None:
         _check_overlay(arguments)
     if arguments.trace is not None:
@@ -110,24 +109,24 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
 
 
 def _check_trace(arguments: argparse.Namespace) -> None:
-    """Refuses a trace that could not be written."""
+    """Raises if a trace could not be written."""
     path = Path(arguments.trace)
     if not arguments.json:
-        raise ValueError("--trace goes with --json")
+        raise ValueError("--trace requires --json")
     if path.suffix != ".npz" or not path.parent.is_dir():
         raise ValueError(
-            f"--trace is {arguments.trace!r}, expected a .npz file in a folder there is"
+            f"--trace is {arguments.trace!r}, expected a .npz file in an existing folder"
         )
 
 
 def _check_overlay(arguments: argparse.Namespace) -> None:
-    """Refuses a drawing that could not be made."""
+    """Raises if an overlay could not be drawn."""
     path = Path(arguments.overlay)
     if arguments.interactive or not arguments.image:
-        raise ValueError("--overlay goes with one --prompt and at least one --image")
+        raise ValueError("--overlay requires one --prompt and at least one --image")
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ValueError(
-            f"--overlay is {arguments.overlay!r}, expected a .png file in a folder there is"
+            f"--overlay is {arguments.overlay!r}, expected a .png file in an existing folder"
         )
 
 
@@ -146,7 +145,7 @@ _OPTIONS = (
 
 
 def _summary(answer: Answer) -> str:
-    """One line of figures."""
+    """Formats kept tokens, latency and speed in one line."""
     return (
         f"[kept {answer.kept} of {answer.visual_tokens} visual tokens, first token after "
         f"{answer.ttft_ms:.1f} ms, {answer.tokens_per_s:.1f} tokens/s]"
@@ -154,7 +153,7 @@ def _summary(answer: Answer) -> str:
 
 
 def _say(model: VLM, turns: Sequence[str], images: list[Image.Image], options: Options) -> Answer:
-    """Writes an answer as it comes, and its figures."""
+    """Streams an answer, followed by its summary."""
 
     def write(row: int, token: int, piece: str) -> None:
         print(piece, end="", flush=True)
@@ -165,7 +164,7 @@ def _say(model: VLM, turns: Sequence[str], images: list[Image.Image], options: O
 
 
 def _questions(first: str | None) -> Iterator[str]:
-    """The first question if there is one, then lines of stdin until its end or "exit"."""
+    """Yields the first question if there is one, then lines of stdin until its end or "exit"."""
     if first is not None:
         yield first
     while True:
@@ -179,7 +178,7 @@ def _questions(first: str | None) -> Iterator[str]:
 
 
 def _converse(model: VLM, first: str | None, images: list[Image.Image], options: Options) -> None:
-    """Answers question after question; the images and what was said stay."""
+    """Answers question after question; the images and the conversation are kept."""
     turns: list[str] = []
     for question in _questions(first):
         try:
@@ -199,23 +198,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: of the command line, by default those of the process.
+        arguments: command-line arguments; default: those of the process.
 
     Returns:
         The exit status: 0, or 2 for a mistake in the input, which is reported on stderr.
     """
     parsed = _parser().parse_args(arguments)
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in shown:  # options are read twice: before the weights are, and after
+            shown.add(str(message))
+            print(f"warning: {message}", file=sys.stderr)
+
     with warnings.catch_warnings():
-        # A warning is for the user to read: its message, without the line of code.
-        warnings.showwarning = lambda message, *_, **__: print(
-            f"warning: {message}", file=sys.stderr
-        )
+        # Warnings are shown to the user without the line of code.
+        warnings.showwarning = show
         return _run(parsed)
 
 
 def _run(parsed: argparse.Namespace) -> int:
     """Runs the parsed command and returns its exit status."""
-    if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is refused as a prompt
+    if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is rejected as a prompt
         sys.stdin.reconfigure(errors="surrogateescape")
     try:
         model, images, options = _prepare(parsed)
@@ -243,9 +247,9 @@ def _run(parsed: argparse.Namespace) -> int:
 def _draw(
     parsed: argparse.Namespace, model: VLM, images: list[Image.Image], answer: Answer
 ) -> None:
-    """Draws what was kept, if that is asked for."""
+    """Draws the kept tokens, if requested."""
     if parsed.overlay is not None:
-        # Imported here: drawing needs what answering does not.
+        # Imported here: answering does not need these packages.
         from stepprune_jax.visualize.overlays import draw_answer
 
         draw_answer(parsed.overlay, model, images, parsed.prompt, answer)

@@ -1,4 +1,4 @@
-"""Frozen settings that check themselves, and how they are read from a configuration.
+"""Frozen settings that check themselves, read from a configuration.
 
 A group of a configuration is a frozen dataclass whose fields state what they accept:
 
@@ -31,14 +31,14 @@ def setting(
     default: Any = dataclasses.MISSING,
     settings: "type[Settings] | None" = None,
 ) -> Any:
-    """A field of `Settings`.
+    """Defines a field of `Settings`.
 
     Args:
-        expected: what values it accepts, for messages.
-        holds: whether a value is accepted.
+        expected: description of accepted values, for messages.
+        holds: tells whether a value is accepted.
         free: whether a run may be resumed with another value, because no result depends on it.
-        optional: whether the field may be absent; it is None then.
-        default: value of a field that may be absent without being None.
+        optional: whether the field may be absent; it is then None.
+        default: value of an absent field, if not None.
         settings: the class of a group of fields.
     """
     default = None if optional else default
@@ -50,7 +50,7 @@ def setting(
 
 
 def count(least: int = 1, **options: Any) -> Any:
-    """A field that holds an integer from `least` on; options are those of `setting`."""
+    """Defines a field for an integer of at least `least`; options are those of `setting`."""
 
     def holds(value: Any) -> bool:
         return is_count(value, least) and value < 1 << 31  # programs count in int32
@@ -59,22 +59,22 @@ def count(least: int = 1, **options: Any) -> Any:
 
 
 def integer(**options: Any) -> Any:
-    """A field that holds any integer."""
+    """Defines a field for any integer."""
     return setting("an integer", _is_integer, **options)
 
 
 def number(**options: Any) -> Any:
-    """A field that holds a finite number from 0 on."""
+    """Defines a field for a finite number of at least 0."""
     return setting("a number from 0", lambda value: is_number(value) and value >= 0, **options)
 
 
 def positive(**options: Any) -> Any:
-    """A field that holds a finite number above 0."""
+    """Defines a field for a finite number above 0."""
     return setting("a number above 0", lambda value: is_number(value) and value > 0, **options)
 
 
 def share(**options: Any) -> Any:
-    """A field that holds a share from 0 to 1."""
+    """Defines a field for a share from 0 to 1."""
 
     def holds(value: Any) -> bool:
         return is_number(value) and 0 <= value <= 1
@@ -83,22 +83,22 @@ def share(**options: Any) -> Any:
 
 
 def choice(names: Sequence[str], **options: Any) -> Any:
-    """A field that holds one of some names."""
+    """Defines a field for one of several names."""
     return setting(f"one of {', '.join(names)}", lambda value: value in names, **options)
 
 
 def text(**options: Any) -> Any:
-    """A field that holds a string."""
+    """Defines a field for a string."""
     return setting("a string", lambda value: isinstance(value, str), **options)
 
 
 def switch(**options: Any) -> Any:
-    """A field that holds a truth value."""
+    """Defines a field for a boolean."""
     return setting("True or False", lambda value: isinstance(value, bool), **options)
 
 
 def group(settings: "type[Settings]", **options: Any) -> Any:
-    """A field that holds a group of fields, itself `Settings`."""
+    """Defines a field for a group of fields, itself `Settings`."""
     first = dataclasses.fields(settings)[0].name
 
     def holds(value: Any) -> bool:
@@ -108,20 +108,20 @@ def group(settings: "type[Settings]", **options: Any) -> Any:
 
 
 def mapping(**options: Any) -> Any:
-    """A field that holds a group of fields that are read and checked elsewhere."""
+    """Defines a field for a group of fields that are read and checked elsewhere."""
     return setting("a group of fields", lambda value: isinstance(value, Mapping), **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of settings; a subclass that is a group of a configuration says which.
+    """Base class of settings; a subclass for a group of a configuration names the group.
 
     Raises:
         ValueError: a field has a value that it does not accept.
     """
 
     _path: ClassVar[str] = "config"
-    # Fields by dotted name that were added later, with what runs begun before them had.
+    # Fields added later, by dotted name, with the values of runs begun before.
     _added: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, group: str = "", **options: Any):
@@ -134,12 +134,12 @@ class Settings:
             self.require(field.name, accepted, field.metadata["expected"])
 
     def require(self, name: str, holds: bool, expected: str) -> None:
-        """Raises a ValueError about the field `name` unless `holds`; says what is `expected`."""
+        """Raises a ValueError that names the field and what was `expected`, unless `holds`."""
         if not holds:
             raise _refused(type(self), name, getattr(self, name), expected)
 
     def flat(self) -> dict[str, Any]:
-        """Returns the fields by dotted name, their values as JSON has them."""
+        """Returns the fields by dotted name, with JSON values."""
         return dict(_walk("", json.loads(json.dumps(dataclasses.asdict(self)))))
 
     def free_fields(self) -> tuple[str, ...]:
@@ -150,10 +150,10 @@ class Settings:
         """Compares these settings with those of an earlier run, as "config.name: old -> new".
 
         Args:
-            old: what `flat` returned.
+            old: result of `flat`.
 
         Returns:
-            The fields that differ, without those that no result depends on.
+            The differing fields, without those that no result depends on.
         """
         new, free = self.flat(), self.free_fields()
         old = {**{name: value for name, value in self._added.items() if name in new}, **old}
@@ -166,7 +166,7 @@ class Settings:
 
 
 def read(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Builds settings from plain values, groups from mappings.
+    """Builds settings from plain values, and groups from mappings.
 
     Args:
         kind: the class of the settings.
@@ -176,19 +176,22 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
         ValueError: a field is unknown, missing, or has a value that it does not accept.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{kind._path}.{name} is no field.{nearest(name, known)}")
     values = {}
+    # Values first: that of `method` says that a whole configuration is for another program.
     for name, field in known.items():
         if name in fields:
             inner, value = field.metadata["settings"], fields[name]
             value = read(inner, value) if inner and isinstance(value, Mapping) else value
             values[name] = tuple(value) if isinstance(value, list) else value
-            # Before the class gets it: a checker of annotations would not name the field.
+            # Checked before the class does: a type checker would not name the field.
             if not field.metadata["holds"](values[name]):
                 raise _refused(kind, name, value, field.metadata["expected"])
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{kind._path}.{name} is not a field.{nearest(name, known)}")
+    for name, field in known.items():
+        default = field.default, field.default_factory
+        if name not in fields and default == (dataclasses.MISSING, dataclasses.MISSING):
             raise ValueError(f"{kind._path}.{name} is missing")
     return kind(**values)
 
@@ -198,7 +201,7 @@ def _refused(kind: type[Settings], name: str, value: Any, expected: str) -> Valu
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Whether a value is an integer from `least` on."""
+    """Returns whether a value is an integer of at least `least`."""
     return _is_integer(value) and value >= least
 
 
@@ -207,13 +210,13 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number; truth values are not."""
+    """Returns whether a value is a finite number; booleans are not."""
     number = isinstance(value, float | int) and not isinstance(value, bool)
     return number and math.isfinite(value)
 
 
 def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dictionaries by dotted name."""
+    """Yields the leaves of nested dictionaries by dotted name."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _walk(f"{prefix}.{name}" if prefix else name, inner)
@@ -222,7 +225,7 @@ def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _free(kind: type[Settings], prefix: str) -> Iterator[str]:
-    """Dotted names of the fields that are marked free; those of a free group are not listed."""
+    """Yields dotted names of fields marked free; fields of a free group are not listed."""
     for field in dataclasses.fields(kind):
         if field.metadata["free"]:
             yield prefix + field.name

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for tests, ours and those of users: real layouts, random weights, no torch."""
+"""Tiny checkpoints for tests, in real layouts with random weights, without torch."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 
 Layout = Literal["hf", "hf_new", "original"]
 
-# Words of the vicuna_v1 prompt and of small talk; each becomes one piece, and so do its beginnings.
+# Words of the vicuna_v1 prompt and small talk; each word and each prefix of it becomes a piece.
 _WORDS = (
     "▁A ▁chat ▁between ▁a ▁curious ▁user ▁and ▁an ▁art ificial ▁intelligence ▁assistant . ▁The "
     "▁gives ▁helpful , ▁detailed ▁pol ite ▁answers ▁to ▁the ' s ▁questions ▁US ER : ▁ASS IST ANT "
@@ -27,8 +27,8 @@ _WORDS = (
 def tiny_tokenizer(image_token: bool = True) -> Any:
     """Builds a small tokenizer with the rules of Llama's.
 
-    Byte-pair encoding with byte fallback, a blank written ``▁`` and put in front of any text, a
-    begin-of-sequence id 1; ids 0 to 258 are those of Llama.
+    It uses byte-pair encoding with byte fallback, writes blanks as ``▁``, puts one in front of any
+    text, and has the begin-of-sequence id 1; ids 0 to 258 are those of Llama.
 
     Args:
         image_token: whether it knows ``<image>``, as the Hugging Face layout's does.
@@ -135,14 +135,14 @@ def tiny_llava(
     """Writes a tiny LLaVA with random weights as a checkpoint folder.
 
     Args:
-        folder: where; created if needed.
+        folder: folder to write; created if needed.
         layout: "hf" with the published names, "hf_new" with the names of newer `transformers`,
             "original" for LLaVA-v1.5 with a CLIP folder ``clip`` inside.
         vision: fields to change in the vision config.
         text: fields to change in the text config.
         dtype: dtype of the tensors in the files.
         max_shard_bytes: above this many bytes the weights are split over several files.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Returns:
         The folder.
@@ -194,8 +194,8 @@ _ORIGINAL_FIELDS = {
 def qwen_tokenizer() -> Any:
     """Builds a small tokenizer with the rules of Qwen's.
 
-    Byte-level byte-pair encoding without a begin-of-sequence token; the template's tokens are its
-    last ones.
+    It uses byte-level byte-pair encoding without a begin-of-sequence token; the template's tokens
+    are the last ones.
 
     Returns:
         A `transformers` tokenizer.
@@ -231,8 +231,8 @@ def tiny_qwen_config(tokenizer: Any, **changes: Any) -> dict[str, Any]:
     """Describes a Qwen2.5-VL small enough to run in milliseconds.
 
     Args:
-        tokenizer: from `qwen_tokenizer`, whose ids it has.
-        **changes: fields to change in it.
+        tokenizer: tokenizer from `qwen_tokenizer`, whose ids it uses.
+        **changes: fields to change.
 
     Returns:
         A Hugging Face ``config.json`` dict, in the form of the published files.
@@ -292,13 +292,13 @@ def tiny_qwen(
     """Writes a tiny Qwen2.5-VL with random weights as a checkpoint folder.
 
     Args:
-        folder: where; created if needed.
+        folder: folder to write; created if needed.
         new_names: whether weights have the names of newer `transformers`.
-        min_pixels: least area of a resized image; a token is 64 pixels.
+        min_pixels: smallest area of a resized image; a token is 64 pixels.
         max_pixels: largest area of a resized image.
         dtype: dtype of the tensors in the files.
         max_shard_bytes: above this many bytes the weights are split over several files.
-        seed: of the weights.
+        seed: seed of the weights.
         **changes: fields to change in the config.
 
     Returns:
@@ -327,7 +327,7 @@ def tiny_qwen(
 
 
 def _new_qwen_name(name: str) -> str:
-    """A published name as newer versions of `transformers` call the weight."""
+    """Maps a published weight name to that of newer versions of `transformers`."""
     if name.startswith("model."):
         return "model.language_model." + name.removeprefix("model.")
     return "model." + name if name.startswith("visual.") else name
@@ -339,12 +339,12 @@ def random_tensors(
     """Draws weights under the published Hugging Face names and in the files' axes.
 
     Args:
-        config: the model.
-        dtype: of the tensors.
-        seed: of the draw.
+        config: configuration of the model.
+        dtype: dtype of the tensors.
+        seed: seed of the draw.
 
     Returns:
-        Name to tensor; norms are near 1, everything else has a standard deviation of 0.1.
+        A dict from name to tensor; norms are near 1, all others have a standard deviation of 0.1.
     """
     random = np.random.default_rng(seed)
     tensors = {}
@@ -362,8 +362,8 @@ def write_tensors(
     """Writes tensors as one safetensors file, or as shards with an index.
 
     Args:
-        folder: where; must exist.
-        tensors: name to array.
+        folder: existing folder to write to.
+        tensors: arrays by name.
         max_shard_bytes: above this many bytes the tensors are split.
     """
     folder = Path(folder)
@@ -377,7 +377,7 @@ def write_tensors(
 
 
 def _new_name(name: str) -> str:
-    """A published name as newer versions of `transformers` call the weight."""
+    """Maps a published weight name to that of newer versions of `transformers`."""
     name = name.replace("language_model.lm_head", "lm_head")
     name = name.replace("language_model.model.", "language_model.")
     name = name.replace("vision_tower.vision_model.", "vision_tower.")
@@ -385,7 +385,7 @@ def _new_name(name: str) -> str:
 
 
 def _original_name(name: str) -> str:
-    """A published name as the original LLaVA-v1.5 calls the weight."""
+    """Maps a published weight name to that of the original LLaVA-v1.5."""
     name = name.replace("language_model.lm_head", "lm_head")
     name = name.replace("language_model.model.", "model.")
     name = name.replace("multi_modal_projector.linear_1", "model.mm_projector.0")

@@ -1,4 +1,4 @@
-"""What distinguishes a user's mistake from a bug: the place where an error was raised."""
+"""Distinguishes a user's mistake from a bug by the place where the error was raised."""
 
 import contextlib
 import difflib
@@ -9,10 +9,10 @@ _MARK = "_stepprune_jax_user_input"
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Marks errors raised inside as errors in what the user gave; also a decorator.
+    """Marks errors raised inside as errors in the user's input; also a decorator.
 
-    For the parts of a program that read and check a configuration, data and models. The errors
-    themselves do not change; `is_user_error` distinguishes them from those of other parts.
+    Meant for code that reads and checks a configuration, data and models. The errors themselves do
+    not change; `is_user_error` tells them from errors raised elsewhere.
     """
     try:
         yield
@@ -22,7 +22,7 @@ def user_input() -> Iterator[None]:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an error was raised inside `user_input`."""
+    """Returns whether an error was raised inside `user_input`."""
     return getattr(error, _MARK, False)
 
 
@@ -30,8 +30,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: a question that suggests a similar one.
 
     Args:
-        name: what was given.
-        known: what could have been given.
+        name: the unknown name.
+        known: the known names.
 
     Returns:
         The question with a blank in front, or an empty string if no name is similar.

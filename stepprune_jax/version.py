@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """Returns the version that pip installed, or "unknown" for a source tree that it did not."""
+    """Returns the installed version, or "unknown" for a source tree that is not installed."""
     try:
         return metadata.version("stepprune-jax")
     except metadata.PackageNotFoundError:

@@ -92,8 +92,8 @@ def test_only_errors_about_values_and_files_are_marked():
         (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
         (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
         (["--config=shape"], r"Did you mean shapes\? The names are ablations/alive, "),
-        (["--config=llava7b:loose"], "configs/llava7b.py:loose: expected"),
-        (["--config=configs/shapes.py:loose"], "configs/shapes.py:loose: expected"),
+        (["--config=llava7b:loose"], "the argument of llava7b is 'loose', expected"),
+        (["--config=configs/shapes.py:loose"], "the argument of shapes is 'loose', expected"),
         (["more", "words"], "unexpected arguments: more words"),
     ],
 )

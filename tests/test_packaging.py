@@ -118,17 +118,19 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
     assert run("stepprune-train", "--config=llava7b:loose", status=2).startswith("stepprune-train:")
 
     assert "Done: " in run("stepprune-train", "--config=shapes", *SMALL)
-    run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
+    said = run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
+    assert said.splitlines()[-1].startswith("  stepprune-generate --model shapes --policy ")
     page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
-    assert "stepprune-eval --config=shapes" in page
+    assert "<span>stepprune-eval</span> <span>--config=shapes</span>" in page
 
     Image.fromarray(np.zeros((96, 96, 3), np.uint8)).save(tmp_path / "x.png")
     model = Path(file).parent / "assets" / "shapes_llava"
     asked = ["--image=x.png", "--prompt=is there a red circle ?", f"--model={model}"]
     answer = run("stepprune-generate", *asked, "--policy=runs/shapes/policy.safetensors", "--json")
     assert '"kept"' in answer
-    assert "policy.safetensors" in run("stepprune-export", "runs/shapes", "--out=release")
+    said = run("stepprune-export", "runs/shapes", "--out=release")
+    assert said.splitlines() == ["release/policy.safetensors", "release/README.md"]
     said = run("stepprune-score", "pope", "--answers=none.jsonl", status=2)
     assert said.startswith("stepprune-score: error: ")
     said = run("stepprune-pretrain", "--config=shapes", status=2)
-    assert said.startswith("stepprune-pretrain: error: ")
+    assert said.startswith("stepprune-pretrain: error: config.method is 'stepprune', expected ")

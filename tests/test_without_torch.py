@@ -56,6 +56,12 @@ else:
 assert "torch" not in sys.modules
 """
 
+_COMMAND = """
+from stepprune_jax.command_line import exit_with
+from stepprune_jax.generate import main
+exit_with("stepprune_jax.generate", lambda: main([f"--model={sys.argv[1]}", "--prompt=a <image>"]))
+"""
+
 
 def test_the_package_loads_saves_and_prepares_without_torch(tmp_path):
     folder = testing.tiny_llava(tmp_path / "model")
@@ -65,3 +71,11 @@ def test_the_package_loads_saves_and_prepares_without_torch(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_command_does_not_ask_for_torch(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "model")
+    run = subprocess.run(
+        [sys.executable, "-c", _HIDE + _COMMAND, str(folder)], capture_output=True, text=True
+    )
+    assert run.stderr.startswith("stepprune_jax.generate: error:") and run.returncode == 2

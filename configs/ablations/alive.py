@@ -1,4 +1,4 @@
-"""The shapes world, but pointer steps count by the probability to be alive."""
+"""The shapes world, with pointer steps weighted by the probability of being alive."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""The shapes world, with a one-shot scorer in place of the sequential policy."""
+"""The shapes world, with a one-shot scorer instead of the sequential policy."""
 
 from ml_collections import ConfigDict
 
@@ -6,7 +6,7 @@ from stepprune_jax import configurations
 
 
 def get_config() -> ConfigDict:
-    """Returns that of `configs/shapes.py` with another method and the text gate that suits it."""
+    """Returns the configuration of `configs/shapes.py` with another method and its text gate."""
     c = configurations.load("shapes")
     c.method = "autoselect"
     c.text_gate_anneal = 0.1

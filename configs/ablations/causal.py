@@ -1,4 +1,4 @@
-"""The shapes world, but the encoder sees image tokens in raster order only."""
+"""The shapes world, with an encoder that is causal over image tokens in raster order."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""The shapes world, but the score of a token is that of the last pointer step."""
+"""The shapes world, with token scores from the last pointer step only."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""The shapes world, but all pointer steps count alike."""
+"""The shapes world, with equal weights for all pointer steps."""
 
 from ml_collections import ConfigDict
 

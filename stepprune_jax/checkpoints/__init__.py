@@ -1,4 +1,4 @@
-"""Published checkpoints in and out: LLaVA-1.5 folders to sharded parameters and back."""
+"""Reading and writing of checkpoints: model folders and policy files."""
 
 from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy

@@ -1,8 +1,7 @@
 """Pickled torch weights to safetensors: ``python -m stepprune_jax.checkpoints.convert SRC DST``.
 
-The only module that needs torch. Files are opened with torch's weights-only reader, which builds
-tensors and refuses everything else, and written shard by shard; configuration and tokenizer files
-are copied along.
+This is the only module that needs torch. Files are opened with torch's weights-only reader, which
+accepts tensors only, and written shard by shard; configuration and tokenizer files are copied.
 """
 
 import argparse
@@ -31,16 +30,16 @@ def convert(source: str | Path, target: str | Path, *, progress: bool = True) ->
         source: a folder with ``pytorch_model.bin``, or with shards and their index.
         target: the folder to write; created if needed, must hold no safetensors weights. May be
             the source itself.
-        progress: whether to tell each shard on stderr.
+        progress: whether to report each shard on stderr.
 
     Returns:
         The safetensors files written.
 
     Raises:
-        FileNotFoundError: the source is no folder, has no pickled weights, or lacks a shard.
+        FileNotFoundError: the source is not a folder, has no pickled weights, or lacks a shard.
         FileExistsError: the target already holds safetensors weights.
         ImportError: torch is not installed.
-        ValueError: a file holds anything but tensors, or is damaged; or two files hold a name.
+        ValueError: a file holds objects other than tensors or is damaged, or a name occurs twice.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
@@ -75,7 +74,7 @@ def convert(source: str | Path, target: str | Path, *, progress: bool = True) ->
 
 
 def _pickles(source: Path) -> list[Path]:
-    """The pickled weight files of a folder: those its index names, else those with known names."""
+    """Lists a folder's pickled weight files, from its index or by their usual names."""
     index = source / "pytorch_model.bin.index.json"
     if index.is_file():
         return [source / file for file in sorted(set(safetensors.read_weight_map(index).values()))]
@@ -95,7 +94,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
         import torch
     except ImportError as error:
         raise ImportError(
-            "converting pickled weights needs torch: pip install torch (the CPU build will do)"
+            "converting pickled weights needs torch: pip install torch (the CPU build suffices)"
         ) from error
     try:
         try:
@@ -108,7 +107,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises many kinds for a damaged or unsafe pickle
         raise ValueError(
             f"{path} could not be read as plain tensors (damaged, or it holds other objects, which "
-            f"are refused): {error}"
+            f"are rejected): {error}"
         ) from error
     if not isinstance(tensors, dict):
         raise ValueError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
@@ -121,7 +120,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 def _as_arrays(
     tensors: dict[str, Any], path: Path
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
-    """Dtypes and shapes of torch tensors, and their values one at a time."""
+    """Returns dtypes and shapes of torch tensors, and an iterator over their values."""
     specs = {}
     for name, tensor in tensors.items():
         dtype = safetensors.DTYPES.get(_dtype_name(tensor))
@@ -134,7 +133,7 @@ def _as_arrays(
 
         for name, tensor in tensors.items():
             dtype, shape = specs[name]
-            # Through bytes: numpy has no bfloat16 that torch knows of.
+            # Through bytes: torch does not know numpy's bfloat16.
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             yield flat.view(dtype).reshape(shape)
 
@@ -142,7 +141,7 @@ def _as_arrays(
 
 
 def _dtype_name(tensor: Any) -> str:
-    """The safetensors name of a torch dtype."""
+    """Returns the safetensors name of a torch dtype."""
     name = str(tensor.dtype).removeprefix("torch.")
     known = {
         "float64": "F64",
@@ -160,7 +159,7 @@ def _dtype_name(tensor: Any) -> str:
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Copies configuration, tokenizer and text files; the index of the pickles is left out."""
+    """Copies configuration, tokenizer and text files, but not the index of the pickles."""
     if source.resolve() == target.resolve():
         return
     for path in sorted(source.iterdir()):
@@ -172,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: without the program name; None for those of the process.
+        arguments: command-line arguments; None for those of the process.
 
     Returns:
         The exit status: 0, or 1 after a message on stderr.

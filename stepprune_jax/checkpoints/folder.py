@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder besides the weights: its kind, configuration and tokenizer."""
+"""Checkpoint folders apart from their weights: architecture, configuration and tokenizer."""
 
 import importlib.util
 import logging
@@ -11,8 +11,8 @@ from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 from stepprune_jax.settings import is_number
 
-# What is fetched from the hub, in two steps: the small files tell a wrong repository. Pickles are
-# left out, as they are never read.
+# Files fetched from the hub, in two steps: the small files reveal a wrong repository. Pickles are
+# omitted, as they are never read.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
 
@@ -20,14 +20,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """A checkpoint folder that has been looked at.
+    """An inspected checkpoint folder.
 
     Attributes:
-        folder: where the weights lie.
+        folder: folder of the weights.
         config: the model.
-        vision_folder: where the image tower lies, if not in the same folder; None otherwise.
-        origins: the folders or hub ids by which these were named.
-        repetition_penalty: of ``generation_config.json``, 1 where that has none.
+        vision_folder: folder of the image tower, if it is another one; None otherwise.
+        origins: the given folders or hub ids.
+        repetition_penalty: value of ``generation_config.json``, 1 if it has none.
     """
 
     folder: Path
@@ -38,33 +38,33 @@ class Source(NamedTuple):
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
-    """Returns a local folder, downloading from the hub when the argument is not a folder.
+    """Returns a local folder, downloading from the hub if the argument is not a folder.
 
     Args:
-        folder_or_hub_id: a folder; or the name of a model that is shipped, ``shapes``; or a hub id
-            such as ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as `hub.repository`
-            reads it. A folder of the same name comes first.
+        folder_or_hub_id: a folder; or the name of a shipped model, ``shapes``; or a hub id such as
+            ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as read by
+            `hub.repository`. A folder of the same name takes precedence.
         patterns: the files to download.
 
     Returns:
         The local folder.
 
     Raises:
-        FileNotFoundError: no such folder, and no such repository within reach.
+        FileNotFoundError: no such folder, and no such repository can be reached.
         NotADirectoryError: the argument is a file.
     """
     folder = Path(folder_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise NotADirectoryError(f"{folder} is a file: give the folder it lies in")
+        raise NotADirectoryError(f"{folder} is a file: give its folder")
     shipped = find_shipped_model(folder_or_hub_id)
     if shipped is not None:
         return shipped
     missing = or_shipped(f"no folder {folder_or_hub_id}", folder_or_hub_id, "model", MODELS)
     source = hub.find_repository(folder_or_hub_id, missing)
     if patterns == SMALL_FILES:
-        _LOG.info("%s is not a folder here; asking the Hugging Face hub for it", source)
+        _LOG.info("%s is not a local folder; looking it up on the Hugging Face hub", source)
     return hub.download(source, patterns)
 
 
@@ -75,22 +75,22 @@ def inspect_folder(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Source:
-    """Finds out what kind of checkpoint a folder is and reads its configuration, not its weights.
+    """Identifies the kind of checkpoint and reads its configuration, not its weights.
 
     Args:
         folder_or_hub_id: as in `find_folder`.
-        vision_folder: the folder or hub id of the image tower, where that lies elsewhere, in place
-            of the one that ``config.json`` names.
-        min_pixels: least area of a resized image, in place of that of the folder's processor; for
+        vision_folder: the folder or hub id of a separate image tower, instead of the one named by
+            ``config.json``.
+        min_pixels: smallest area of a resized image, instead of that of the folder's processor; for
             models that take images of any size.
         max_pixels: largest area, likewise.
 
     Returns:
-        The folder, its configuration, and the folder of the tower if that is another one.
+        The folder, its configuration, and the folder of a separate tower.
 
     Raises:
-        FileNotFoundError: a folder or its ``config.json`` is missing, or the description of its
-            image processor where images may have any size.
+        FileNotFoundError: a folder or its ``config.json`` is missing, or the file of its image
+            processor where images may have any size.
         ValueError: the folder is of another kind, or the architecture is not supported.
     """
     folder = find_folder(folder_or_hub_id)
@@ -111,14 +111,14 @@ def inspect_folder(
     if vision_folder is not None:
         raise ValueError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
-            "whose tower lies elsewhere, such as the original LLaVA-v1.5"
+            "with a separate tower, such as the original LLaVA-v1.5"
         )
     config = family.bound_images(family.read_config(raw, None), folder, *bounds)
     return Source(folder, config, None, (str(folder_or_hub_id),), penalty)
 
 
 def _repetition_penalty(folder: Path) -> float:
-    """The penalty that answers of a folder's model are drawn with."""
+    """Reads the repetition penalty of a folder's model."""
     file = folder / "generation_config.json"
     given = read_json_object(file).get("repetition_penalty") if file.is_file() else None
     penalty = 1.0 if given is None else given
@@ -128,10 +128,10 @@ def _repetition_penalty(folder: Path) -> float:
 
 
 def fetch_weights(source: Source) -> None:
-    """Downloads the weights of a source on the hub; local folders are left alone.
+    """Downloads the weights of a source on the hub; local folders are left unchanged.
 
     Args:
-        source: from `inspect_folder`.
+        source: result of `inspect_folder`.
 
     Raises:
         FileNotFoundError: the download failed.
@@ -141,7 +141,7 @@ def fetch_weights(source: Source) -> None:
 
 
 def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
-    """The tower's folder: the given one, one inside the checkpoint's, or one on the hub."""
+    """Finds the tower's folder: the given one, one inside the checkpoint, or one on the hub."""
     name = given or configured
     if not name:
         raise ValueError(
@@ -160,7 +160,7 @@ def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> t
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Parses a folder's ``config.json`` and refuses what it shows to be unsupported."""
+    """Parses a folder's ``config.json`` and rejects unsupported kinds."""
     path = folder / "config.json"
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
@@ -184,10 +184,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def load_tokenizer(folder: str | Path) -> Any:
     """Loads a folder's tokenizer, so that ids are those of the reference programs.
 
-    A ``tokenizer.json`` is used as it stands. A ``tokenizer.model`` alone is read with Llama's
-    rules: begin-of-sequence id in front and a blank before the text, unless
-    ``tokenizer_config.json`` says otherwise. The automatic class of `transformers` 5 does neither
-    for a folder of model type "llava".
+    A ``tokenizer.json`` is used unchanged. A ``tokenizer.model`` alone is read with Llama's rules:
+    a begin-of-sequence id first and a blank before the text, unless ``tokenizer_config.json``
+    specifies otherwise. The automatic class of `transformers` 5 does neither for a folder of model
+    type "llava".
 
     Args:
         folder: the checkpoint folder.
@@ -197,10 +197,10 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there are no tokenizer files.
-        ImportError: only ``tokenizer.model`` is there and its reader is not installed.
+        ImportError: there is only ``tokenizer.model`` and its reader is not installed.
         ValueError: the files are damaged.
     """
-    import transformers  # half a second, and weights alone do not need it
+    import transformers  # takes half a second, and weights alone do not need it
 
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -242,7 +242,7 @@ def _sentencepiece_tokenizer(folder: Path) -> Any:
         folder, legacy=legacy, add_bos_token=config.get("add_bos_token", True)
     )
     if legacy:
-        # SentencePiece puts its blank before any text, also one that starts with a blank.
+        # SentencePiece puts its blank before any text, even one that starts with a blank.
         normalizers = tokenizers.normalizers
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

@@ -1,4 +1,4 @@
-"""The frozen model that a run's configuration names, and how it is run."""
+"""The frozen model named by a run's configuration, and how it is run."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -23,9 +23,9 @@ class ModelSettings(Settings, group="model"):
         dtype: dtype of its weights.
         attention: implementation of attention, of `models.stack.ATTENTIONS`.
         remat: whether the backward pass recomputes the language model's blocks.
-        rows_at_once: rows that it runs at a time on each device; 0 for all of them.
-        min_pixels: least area of a resized image, for models that take images of any size; None for
-            that of the folder's image processor.
+        rows_at_once: rows per pass on each device; 0 for all of them.
+        min_pixels: smallest area of a resized image, for models that take images of any size; None
+            for that of the folder's image processor.
         max_pixels: largest area, likewise.
     """
 
@@ -50,11 +50,11 @@ class HasModel(Protocol):
 
     @property
     def model(self) -> Any:
-        """The group, `ModelSettings` or what has its fields."""
+        """The group, `ModelSettings` or an object with its fields."""
 
 
 def model_folders(settings: HasModel) -> tuple[str, str | None]:
-    """Returns the frozen model's folder or hub id, and that of its tower if it lies elsewhere.
+    """Returns the frozen model's folder or hub id, and that of a separate tower.
 
     Without a folder it is the model of the shapes world.
     """
@@ -62,10 +62,10 @@ def model_folders(settings: HasModel) -> tuple[str, str | None]:
 
 
 def model_source(settings: HasModel) -> Source:
-    """Looks at the frozen model's folder.
+    """Inspects the frozen model's folder.
 
     Args:
-        settings: that name it.
+        settings: settings with the group `model`.
 
     Returns:
         The folder and the model's configuration.

@@ -1,7 +1,7 @@
 """The Hugging Face hub: "hub:owner/name", or "hub:owner/name@revision".
 
-Environment variables of `huggingface_hub` apply: with HF_HUB_OFFLINE=1 only what has been
-downloaded before is used, HF_TOKEN opens private repositories, HF_ENDPOINT names another hub.
+Environment variables of `huggingface_hub` apply: HF_HUB_OFFLINE=1 restricts it to downloaded files,
+HF_TOKEN gives access to private repositories, HF_ENDPOINT selects another hub.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import huggingface_hub
 
 PREFIX = "hub:"
-# Owners of published checkpoints: their ids cannot be mistyped paths.
+# Owners of published checkpoints, whose ids cannot be mistyped paths.
 KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
 
 
@@ -31,7 +31,7 @@ class Repository(NamedTuple):
 
 
 def is_meant(given: str | Path) -> bool:
-    """Whether a repository is asked for in so many words: "hub:owner/name"."""
+    """Returns whether a name explicitly denotes a repository: "hub:owner/name"."""
     return str(given).startswith(PREFIX)
 
 
@@ -39,11 +39,11 @@ def repository(given: str | Path) -> Repository | None:
     """Reads the name of a repository.
 
     Args:
-        given: "hub:owner/name"; "owner/name" will do if the owner is one of `KNOWN_OWNERS`. Behind
-            an @ there may be a revision.
+        given: "hub:owner/name", or "owner/name" if the owner is one of `KNOWN_OWNERS`; a revision
+            may follow after an @.
 
     Returns:
-        The repository, or None if that is no name of one.
+        The repository, or None if it is not a repository's name.
     """
     name, at, revision = str(given).removeprefix(PREFIX).partition("@")
     if not _is_name(name) or (at and not revision):
@@ -54,18 +54,18 @@ def repository(given: str | Path) -> Repository | None:
 
 
 def find_repository(given: str | Path, missing: str) -> Repository:
-    """Reads the name of a repository where no file or folder has that name.
+    """Reads the name of a repository, after no file or folder of that name was found.
 
     Args:
         given: as in `repository`.
-        missing: what has been looked for on this machine, for the message: "no folder a/b".
+        missing: start of the message, on the local search: "no folder a/b".
 
     Returns:
         The repository.
 
     Raises:
-        FileNotFoundError: it is no name of one. A mistyped path must not fetch whatever a stranger
-            has put under that name, so that owners who are not known take the prefix.
+        FileNotFoundError: it is not a repository's name. Unknown owners need the prefix, so that a
+            mistyped path does not fetch files of a stranger.
     """
     found = repository(given)
     if found is not None:
@@ -73,23 +73,23 @@ def find_repository(given: str | Path, missing: str) -> Repository:
     if is_meant(given) or not _is_name(str(given).partition("@")[0]):
         raise FileNotFoundError(f"{missing}, and it is not a hub id ({PREFIX}owner/name)")
     raise FileNotFoundError(
-        f"{missing}. If a repository of the Hugging Face hub is meant, say {PREFIX}{given}; "
-        f"only those of {', '.join(KNOWN_OWNERS)} are asked for without"
+        f"{missing}. For a repository of the Hugging Face hub, use {PREFIX}{given}; "
+        f"only those of {', '.join(KNOWN_OWNERS)} need no prefix"
     )
 
 
 def download(source: Repository, patterns: Sequence[str]) -> Path:
-    """Downloads files of a repository, unless they are here already.
+    """Downloads files of a repository, unless they are already present.
 
     Args:
         source: the repository.
-        patterns: of the files' names.
+        patterns: patterns of the files' names.
 
     Returns:
-        The folder they lie in.
+        Their folder.
 
     Raises:
-        FileNotFoundError: no such repository or revision, or it is out of reach.
+        FileNotFoundError: no such repository or revision, or it cannot be reached.
     """
     try:
         folder = huggingface_hub.snapshot_download(
@@ -98,7 +98,7 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"fetching {str(source)!r} from the Hugging Face hub failed: {_one_line(error)}. "
-            "Without a network, download the repository elsewhere and give its place here"
+            "Without a network, download the repository elsewhere and give its local path"
         ) from error
     return Path(folder)
 
@@ -107,16 +107,16 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
     """Uploads files of a folder in one commit.
 
     Args:
-        folder: where they lie.
-        names: of the files.
-        target: the repository, which is created if it is not there; its revision is the branch.
-        private: whether a repository that is created is private.
+        folder: folder of the files.
+        names: names of the files.
+        target: the repository, created if needed; its revision is the branch.
+        private: whether to create it as a private repository.
 
     Returns:
         The address of the commit.
 
     Raises:
-        OSError: not logged in, not allowed to, or out of reach.
+        OSError: not logged in, not permitted, or the hub cannot be reached.
     """
     api = huggingface_hub.HfApi()
     try:
@@ -131,13 +131,13 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
     except (OSError, ValueError) as error:
         raise OSError(
             f"uploading to {target} failed: {_one_line(error)}. The files are in {folder}; "
-            f"`hf upload {target.name} {folder}` uploads them as well"
+            f"`hf upload {target.name} {folder}` also uploads them"
         ) from error
     return commit.commit_url
 
 
 def _is_name(name: str) -> bool:
-    """Whether a text has the form owner/name."""
+    """Returns whether a text has the form owner/name."""
     owner, _, rest = name.partition("/")
     return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
 

@@ -1,4 +1,4 @@
-"""What tells a frozen model, or a file, from any other."""
+"""Fingerprints of frozen models and files."""
 
 import hashlib
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import Source, fetch_weights
 
-# Bytes of each tensor that count.
+# Bytes of each tensor that are hashed.
 _SAMPLE = 1024
 
 
 def model_identity(source: Source) -> str:
-    """A hash that tells a frozen model from any other without reading all of it.
+    """Returns a hash that identifies a frozen model without reading all of it.
 
-    Of the configuration, the index of the weights (every tensor's name, type, shape and place) and
-    the bytes in the middle of each tensor, which differ between models of one architecture. A model
-    on the hub is downloaded first.
+    It covers the configuration, the index of the weights (every tensor's name, type, shape and
+    offset) and the bytes in the middle of each tensor, which differ between models of one
+    architecture. A model on the hub is downloaded first.
     """
     fetch_weights(source)
     digest = hashlib.sha256()
@@ -32,6 +32,6 @@ def model_identity(source: Source) -> str:
 
 
 def file_identity(path: Path) -> str:
-    """A hash of a file's contents."""
+    """Returns a hash of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

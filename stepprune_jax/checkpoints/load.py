@@ -1,8 +1,8 @@
 """Checkpoint files to sharded arrays, a block at a time.
 
-Nothing on the host is ever larger than a few blocks: a big weight is allocated on its devices and
-filled there block by block, each block read from the file only as far as a device needs it. Small
-weights are put together on the host, which saves compiling a program for each of their shapes.
+Host memory never exceeds a few blocks: a large weight is allocated on its devices and filled there
+block by block, each block being read only as far as a device needs it. Small weights are assembled
+on the host, which saves compiling a program for each of their shapes.
 """
 
 import collections
@@ -28,12 +28,12 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
 
-# One read, and the largest part that is put together on the host. It holds a layer's largest matrix
+# Size of one read, and of the largest part assembled on the host. It holds a layer's largest matrix
 # of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
 BLOCK_BYTES = 96 << 20
 _READERS = 3
 _BLOCKS_AHEAD = 4
-# Tensors of a kind that a message names.
+# Largest number of tensors of a kind listed in a message.
 _LISTED = 40
 # Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
 # would fall on the same few cache lines.
@@ -41,16 +41,16 @@ _TILE, _PAD = 64, 32
 
 
 class VLM(NamedTuple):
-    """A loaded model and what goes with it.
+    """A loaded model with its tokenizer and settings.
 
     Attributes:
         params: the parameter tree of `stepprune_jax.models.vlm`.
         config: its configuration.
         tokenizer: a `transformers` tokenizer, or None.
-        image_settings: the family's settings of how images become pixels, or None.
-        folder: where it was loaded from, or None.
-        repetition_penalty: of its ``generation_config.json``, 1 where that has none; `generate`
-            applies it as `transformers` does.
+        image_settings: the family's image processor settings, or None.
+        folder: folder it was loaded from, or None.
+        repetition_penalty: value of its ``generation_config.json``, 1 if it has none; applied by
+            `generate` as in `transformers`.
     """
 
     params: dict[str, Any]
@@ -62,7 +62,7 @@ class VLM(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One read: a part of one tensor and where it goes in a device's part of the weight."""
+    """One read: a part of a tensor, and its place in a device's part of the weight."""
 
     entry: safetensors.TensorEntry
     index: tuple[slice, ...]
@@ -71,7 +71,7 @@ class _Block(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of one weight that a group of devices holds; replicas share one reading."""
+    """The part of a weight held by a group of devices; replicas share one read."""
 
     target: Target
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def load_vlm(
     layers: str = "auto",
     progress: bool = True,
 ) -> VLM:
-    """Loads a checkpoint with everything needed to answer.
+    """Loads a checkpoint with everything needed to generate answers.
 
     LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
     CLIP folder), Qwen2.5-VL with the names of its published files and with those of newer
@@ -102,21 +102,20 @@ def load_vlm(
         folder_or_hub_id: a folder, or a Hugging Face hub id.
         mesh: devices to shard over by the family's `SHARDING_RULES`; None for the default device.
         dtype: floating dtype of the parameters.
-        vision_folder: for checkpoints whose tower lies elsewhere: its folder, in place of the
-            configured one.
-        min_pixels: least area of a resized image, in place of that of the folder's image processor;
-            for models that take images of any size.
+        vision_folder: folder of a separate tower, instead of the configured one.
+        min_pixels: smallest area of a resized image, instead of that of the folder's image
+            processor; for models that take images of any size.
         max_pixels: largest area, likewise.
-        layers: where the weights of layers lie: "stacked", to train through the model; "apart"; or
-            "auto", apart where layers are large. See `models.stack`.
+        layers: layout of the layers' weights: "stacked", to train through the model; "apart"; or
+            "auto", apart if layers are large. See `models.stack`.
         progress: whether to show a progress bar on stderr.
 
     Returns:
         The model.
 
     Raises:
-        FileNotFoundError: a folder or file is missing; the message says which.
-        ValueError: an unsupported or damaged checkpoint; weights that do not fit are listed all in
+        FileNotFoundError: a folder or file is missing; the message names it.
+        ValueError: an unsupported or damaged checkpoint; all weights that do not fit are listed in
             one message.
     """
     source = folders.inspect_folder(
@@ -131,7 +130,7 @@ def load_vlm(
 def make_vlm(
     source: folders.Source, params: dict[str, Any], tokenizer: Any, image_settings: Any
 ) -> VLM:
-    """Puts together what was loaded from a folder."""
+    """Builds a `VLM` from the parts loaded from a folder."""
     penalty = source.repetition_penalty
     return VLM(params, source.config, tokenizer, image_settings, source.folder, penalty)
 
@@ -148,7 +147,7 @@ def load_params(
     """Loads the weights alone.
 
     Args:
-        source: from `stepprune_jax.checkpoints.folder.inspect_folder`.
+        source: result of `stepprune_jax.checkpoints.folder.inspect_folder`.
         mesh: as in `load_vlm`.
         dtype: as in `load_vlm`.
         layers: as in `load_vlm`.
@@ -188,7 +187,7 @@ def load_params(
 
 
 def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
-    """A progress bar of bytes on stderr; in a file it is drawn only at the start and the end."""
+    """Returns a progress bar of bytes on stderr; in a file, only its start and end are drawn."""
     interval = 0.1 if sys.stderr.isatty() else float("inf")
     return tqdm.tqdm(
         total=total,
@@ -201,7 +200,7 @@ def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
 
 
 def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str, Sharding]:
-    """A sharding for every weight."""
+    """Returns a sharding for every weight."""
     if mesh is not None:
         return weights.flatten(sharding.shardings(abstract, config.family.SHARDING_RULES, mesh))
     device = jnp.zeros(()).devices().pop()  # honours jax.default_device
@@ -209,7 +208,7 @@ def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str
 
 
 def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
-    """Finds the tensor of every name, and reports everything that does not fit in one error."""
+    """Finds the tensor of every name, and reports all mismatches in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
     entries: dict[str, safetensors.TensorEntry] = {}
     family = source.config.family
@@ -258,7 +257,7 @@ def _parts(
     entries: dict[str, safetensors.TensorEntry],
     block_bytes: int,
 ) -> Iterator[_Part]:
-    """The distinct parts of one weight over this process's devices, with the reads of each."""
+    """Yields the distinct parts of a weight over this process's devices, with their reads."""
     groups: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
     for device, index in layout.addressable_devices_indices_map(target.shape).items():
         spans = zip(index, target.shape, strict=True)
@@ -286,13 +285,13 @@ def _cut(
     number: int,
     block_bytes: int,
 ) -> Iterator[_Block]:
-    """Cuts one tensor's wanted region into blocks of rows of the file."""
+    """Divides a tensor's required region into blocks of rows of the file."""
     transposed = target.transform == "transpose"
     region = inner[::-1] if transposed else inner
     columns = math.prod(cut.stop - cut.start for cut in region[1:])
     total = region[0].stop - region[0].start
     count = -(-total * columns * entry.dtype.itemsize // block_bytes)
-    rows = -(-total // min(count, total))  # equal blocks: each other shape is one more compilation
+    rows = -(-total // min(count, total))  # equal blocks, as every shape is compiled for
     for row in range(region[0].start, region[0].stop, rows):
         index = (slice(row, min(row + rows, region[0].stop)), *region[1:])
         start = [0] * len(inner)
@@ -315,7 +314,7 @@ def _fill(
 def _fill_on_host(
     part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: tqdm.tqdm
 ) -> list[Array]:
-    """Puts a small part together on the host and copies it to its devices."""
+    """Assembles a small part on the host and copies it to its devices."""
     host = np.empty(part.shape, dtype)
     for block in part.blocks:
         data = next(reads)
@@ -340,7 +339,7 @@ def _fill_on_device(
             _write(buffer, jax.device_put(data, device), start)
             for buffer, device in zip(buffers, part.devices, strict=True)
         ]
-        # The host block is free once the copies are done; without this wait they would pile up.
+        # The host block is freed once it is copied; without this wait blocks would accumulate.
         jax.block_until_ready(buffers)
         bar.update(data.nbytes)
     return buffers
@@ -348,10 +347,10 @@ def _fill_on_device(
 
 @partial(jax.jit, donate_argnums=0)
 def _write(buffer: Array, block: Array, start: tuple) -> Array:
-    """Converts a block and writes it into a donated buffer, where the weight lives."""
+    """Converts a block and writes it into the donated buffer of the weight."""
     block = block.astype(buffer.dtype)
     block = block.reshape((1,) * (buffer.ndim - block.ndim) + block.shape)
-    # As integers: on a CPU, XLA would widen all of a bfloat16 buffer to float32 and back per write.
+    # As integers: on a CPU, XLA would convert all of a bfloat16 buffer to float32 and back.
     bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
     as_bits = partial(jax.lax.bitcast_convert_type, new_dtype=bits)
     written = jax.lax.dynamic_update_slice(as_bits(buffer), as_bits(block), start)
@@ -374,13 +373,13 @@ def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
 
 
 def _read(block: _Block) -> np.ndarray:
-    """Reads one block and brings it from the file's axes to ours."""
+    """Reads one block and transposes it from the file's axes to ours."""
     data = safetensors.read_tensor(block.entry, block.index)
     if block.transform == "patches":
         return np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])
     if block.transform == "copy":
         return data
-    # Strip by strip, ten times as fast as numpy's own copy of a transposed matrix, and done by the
+    # Strip by strip: ten times as fast as numpy's own copy of a transposed matrix, and done by the
     # reading threads; as integers, since numpy moves those without a call for each element.
     bits = data.view(np.dtype(f"u{data.dtype.itemsize}"))
     rows, columns = bits.shape
@@ -394,7 +393,7 @@ def _read(block: _Block) -> np.ndarray:
 
 
 def _block_bytes(block: _Block) -> int:
-    """Bytes that reading a block takes."""
+    """Returns the bytes of a block."""
     spans = [cut.indices(size) for cut, size in zip(block.index, block.entry.shape, strict=False)]
     cells = math.prod(stop - start for start, stop, _ in spans)
     return cells * math.prod(block.entry.shape[len(spans) :]) * block.entry.dtype.itemsize

@@ -34,24 +34,24 @@ VERSION = 1
 
 
 def config_metadata(config: PolicyConfig | AutoSelectConfig) -> dict[str, str]:
-    """A policy's method and configuration, as the metadata of its file have them."""
+    """Returns a policy's method and configuration, as stored in its file's metadata."""
     method = next(name for name, kind in METHODS.items() if isinstance(config, kind))
     return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
 
 
 def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None = None) -> Path:
-    """Writes a policy as one safetensors file, which appears only when it is complete.
+    """Writes a policy as one safetensors file, atomically.
 
     Args:
         policy: the policy; its weights may be sharded.
-        path: the file; folders on the way are created.
-        about: how it was trained, as JSON has it; for people, not read by `load_policy`.
+        path: the file; parent folders are created.
+        about: how it was trained, as JSON values; for readers, ignored by `load_policy`.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: the weights are not those of the configuration, or `stop_bias` is not finite.
+        ValueError: the weights do not fit the configuration, or `stop_bias` is not finite.
     """
     path = Path(path)
     if not math.isfinite(policy.stop_bias):
@@ -85,14 +85,13 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
 def load_policy(path: str | Path) -> Policy:
     """Reads a policy written by `save_policy`, strictly.
 
-    Fields of `PolicyConfig` that the file does not have, because it is older, take their defaults.
+    Fields of `PolicyConfig` that an older file lacks take their defaults.
 
     Args:
-        path: the file, the name of a policy that is shipped, or "hub:owner/name", as in
-            `policy_file`.
+        path: the file, the name of a shipped policy, or "hub:owner/name", as in `policy_file`.
 
     Returns:
-        The policy, with weights of the dtype that `init_policy` gives them.
+        The policy, with weights of the dtype of `init_policy`.
 
     Raises:
         FileNotFoundError: there is no such file, here or on the hub.
@@ -141,10 +140,10 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def policy_file(path: str | Path) -> Path:
-    """Finds a policy's file, downloading it from the hub when that is asked for.
+    """Finds a policy's file, downloading it from the hub if requested.
 
     Args:
-        path: the file; or the name of a policy that is shipped; or the hub's repository that holds
+        path: the file; or the name of a shipped policy; or the repository of the hub that holds
             `POLICY_FILE`, "hub:owner/name" or "hub:owner/name@revision".
 
     Returns:
@@ -170,14 +169,14 @@ def policy_file(path: str | Path) -> Path:
 
 
 def check_fits(policy: Policy, config: ModelConfig) -> None:
-    """Refuses a policy made for another model, before anything is compiled.
+    """Checks that a policy fits a model, before anything is compiled.
 
     Args:
         policy: the policy.
-        config: the model it is to prune for.
+        config: configuration of the model.
 
     Raises:
-        ValueError: a width differs; all that do are named.
+        ValueError: a width differs; the message names all that do.
     """
     widths = [("feature_width", policy.config.feature_width, "vision", config.feature_width)]
     if policy.config.text_width:
@@ -194,7 +193,7 @@ def check_fits(policy: Policy, config: ModelConfig) -> None:
 def _wanted(
     config: PolicyConfig | AutoSelectConfig, has_stats: bool
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name to shape and dtype of every tensor in a policy's file."""
+    """Returns shape and dtype by name of every tensor in a policy's file."""
     if isinstance(config, AutoSelectConfig):
         abstract = jax.eval_shape(lambda: autoselect.init(jax.random.key(0), config))
     else:
@@ -211,7 +210,7 @@ def _check_sizes(
     config: PolicyConfig | AutoSelectConfig,
     entries: Mapping[str, safetensors.TensorEntry],
 ) -> None:
-    """Refuses sizes beyond those of the tensors, before lists of that size are made."""
+    """Rejects sizes beyond those of the tensors, before lists of that size are built."""
     widest = max((size for entry in entries.values() for size in entry.shape), default=0)
     widths = ("feature_width", "text_width", "policy_width", "mlp_ratio")
     limits = dict.fromkeys(("encoder_layers", "decoder_layers"), len(entries))
@@ -219,13 +218,13 @@ def _check_sizes(
         size = getattr(config, name, 0)
         if size > most:
             raise ValueError(
-                f"{path}: its {type(config).__name__}.{name} is {size}, expected {most} at most: "
-                "the tensors that are there have no more"
+                f"{path}: its {type(config).__name__}.{name} is {size}, expected at most {most}, "
+                "the size of its tensors"
             )
 
 
 def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> str:
-    """Everything missing, mis-shaped, of a wrong dtype or unused, a line each; empty if nothing."""
+    """Lists missing, mis-shaped, wrongly typed and unused tensors, one per line."""
     lines = []
     for name, leaf in wanted.items():
         if name not in stored:
@@ -241,11 +240,11 @@ def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> s
 
 
 def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoSelectConfig:
-    """The configuration of a policy.
+    """Reads the configuration of a policy.
 
     Args:
-        path: where the metadata stand, for messages.
-        metadata: as of `config_metadata`.
+        path: file of the metadata, for messages.
+        metadata: metadata as written by `config_metadata`.
 
     Returns:
         The configuration.
@@ -253,7 +252,7 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoS
     Raises:
         ValueError: an unknown method or field, or a bad value; the message names the file.
     """
-    method = metadata.get("method", "stepprune")  # older files have none
+    method = metadata.get("method", "stepprune")  # absent in older files
     if method not in METHODS:
         raise ValueError(
             f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"

@@ -1,9 +1,9 @@
 """Safetensors files, read slice by slice and written tensor by tensor.
 
-The format is one little-endian 64-bit header length, a JSON header, and the raw tensors. Reading it
-here, instead of through the ``safetensors`` package, gives three things the loader needs: bfloat16
-without torch, a slice of a tensor without the rest of it, and reads into private buffers (not a
-memory map) so that the host memory in use is exactly what the loader asked for.
+The format is a little-endian 64-bit header length, a JSON header, and the raw tensors. Reading it
+here, instead of through the ``safetensors`` package, provides three things the loader needs:
+bfloat16 without torch, a slice of a tensor without the rest of it, and reads into private buffers
+(not a memory map), so that host memory is limited to what the loader requests.
 """
 
 import itertools
@@ -35,19 +35,19 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 _FLOATING = frozenset(dtype for name, dtype in DTYPES.items() if "F" in name)
-# Numbers that are looked at together: so many stay in a processor's cache.
+# Numbers checked together: as many as fit into a processor's cache.
 _PIECE = 1 << 17
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# The format itself caps headers at 100 MB; anything longer is a file of another kind.
+# The format limits headers to 100 MB; anything longer is a file of another kind.
 MAX_HEADER_BYTES = 100_000_000
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies.
+    """Location of a tensor.
 
     Attributes:
         path: the file.
@@ -76,11 +76,11 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
         path: the file.
 
     Returns:
-        Tensor name to entry.
+        A dict from tensor name to entry.
 
     Raises:
         ValueError: the file is not a safetensors file, is truncated, or its header contradicts
-            itself. The message names the file and, where there is one, the tensor.
+            itself. The message names the file and, if possible, the tensor.
     """
     return read_contents(path)[0]
 
@@ -92,7 +92,7 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
         path: the file.
 
     Returns:
-        Tensor name to entry, and the metadata, empty where there is none.
+        A dict from tensor name to entry, and the metadata, empty if there is none.
 
     Raises:
         ValueError: as `read_header`.
@@ -115,14 +115,14 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
     header = as_object(parse_json(raw, where), where)
     metadata = header.pop("__metadata__", {})
     if not all(isinstance(text, str) for text in as_object(metadata, where).values()):
-        raise ValueError(f"{where}: __metadata__ holds something else than strings")
+        raise ValueError(f"{where}: __metadata__ holds values other than strings")
     entries = {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
     _check_apart(entries.values())
     return entries, metadata
 
 
 def _entry(path: Path, name: str, info: Any, data_start: int, file_size: int) -> TensorEntry:
-    """Checks one header record and turns it into an entry."""
+    """Checks one header record and converts it to an entry."""
     try:
         dtype = DTYPES.get(info["dtype"])
         shape, (begin, end) = tuple(info["shape"]), info["data_offsets"]
@@ -150,7 +150,7 @@ def _entry(path: Path, name: str, info: Any, data_start: int, file_size: int) ->
 
 
 def _check_apart(entries: Iterable[TensorEntry]) -> None:
-    """Refuses tensors that share bytes."""
+    """Rejects tensors that share bytes."""
     ordered = sorted((e for e in entries if e.nbytes), key=lambda entry: entry.offset)
     for one, next_one in itertools.pairwise(ordered):
         if one.offset + one.nbytes > next_one.offset:
@@ -167,13 +167,13 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
         folder: a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Returns:
-        Tensor name to entry, over all shards.
+        A dict from tensor name to entry, over all shards.
 
     Raises:
-        FileNotFoundError: the folder has no safetensors weights; when it has pickled ones the
-            message says how to convert them. Also when shards that the index names are absent.
-        ValueError: an index or shard is corrupt, the index names a file elsewhere, two shards hold
-            the same name, or one is not in the shard that the index says.
+        FileNotFoundError: the folder has no safetensors weights (for pickled ones the message
+            explains how to convert them), or shards named by the index are absent.
+        ValueError: an index or shard is corrupt, the index names a file outside the folder, two
+            shards hold the same name, or a name is not in the shard given by the index.
     """
     folder = Path(folder)
     index, weight_map = folder / INDEX_NAME, {}
@@ -196,23 +196,23 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Reads which file of its folder each tensor is in.
+    """Reads the file of each tensor from an index.
 
     Args:
-        index: of shards, of safetensors or of pickles.
+        index: index of safetensors or pickle shards.
 
     Returns:
-        Tensor name to file name; the files exist.
+        A dict from tensor name to the name of an existing file.
 
     Raises:
         FileNotFoundError: a file is absent.
-        ValueError: it is no shard index, or names a file elsewhere.
+        ValueError: it is not a shard index, or names a file outside its folder.
     """
     weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
     if not weight_map:
         raise ValueError(f"{index}: weight_map is empty")
     for name, file in weight_map.items():
-        # A link in the folder may lead elsewhere: the hub's own folders are made of such.
+        # A link in the folder may lead elsewhere, as in the hub's own folders.
         if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file:
             raise ValueError(
                 f"{index}: weight_map has {name!r} in {file!r}, expected the name of a file "
@@ -228,7 +228,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> str:
-    """Says why a folder has no readable weights, and what to do about it."""
+    """Returns the reason why a folder has no readable weights, and a remedy."""
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickles:
         return (
@@ -251,21 +251,21 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
 
     Args:
         entry: the tensor.
-        index: for each axis a slice with step 1; at most the first two axes may be cut. None reads
+        index: a slice with step 1 per axis; only the first two axes may be restricted. None reads
             everything.
 
     Returns:
         A contiguous array of the file's dtype.
 
     Raises:
-        ValueError: the file ends before the block does, or a number is NaN or infinite.
+        ValueError: the file ends before the block, or a number is NaN or infinite.
     """
     shape = entry.shape
     spans = [slice(None).indices(size)[:2] for size in shape]
     for axis, cut in enumerate(index or ()):
         spans[axis] = cut.indices(shape[axis])[:2]
     local = tuple(max(stop - start, 0) for start, stop in spans)
-    # Read as bytes: numpy refuses a buffer of the ml_dtypes types.
+    # Read as bytes: numpy rejects a buffer of the ml_dtypes types.
     buffer = np.empty(math.prod(local) * entry.dtype.itemsize, np.uint8)
     if buffer.size:
         view, position = memoryview(buffer), 0
@@ -281,13 +281,13 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
 
 
 def _check_finite(bits: np.ndarray, entry: TensorEntry) -> None:
-    """Refuses NaN and infinity, at the speed of memory.
+    """Rejects NaN and infinity, at memory bandwidth.
 
-    Apart from the sign, the bits of floating-point numbers are in the order of their sizes, those
-    of infinity and of NaN behind all others.
+    Apart from the sign, the bits of floating-point numbers are ordered by magnitude, with infinity
+    and NaN after all others.
     """
     kind = np.dtype(f"u{entry.dtype.itemsize}")
-    first = np.array(np.inf, entry.dtype).view(kind)  # of a dtype without infinity its NaN
+    first = np.array(np.inf, entry.dtype).view(kind)  # NaN for a dtype without infinity
     magnitude = kind.type(np.iinfo(kind).max >> 1)
     bits = bits.view(kind)
     for start in range(0, bits.size, _PIECE):
@@ -295,18 +295,18 @@ def _check_finite(bits: np.ndarray, entry: TensorEntry) -> None:
         if piece.max() >= first:
             raise ValueError(
                 f"{entry.path}: {entry.name!r} holds NaN or infinity, expected finite numbers: the "
-                "file is damaged, or what it holds is the result of a run that failed"
+                "file is damaged, or is the result of a failed run"
             )
 
 
 def _runs(
     shape: tuple[int, ...], spans: list[tuple[int, int]], itemsize: int
 ) -> Iterable[tuple[int, int]]:
-    """Contiguous byte runs (start, length) of a block of a row-major tensor."""
+    """Yields contiguous byte runs (start, length) of a block of a row-major tensor."""
     if not shape:
         return [(0, itemsize)]
     if any(span != (0, size) for span, size in zip(spans[2:], shape[2:], strict=True)):
-        raise ValueError("only the first two axes of a tensor can be cut")
+        raise ValueError("only the first two axes of a tensor can be sliced")
     (first, last), row = spans[0], math.prod(shape[1:]) * itemsize
     if len(shape) == 1 or spans[1] == (0, shape[1]):
         return [(first * row, (last - first) * row)]
@@ -316,7 +316,7 @@ def _runs(
 
 
 def _read_into(descriptor: int, view: memoryview, entry: TensorEntry, offset: int) -> None:
-    """Fills a buffer from a file position; pread keeps threads out of each other's way."""
+    """Fills a buffer from a file position, with pread, which is safe for threads."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -334,13 +334,11 @@ def write_file(
     tensors: Iterable[np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Writes one safetensors file, taking the tensors one at a time.
-
-    The file appears under its name only when it is complete.
+    """Writes one safetensors file atomically, taking the tensors one at a time.
 
     Args:
         path: the file to write.
-        specs: name to (dtype, shape), in the order of ``tensors``.
+        specs: (dtype, shape) by name, in the order of ``tensors``.
         tensors: the arrays, for instance from a generator, so that one is in memory at a time.
         metadata: strings to store in the header.
 
@@ -386,7 +384,7 @@ def plan_shards(
     """Splits tensors over files, in order, each below a size unless one tensor alone exceeds it.
 
     Args:
-        sizes: tensor name to bytes.
+        sizes: bytes by tensor name.
         max_shard_bytes: bytes of tensor data one file may hold.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Our parameters back to the Hugging Face layout, one tensor in host memory at a time."""
+"""Saving of parameters in the Hugging Face layout, one tensor in host memory at a time."""
 
 import json
 import math
@@ -22,17 +22,17 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
 
     Names are those of the family's published files. A model that came from the original LLaVA-v1.5
     layout has no image token in its vocabulary; it gets one, with an embedding and a head row
-    copied from token 0, so that greedy answers stay as they were.
+    copied from token 0, so that greedy answers do not change.
 
     Args:
-        model: what `load_vlm` returned, or a `VLM` made from parameters and a config; tokenizer and
+        model: result of `load_vlm`, or a `VLM` built from parameters and a config; tokenizer and
             image settings are written if present.
-        folder: where to write; created if needed, must not hold weights yet.
+        folder: folder to write; created if needed, must not hold weights yet.
         max_shard_bytes: above this many bytes the weights are split over several files.
 
     Raises:
         FileExistsError: the folder already holds weights.
-        ValueError: a parameter has another shape than the config says.
+        ValueError: a parameter's shape does not fit the config.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
 
 
 def _check_shapes(flat: dict[str, Any], abstract: dict[str, Any]) -> None:
-    """Refuses parameters that are not those of the config, all at once."""
+    """Checks all parameters against the config, in one error."""
     expected = weights.flatten(abstract)
     wrong = [f"{path} is absent" for path in expected if path not in flat]
     wrong += [
@@ -94,7 +94,7 @@ def _write_weights(
         for name in members:
             target, layer = sources[name]
             tensor = file_tensor(target, flat[target.path], layer)
-            # Only a vocabulary that was completed has more rows than there are.
+            # Only a completed vocabulary has more rows than the weights.
             more = target.tensor_shape[0] - len(tensor)
             yield np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
 
@@ -106,12 +106,12 @@ def _write_weights(
 
 
 def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
-    """One tensor of a weight in the file's axes: the inverse of the loader's transforms.
+    """Returns one tensor of a weight in the file's axes, inverting the loader's transforms.
 
     Args:
         target: the weight with its tensors.
         leaf: its values.
-        layer: which of the tensors.
+        layer: number of the tensor.
 
     Returns:
         The tensor, in host memory, in the dtype of the weight.
@@ -126,5 +126,5 @@ def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndar
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file for people to read, too."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What the package ships, by name: a small LLaVA and policies trained for it."""
+"""Shipped models and policies by name: a small LLaVA and policies trained for it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ _SUFFIX = ".safetensors"
 
 
 def policy_names() -> list[str]:
-    """Returns the names of the policies that are shipped."""
+    """Returns the names of the shipped policies."""
     return sorted(path.stem for path in POLICIES.glob(f"*{_SUFFIX}"))
 
 
@@ -27,13 +27,13 @@ def find_shipped_policy(name: str | Path) -> Path | None:
 
 
 def or_shipped(missing: str, given: str | Path, kind: str, names: Iterable[str]) -> str:
-    """Says of something that is not there that no shipped thing has its name, either.
+    """Completes a message about a missing file with the names of shipped ones.
 
     Args:
-        missing: what has been looked for, for the message.
-        given: its name; a path or the id of a repository is left at that.
+        missing: the message so far.
+        given: the missing name; for a path or a repository's id the message is unchanged.
         kind: "model" or "policy".
-        names: of those that are shipped.
+        names: names of the shipped ones.
     """
     if "/" in str(given) or ":" in str(given):
         return missing

@@ -1,1 +1,1 @@
-"""Images and prompts, turned into what the models take."""
+"""Data formats, images and prompts, converted to inputs of the models."""

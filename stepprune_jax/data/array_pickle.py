@@ -1,8 +1,8 @@
-"""Pickles of numpy arrays, lists and numbers, read without running anything that they name.
+"""Pickles of numpy arrays, lists and numbers, read without running any code that they name.
 
-A pickle names functions, which Python imports and calls. Here the names that numpy writes lead to
-stand-ins of this module, and any other ends the reading. Numpy itself sees nothing but bytes: its
-own functions trust the state that a pickle gives them.
+A pickle names functions, which Python imports and calls. Here the names that numpy writes resolve
+to stand-ins in this module, and any other name is an error. Numpy itself only receives bytes, as
+its own functions trust the state that a pickle gives them.
 """
 
 import pickle
@@ -31,16 +31,15 @@ def read_pickle(file: str | Path) -> Any:
     """Reads a pickle of arrays, lists, tuples, numbers and strings.
 
     Args:
-        file: written by Python 2 or 3, with numpy 1 or 2. All of it is held in memory.
+        file: a file written by Python 2 or 3, with numpy 1 or 2. It is held in memory as a whole.
 
     Returns:
-        What was pickled, with an `Array` in place of each numpy array and Python numbers in place
-        of numpy's.
+        The pickled value, with an `Array` for each numpy array and Python numbers for numpy's.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it names another class or function, which the message has and which is not
-            looked up; or it is damaged, or no pickle. The message is one line.
+        ValueError: it names another class or function, which is not looked up; or it is damaged,
+            or not a pickle. The message is one line.
     """
     path = Path(file)
     if not path.is_file():
@@ -56,18 +55,18 @@ def read_pickle(file: str | Path) -> Any:
     except OSError:
         raise
     except MemoryError as error:
-        raise ValueError(f"{path} needs more memory than there is") from error
-    except Exception as error:  # of any kind, by what a damaged file does to the stack
+        raise ValueError(f"{path} needs more memory than is available") from error
+    except Exception as error:  # a damaged file may raise any kind
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path}: not a pickle that can be read: {reason}") from error
+        raise ValueError(f"{path}: not a readable pickle: {reason}") from error
 
 
 class _RefusedError(Exception):
-    """A pickle names what is not to be loaded."""
+    """A pickle names an object that must not be loaded."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of `_KNOWN` alone; strings of Python 2, bytes among them, are Latin-1."""
+    """An unpickler that knows only `_KNOWN`; strings of Python 2, such as bytes, are Latin-1."""
 
     def __init__(self, handle: BinaryIO):
         super().__init__(handle, encoding="latin1")
@@ -99,14 +98,14 @@ def _values(raw: Any, dtype: _Dtype, shape: tuple[int, ...], order: Any) -> np.n
 
 
 def _reconstruct(*_: Any) -> Array:
-    """An array that is still to be given its state."""
+    """Returns an array whose state is set later."""
     return Array()
 
 
 def _from_buffer(
     raw: bytes | bytearray, dtype: _Dtype, shape: tuple[int, ...], order: str
 ) -> Array:
-    """An array of pickle's protocol 5."""
+    """Builds an array of pickle protocol 5."""
     array = Array()
     array.values = _values(raw, dtype, shape, order)
     return array
@@ -117,7 +116,7 @@ def _scalar(dtype: _Dtype, raw: bytes | str) -> bool | int | float:
 
 
 def _encode(text: str, codec: str) -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """Decodes bytes as Python 3 writes them for Python 2."""
     if codec != "latin1":
         raise _RefusedError(f"the codec {codec!r}")
     return text.encode("latin1")

@@ -1,6 +1,6 @@
-"""Checks a data folder before anything is trained on it: `python -m stepprune_jax.data.check DIR`.
+"""Checks a data folder before training: `python -m stepprune_jax.data.check DIR`.
 
-Reads `train.json` and the questions, answers and scenes of each split there is, and decodes every
+Reads `train.json` and the questions, answers and scenes of each existing split, and decodes every
 image that they name. Prints a count for each file and the first faults; the exit status is 1 if
 there are any.
 """
@@ -27,13 +27,13 @@ SPLITS = ("validation", "test")
 
 
 class Checked(NamedTuple):
-    """What was found in a file, or in the images.
+    """Result of checking a file, or the images.
 
     Attributes:
-        name: of the file.
-        count: entries that are good.
-        kind: what they are, in the plural.
-        faults: a line each.
+        name: name of the file.
+        count: number of valid entries.
+        kind: name of the entries, in the plural.
+        faults: faults, one line each.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Checked(NamedTuple):
 
 
 def check_folder(folder: str | Path) -> list[Checked]:
-    """Reads all files of a data folder, images too.
+    """Reads all files of a data folder, including images.
 
     Args:
-        folder: with train.json, or SPLIT.jsonl and SPLIT_answers.jsonl, and images/.
+        folder: folder with train.json, or SPLIT.jsonl and SPLIT_answers.jsonl, and images/.
 
     Returns:
-        What was found, file by file, the images last.
+        One result per file, the images last.
 
     Raises:
         FileNotFoundError: the folder has no such file.
@@ -66,7 +66,7 @@ def check_folder(folder: str | Path) -> list[Checked]:
 
 
 def _conversations(folder: Path, images: set[Path]) -> Checked:
-    """Checks the training file, sample by sample, and notes its images."""
+    """Checks the training file, sample by sample, and collects its images."""
     file, faults, good = folder / TRAIN_FILE, [], 0
     try:
         entries = read_json_list(file, "sample")
@@ -127,14 +127,14 @@ def _decoded(paths: Iterable[Path]) -> Checked:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found.
+    """Checks a folder and prints the results.
 
     Returns:
         The exit status: 0, or 1 if there are faults.
     """
     parser = Parser(prog="stepprune_jax.data.check", description=__doc__.partition(":")[0])
-    parser.add_argument("folder", help="with train.json or SPLIT.jsonl, and images/")
-    parser.add_argument("--faults", type=int, default=10, help="faults shown of each file")
+    parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
+    parser.add_argument("--faults", type=int, default=10, help="faults shown per file")
     arguments = parser.parse_args(argv)
     try:
         checked = check_folder(arguments.folder)

@@ -1,4 +1,4 @@
-"""A training file as rows to train on, each tokenised when it is asked for."""
+"""A training file as rows, each tokenised on demand."""
 
 import hashlib
 import threading
@@ -13,17 +13,17 @@ from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded, la
 from stepprune_jax.data.index import Index, row_turns
 from stepprune_jax.data.json_array import JsonEntries
 
-# A fast tokenizer must not be asked by two threads at once.
+# A fast tokenizer must not be called by two threads at once.
 _TOKENIZER = threading.Lock()
 
 
 class Limits(NamedTuple):
-    """How long a row may be.
+    """Limits on the length of a row.
 
     Attributes:
         image_tokens: visual tokens of the largest image.
-        context: embeddings of a conversation with those of its image; the end is cut off.
-        policy_text: tokens of the user's words that the policy sees; the end is cut off.
+        context: embeddings of a conversation including its image; the end is truncated.
+        policy_text: tokens of the user's words that the policy reads; the end is truncated.
     """
 
     image_tokens: int
@@ -32,17 +32,17 @@ class Limits(NamedTuple):
 
     @property
     def ids(self) -> int:
-        """Ids of a conversation, of which the image is one."""
+        """Ids of a conversation, counting the image as one."""
         return self.context - self.image_tokens + 1
 
 
 class Row(NamedTuple):
-    """One conversation as numbers; its image is read when it is needed.
+    """One conversation as numbers; its image is read on demand.
 
     Attributes:
-        ids: with `IMAGE_TOKEN` at the image.
+        ids: ids with `IMAGE_TOKEN` at the image.
         text: ids of the human words.
-        place: indices of the ids before the supervised ones, at which these are predicted.
+        place: indices of the ids before the supervised ones, where these are predicted.
         target: the supervised tokens.
     """
 
@@ -53,11 +53,11 @@ class Row(NamedTuple):
 
 
 def make_row(encoded: Encoded, limits: Limits) -> Row:
-    """Cuts a conversation with one image, and finds what is supervised in it: the last answer.
+    """Truncates a conversation with one image, and finds its supervised tokens: the last answer.
 
     Args:
         encoded: the conversation.
-        limits: what it is cut to.
+        limits: limits of its length.
 
     Returns:
         The row; without targets if the answer begins beyond the limit.
@@ -70,7 +70,7 @@ def make_row(encoded: Encoded, limits: Limits) -> Row:
 
 
 class Lengths(NamedTuple):
-    """Tokens of each row, as it is trained on: ids, the user's words, supervised ones."""
+    """Token counts of each row after truncation: ids, the user's words, supervised tokens."""
 
     ids: Int[np.ndarray, " u"]
     text: Int[np.ndarray, " u"]
@@ -89,15 +89,15 @@ class Corpus:
         encoder: ConversationEncoder,
         limits: Limits,
     ):
-        """Takes what was read from the file.
+        """Builds a corpus from the index of a file.
 
         Args:
-            index: of the file.
-            used: numbers of its rows that are trained on; the corpus counts these from 0.
+            index: index of the file.
+            used: numbers of its rows to train on, which the corpus numbers from 0.
             file: the training file.
             root: the image folder.
-            encoder: the model's.
-            limits: what rows are cut to.
+            encoder: the model's encoder.
+            limits: limits of the rows' lengths.
         """
         self._entries = JsonEntries(file, index.start, index.end)
         self._names, self._root = index.names, root
@@ -116,16 +116,16 @@ class Corpus:
         return len(self._sample)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """Rows, tokenised now.
+        """Tokenises some rows.
 
         Args:
-            numbers: which.
+            numbers: numbers of the rows.
 
         Returns:
             The rows in that order.
 
         Raises:
-            ValueError: the training file is not what it was.
+            ValueError: the training file has changed.
         """
         parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
         turns = [row_turns(self._entries, *part) for part in parts.tolist()]
@@ -139,11 +139,11 @@ class Corpus:
         return self._entries.file
 
     def image(self, number: int) -> Path:
-        """The image of a row."""
+        """Returns the image of a row."""
         return self._root / self._names[self._image[number]]
 
     def describe(self, number: int) -> dict[str, Any]:
-        """A row as its file has it: number and id of its sample, number of its question, image."""
+        """Describes a row: number and id of its sample, number of its question, image."""
         sample = int(self._sample[number])
         return {
             "sample": sample,
@@ -153,5 +153,5 @@ class Corpus:
         }
 
     def where(self, number: int) -> str:
-        """File and sample of a row, for messages."""
+        """Returns file and sample of a row, for messages."""
         return f"{self.file}: sample {self._sample[number]}"

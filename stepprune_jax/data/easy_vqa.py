@@ -3,8 +3,8 @@
     python -m stepprune_jax.data.easy_vqa --source FOLDER --out data/easy_vqa
 
 FOLDER holds ``train/`` and ``test/``, each with ``questions.json``, a list of [question,
-answer, number of the image], and ``images/NUMBER.png``. Images of one coloured shape, thirteen
-answers. The validation split is cut from the training images and shares none with them.
+answer, number of the image], and ``images/NUMBER.png``. Images show one coloured shape, and there
+are thirteen answers. The validation split is taken from the training images, without overlap.
 """
 
 import shutil
@@ -46,9 +46,9 @@ def convert(
 
     Args:
         source: folder with ``train/`` and ``test/`` of easy-VQA.
-        out: folder to write; what it holds of an earlier conversion is replaced.
+        out: folder to write; files of an earlier conversion are replaced.
         validation_share: share of the training images that become the validation split.
-        seed: of the choice of these images.
+        seed: seed of the choice of these images.
 
     Returns:
         Number of questions of "train", "validation" and "test".
@@ -56,7 +56,7 @@ def convert(
     Raises:
         FileNotFoundError: a file or image of the source is missing.
         ValueError: the share leaves one of the splits empty, or an entry is not a question, an
-            answer and a number; the file and the entry are named. Nothing is written then.
+            answer and a number; the message names file and entry. Nothing is written.
     """
     source, out = Path(source), Path(out)
     train, test = read_split(source, "train"), read_split(source, "test")
@@ -73,7 +73,7 @@ def convert(
 
 
 def read_split(source: str | Path, split: str) -> list[Line]:
-    """Reads a split of easy-VQA and checks that its images are there.
+    """Reads a split of easy-VQA and checks that its images exist.
 
     Args:
         source: folder with ``train/`` and ``test/`` of easy-VQA.
@@ -105,7 +105,7 @@ def read_split(source: str | Path, split: str) -> list[Line]:
 
 
 def category(line: Line) -> str:
-    """Kind of a question: "yes-no", "color" or "shape"."""
+    """Returns the kind of a question: "yes-no", "color" or "shape"."""
     if line.answer in ("yes", "no"):
         return "yes-no"
     return "color" if "color" in line.question.split() else "shape"
@@ -124,7 +124,7 @@ def _line(entry: Any, where: str) -> Line:
 
 
 def _asked(lines: Sequence[Line], images: str) -> list[Asked]:
-    """The lines as they are written; `images` is the folder of their images."""
+    """Converts lines to output questions; `images` is the folder of their images."""
     return [
         Asked(line.question, line.answer, category(line), f"{images}/{_image(line.image)}")
         for line in lines

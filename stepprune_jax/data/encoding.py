@@ -1,4 +1,4 @@
-"""Conversations as token ids, with labels that say which of them are to be learnt."""
+"""Conversations as token ids, with labels that mark the supervised ones."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
     """A conversation as token ids.
 
     Attributes:
-        ids: with `IMAGE_TOKEN` where an image stands.
+        ids: ids with `IMAGE_TOKEN` instead of an image.
         labels: one per id: the id itself where it is supervised, `IGNORE` elsewhere. They are not
             shifted: the label of a token is the token.
         text: ids of the user's words alone, for the policy.
@@ -34,10 +34,10 @@ class Encoded(NamedTuple):
 
 
 def last_answer(labels: Sequence[int]) -> list[int]:
-    """Labels of a whole conversation, of which only those of its last answer are left.
+    """Restricts the labels of a conversation to its last answer.
 
-    The policy reads what the user says from the first turn to the last. An earlier answer would
-    teach it from a question that is asked later.
+    The policy reads all of the user's turns, so an earlier answer would teach it from a question
+    that is asked later.
     """
     end = len(labels)
     while end and labels[end - 1] == IGNORE:
@@ -50,13 +50,13 @@ def last_answer(labels: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class ConversationEncoder:
-    """Turns conversations into ids, and says which of them are to be learnt.
+    """Converts conversations to ids, and marks the supervised ones.
 
     Attributes:
         tokenizer: a fast `transformers` tokenizer.
         place_images: (message, number of images) -> the first user turn with its image marks.
-        conversation: turns -> the prompt as the model's family writes it, with the property that
-            `models.family.Family.conversation` asks for.
+        conversation: turns -> the prompt in the family's template, with the prefix property of
+            `models.family.Family.conversation`.
     """
 
     tokenizer: Any
@@ -64,30 +64,30 @@ class ConversationEncoder:
     conversation: Callable[[Sequence[str | None]], str]
 
     def check(self) -> None:
-        """Refuses, with a ValueError, a tokenizer that does not say where its tokens stand."""
+        """Raises a ValueError for a tokenizer that does not return the offsets of its tokens."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(
-                "the tokenizer does not say where its tokens stand in the text; expected a fast "
-                "one (with tokenizer.json)"
+                "the tokenizer does not return the offsets of its tokens in the text; expected a "
+                "fast one (with tokenizer.json)"
             )
 
     def encode(self, turns: Sequence[str], num_images: int) -> Encoded:
         """Encodes a conversation.
 
-        The ids are those of `tokenize_with_images` on the family's prompt. Supervised is what the
-        assistant says: all that follows its role, up to and with the end of its turn. What comes
-        before the first supervised id is therefore the prompt of `generate`.
+        The ids are those of `tokenize_with_images` on the family's prompt. The assistant's text is
+        supervised: everything after its role, up to and including the end of its turn. The ids
+        before the first supervised one are therefore the prompt of `generate`.
 
         Args:
             turns: user first, then alternating, the last one the assistant's.
-            num_images: images that go with the conversation, in front unless marked.
+            num_images: number of images of the conversation, in front unless marked.
 
         Returns:
-            ids and labels of one length, and the ids of the user's words.
+            Ids and labels of equal length, and the ids of the user's words.
 
         Raises:
             ValueError: there is no turn, a turn is empty or has no answer, marks do not match the
-                images, or the tokenizer does not say where its tokens stand.
+                images, or the tokenizer does not return offsets.
         """
         return self.encode_all([turns], num_images)[0]
 
@@ -96,13 +96,13 @@ class ConversationEncoder:
 
         Args:
             conversations: the turns of each.
-            num_images: images that go with each.
+            num_images: number of images of each.
 
         Returns:
             The conversations in their order.
 
         Raises:
-            ValueError: as `encode` does.
+            ValueError: as `encode`.
         """
         self.check()
         written = [self._write(turns, num_images) for turns in conversations]
@@ -127,7 +127,7 @@ class ConversationEncoder:
         return encoded
 
     def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
-        """Returns a conversation's prompt and, for each of its characters, if it is supervised."""
+        """Returns a conversation's prompt and, per character, whether it is supervised."""
         turns = list(turns)
         if not turns or len(turns) % 2:
             raise ValueError(f"expected questions each with an answer, got {len(turns)} turn(s)")
@@ -138,7 +138,7 @@ class ConversationEncoder:
         prompt = self.conversation(turns)
         supervised = bytearray(len(prompt))
         for number in range(1, len(turns), 2):
-            # A conversation that is open ends where the answer begins.
+            # An open conversation ends where the answer begins.
             start = len(self.conversation(turns[:number]))
             end = len(self.conversation(turns[: number + 1]))
             supervised[start:end] = b"\1" * (end - start)
@@ -151,7 +151,7 @@ def _labels(
     places: Sequence[Sequence[tuple[int, int]]],
     supervised: bytearray,
 ) -> list[list[int]]:
-    """Labels of each piece: tokens that stand, even in part, on a supervised character."""
+    """Labels tokens of each piece that overlap a supervised character."""
     before = np.concatenate([[0], np.cumsum(np.frombuffer(supervised, np.uint8), dtype=np.int64)])
     labels, begin = [], 0
     for piece, own, place in zip(pieces, ids, places, strict=True):

@@ -1,4 +1,4 @@
-"""Which files the images of a data set are, and whether they are there."""
+"""Files of a data set's images, and whether they exist."""
 
 import concurrent.futures
 import os
@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from stepprune_jax.data.json_files import words
 
-# Threads that ask a file system, which may lie on another machine, and names that each asks about.
+# Threads that query a file system, which may be remote, and names per query.
 _THREADS = 16
 _PART = 1000
 
@@ -20,7 +20,7 @@ PRESENT, MISSING, OUTSIDE = 0, 1, 2
 
 
 class ImagePathError(ValueError):
-    """An image's path leads to where it may not."""
+    """An image's path leaves its folder."""
 
 
 def image_name(value: dict[str, Any], where: str) -> str:
@@ -31,7 +31,7 @@ def image_name(value: dict[str, Any], where: str) -> str:
         where: its place, for the message.
 
     Returns:
-        The path as it is written.
+        The path as given.
 
     Raises:
         ImagePathError: the path leaves the folder that it is relative to.
@@ -47,11 +47,11 @@ def image_name(value: dict[str, Any], where: str) -> str:
 
 
 def existing_image(root: str | Path, name: str, where: str) -> Path:
-    """The file of an image; links inside the root may lead anywhere.
+    """Returns the file of an image; links inside the root may lead anywhere.
 
     Args:
         root: the image folder.
-        name: from `image_name`.
+        name: result of `image_name`.
         where: place of the object that names it, for the message.
 
     Returns:
@@ -61,28 +61,28 @@ def existing_image(root: str | Path, name: str, where: str) -> Path:
         FileNotFoundError: there is no such file.
     """
     path = Path(root) / name
-    if not os.path.isfile(path):  # False as well for names that no file can have
-        hint = "" if os.path.isdir(root) else ", and there is no such folder as the image folder"
+    if not os.path.isfile(path):  # also False for names that no file can have
+        hint = "" if os.path.isdir(root) else ", and the image folder does not exist"
         raise FileNotFoundError(f'{where}: "image": no file at {path}{hint}')
     return path
 
 
 class ImageFolder:
-    """An image folder that may not be left, not even by a link.
+    """An image folder whose paths and links must stay inside it.
 
-    Images of a downloaded data set are files that its author chose, links among them. A link may
-    lead out of the folder only into one that the user has named.
+    The files of a downloaded data set are chosen by its author, including links. A link may lead
+    out of the folder only into one that the user has named.
     """
 
     def __init__(self, root: str | Path, linked: Sequence[str | Path] = ()):
         """Resolves the folders.
 
         Args:
-            root: what the names of images are relative to.
-            linked: folders elsewhere that links in it may lead to.
+            root: folder that the names of images are relative to.
+            linked: other folders that links in it may lead to.
 
         Raises:
-            FileNotFoundError: one of them is no folder.
+            FileNotFoundError: one of them is not a folder.
         """
         self.root = Path(root)
         for folder in (root, *linked):
@@ -91,14 +91,14 @@ class ImageFolder:
         self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
-        """Whether images are there.
+        """Checks whether images exist.
 
         Args:
-            names: from `image_name`.
+            names: result of `image_name`.
 
         Returns:
-            int8: `PRESENT`; `MISSING` where there is no file or an empty one; `OUTSIDE` where a
-            link leads to a folder that it may not lead to.
+            int8: `PRESENT`; `MISSING` for no file or an empty one; `OUTSIDE` for a link into a
+            folder that is not allowed.
         """
         parts = [names[start : start + _PART] for start in range(0, len(names), _PART)]
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 # Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
 STRIP_PIXELS = 1 << 24
 _STRIP_ROWS = 256
-# Of an image, in pixels: as many as a JPEG may have. Padded to a square and resized, a single row
+# Longest side of an image in pixels: that of a JPEG. Padded to a square and resized, a single row
 # of 2,000,000 pixels would take gigabytes and a minute.
 LONGEST_SIDE = 65_535
 # Tags of a TIFF.
@@ -23,8 +23,8 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
 
     Alpha is dropped (not blended), palettes are resolved, CMYK is converted by Pillow, 16-bit grey
     keeps its upper eight bits, 32-bit grey is scaled by the range that a TIFF declares or has to be
-    within 0 to 255, an animation gives its first frame. The EXIF orientation is not
-    applied: the reference programs do not apply it.
+    within 0 to 255, an animation gives its first frame. The EXIF orientation is not applied, as in
+    the reference programs.
 
     Args:
         source: a path, or an already opened Pillow image.
@@ -34,7 +34,7 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no image, is damaged, has 32-bit values of an unknown range, a side
+        ValueError: the file is not an image, is damaged, has 32-bit values of unknown range, a side
             over `LONGEST_SIDE`, or decodes to more than twice Pillow's ``Image.MAX_IMAGE_PIXELS``.
     """
     name = str(source) if isinstance(source, (str, Path)) else repr(source)
@@ -42,7 +42,7 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
         raise FileNotFoundError(f"no image file at {name}")
     try:
         with warnings.catch_warnings():
-            # Pillow warns above 89 Mpixel and refuses above 179; large is fine, a bomb is not.
+            # Pillow warns above 89 Mpixel and raises above 179; large is fine, a bomb is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
                 return _to_rgb(source, name)
@@ -58,22 +58,22 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     except UnidentifiedImageError as error:
         raise ValueError(f"{name} is not an image in a format that Pillow reads") from error
     except MemoryError as error:
-        raise ValueError(f"{name} needs more memory than there is") from error
-    except Exception as error:  # of any kind: Pillow's decoders raise what they stumble over
+        raise ValueError(f"{name} needs more memory than is available") from error
+    except Exception as error:  # Pillow's decoders may raise any kind
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name} is a damaged image: {reason}") from error
 
 
 class _RefusedError(ValueError):
-    """An image that is whole, but cannot be taken."""
+    """An image that is intact, but not supported."""
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     """Decodes and converts to RGB."""
     if max(image.size) > LONGEST_SIDE:
         raise _RefusedError(
-            f"{name} has {image.width} x {image.height} pixels, expected sides of {LONGEST_SIDE} "
-            "at most"
+            f"{name} has {image.width} x {image.height} pixels, expected sides of at most "
+            f"{LONGEST_SIDE}"
         )
     image.load()
     if image.mode.startswith("I;16"):
@@ -84,13 +84,13 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     elif image.mode in ("I", "F"):
         image = Image.fromarray(_grey_levels(image, name))
     if image.mode == "P" and "transparency" in image.info:
-        # The same colours as the direct way, without Pillow's warning about byte transparency.
+        # The same colours as a direct conversion, without Pillow's warning on byte transparency.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _grey_levels(image: Image.Image, name: str) -> UInt8[np.ndarray, "h w"]:
-    """32-bit values as grey levels: 0 to 255 as they are, others by the range that a TIFF declares.
+    """Converts 32-bit values to grey levels: 0 to 255 unchanged, others by a TIFF's range.
 
     Pillow would clip them: an image of 0 to 1 would be black, and one of large values white.
     """
@@ -116,14 +116,14 @@ def pad_to_square(
 ) -> Image.Image:
     """Pads an image to a square and resizes it, without ever holding a very large square.
 
-    Pillow resamples rows first, then columns, rounding to bytes between. So strips of the square
+    Pillow resamples rows first, then columns, rounding to bytes in between. So strips of the square
     can be resampled along their rows one after another, and the stack of strips along its columns,
     with the same bytes as a result.
 
     Args:
-        image: an RGB image, which is put in the middle.
+        image: an RGB image, which is centred.
         fill: the colour around it.
-        size: (height, width) of the result; None for the square as it is.
+        size: (height, width) of the result; None for no resizing.
         resample: number of the Pillow filter.
 
     Returns:

@@ -1,8 +1,8 @@
-"""The index of a training file, made in one pass and kept beside the run.
+"""The index of a training file, built in one pass and cached in a folder.
 
-An index holds a few numbers for each row: where it is in the file, how many tokens it has, whether
-it can be trained on. A row ends with the answer that is learned: it is a question of a conversation
-with its answer, alone or after all that was said before.
+An index holds a few numbers for each row: its place in the file, its token counts, and whether it
+can be trained on. A row ends with the answer that is learned: it is a question of a conversation
+with its answer, alone or after the preceding turns.
 """
 
 import hashlib
@@ -23,30 +23,30 @@ from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_array import JsonEntries, scan_json_list
 from stepprune_jax.data.llava import parse_conversation
 
-# Of the form of an index file; another number makes the old ones unknown.
+# Version of the index format; a change invalidates older files.
 _FORM = 2
-# Conversations that are tokenised in one call.
+# Conversations tokenised in one call.
 _PART = 256
 
 USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
 
 
 class Index(NamedTuple):
-    """Samples of a file, s of them, and the rows made of them, r.
+    """The s samples of a file, and their r rows.
 
     Attributes:
         start: offset of each sample in the file.
         end: offset after it.
-        names: of the distinct images, as the file has them.
+        names: names of the distinct images, as in the file.
         sample: number of the sample of each row.
         first: number of the first question of the sample that belongs to the row.
         pair: number of the question whose answer is learned, the last of the row.
-        image: number of the row's image among `names`; -1 without.
+        image: number of the row's image among `names`; -1 if there is none.
         problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
             `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
-        ids: ids of the whole row, its image as one of them.
-        text: ids of the user's words.
-        targets: supervised tokens within the context.
+        ids: number of ids of the row, counting its image as one.
+        text: number of ids of the user's words.
+        targets: number of supervised tokens within the context.
     """
 
     start: Int[np.ndarray, " s"]
@@ -63,7 +63,7 @@ class Index(NamedTuple):
 
 
 def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple[str, ...]:
-    """The turns of a row.
+    """Returns the turns of a row.
 
     Args:
         entries: the file.
@@ -82,21 +82,22 @@ def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple
 
 
 def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
-    """Goes through a training file and notes its samples; nothing is tokenised.
+    """Scans a training file and records its samples; nothing is tokenised.
 
     Args:
-        file: as of `read_conversations`.
-        split_turns: make every question with its answer a row of its own. Otherwise a conversation
-            is one row, which ends with one of its answers, drawn by the sample's number: the policy
-            reads all that the user says, and would read later questions before they are asked.
-        skip_malformed: mark a malformed sample instead of refusing it.
+        file: a file for `read_conversations`.
+        split_turns: whether every question with its answer is a separate row. Otherwise a
+            conversation is one row, which ends with one of its answers, drawn by the sample's
+            number: the policy reads all user turns, and would read later questions before they are
+            asked.
+        skip_malformed: whether to mark a malformed sample instead of raising.
 
     Returns:
         The index, with all counts of tokens 0.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON list; an image's path leaves the image folder; or a malformed
+        ValueError: it is not a JSON list; an image's path leaves the image folder; or a malformed
             sample, unless they are marked. The message names file, sample and field.
     """
     places, rows, names = [], [], {}
@@ -134,16 +135,16 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
 
 
 def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids: int) -> Index:
-    """Tokenises every row once and notes the counts.
+    """Tokenises every row once and records the counts.
 
     Args:
-        index: from `scan`.
+        index: result of `scan`.
         file: the training file.
-        encoder: the model's.
-        context_ids: ids that a row may have; what is beyond is cut off.
+        encoder: the model's encoder.
+        context_ids: maximum number of ids of a row; further ones are truncated.
 
     Returns:
-        The index with the counts, and with `NO_ANSWER` where no answer begins within the context.
+        The index with the counts, and with `NO_ANSWER` if no answer begins within the context.
     """
     entries = JsonEntries(file, index.start, index.end)
     ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
@@ -163,13 +164,13 @@ def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids:
 
 
 def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: Any) -> Path:
-    """Where the index of a file lies: its name says of which contents and choices it is.
+    """Returns the path of a file's index, whose name is a hash of contents and choices.
 
     Args:
-        folder: where indices lie.
+        folder: folder of the indices.
         data: hash of the training file.
-        encoder: the model's, with a fast tokenizer.
-        choices: whatever else the index depends on.
+        encoder: the model's encoder, with a fast tokenizer.
+        choices: everything else that the index depends on.
 
     Returns:
         The path.
@@ -183,9 +184,9 @@ def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: 
 
 
 def save_index(index: Index, path: Path) -> None:
-    """Writes an index, whole or not at all."""
+    """Writes an index atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # several hosts may do it at once
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # several hosts may write at once
     names = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
     with partial.open("wb") as file:
         np.savez(file, **index._asdict() | {"names": names})
@@ -193,7 +194,7 @@ def save_index(index: Index, path: Path) -> None:
 
 
 def load_index(path: Path) -> Index | None:
-    """Reads an index; None if there is none, or a damaged one, which can be made anew."""
+    """Reads an index; None if it is absent or damaged, and has to be rebuilt."""
     try:
         with path.open("rb") as opened, np.load(opened) as file:
             arrays = {name: file[name] for name in Index._fields}

@@ -1,7 +1,7 @@
-"""A JSON list that is too long to hold: its entries' places, and each of them when it is asked for.
+"""A JSON list that is too long for memory: offsets of its entries, which are read on demand.
 
-LLaVA's training file has a gigabyte of text. Parsed, it would be several of memory in each process;
-the places of its 665 thousand entries are ten megabytes.
+LLaVA's training file has a gigabyte of text. Parsed, it would take several gigabytes in each
+process; the offsets of its 665 thousand entries take ten megabytes.
 """
 
 import codecs
@@ -20,7 +20,7 @@ _CHUNK = 1 << 22
 
 
 class Entry(NamedTuple):
-    """One entry of a list, and where it stands.
+    """One entry of a list, with its offsets.
 
     Attributes:
         start: offset of its first byte in the file.
@@ -34,18 +34,18 @@ class Entry(NamedTuple):
 
 
 def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
-    """Goes through a file that holds one JSON list, a few megabytes at a time.
+    """Scans a file that holds one JSON list, a few megabytes at a time.
 
     Args:
         file: UTF-8, with or without a byte order mark.
-        kind: what the entries are called in messages.
+        kind: name of the entries in messages.
 
     Yields:
         The entries in their order.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: whatever `read_json_list` refuses, in its words.
+        ValueError: as `read_json_list`, with the same message.
     """
     if not Path(file).is_file():
         raise FileNotFoundError(f"no file at {file}")
@@ -55,8 +55,8 @@ def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
             for entry in _entries(_Text(opened)):
                 count += 1
                 yield entry
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, brackets without end
-        read_json_list(file, kind)  # the whole file says where
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deep
+        read_json_list(file, kind)  # raises with the place in the whole file
         raise ValueError(f"{file} has changed while it was read") from error
     if not count:
         read_json_list(file, kind)
@@ -95,7 +95,7 @@ class JsonEntries:
 
 
 class _Text:
-    """The text of a file from a place on, and that place in bytes."""
+    """The text of a file from an offset on, and that offset in bytes."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._decoder = file, codecs.getincrementaldecoder("utf-8")()
@@ -105,7 +105,7 @@ class _Text:
         self.text, self.at, self._ended = "", 0, False
 
     def more(self) -> bool:
-        """Drops what was passed and reads on, at least as much as is left; False at the end."""
+        """Drops consumed text and reads on, at least doubling the rest; False at the end."""
         if self._ended:
             return False
         left = self.text[self.at :]
@@ -115,13 +115,13 @@ class _Text:
         return True
 
     def advance(self, end: int) -> None:
-        """Passes the text up to index `end`."""
+        """Consumes the text up to index `end`."""
         passed = self.text[self.at : end]
         self.offset += len(passed) if passed.isascii() else len(passed.encode())
         self.at = end
 
     def peek(self) -> str:
-        """The next character that is no blank, which is then the next one; "" at the end."""
+        """Skips blanks and returns the next character; "" at the end."""
         while True:
             end = self.at
             while end < len(self.text) and self.text[end] in " \t\r\n":
@@ -133,14 +133,14 @@ class _Text:
                 return ""
 
     def take(self, character: str) -> None:
-        """Passes a character that must come next."""
+        """Consumes a character that must come next."""
         if self.peek() != character:
             raise ValueError(f"expected {character}")
         self.advance(self.at + 1)
 
 
 def _entries(text: _Text) -> Iterator[Entry]:
-    """The entries of a list; any mistake is a ValueError."""
+    """Yields the entries of a list; any mistake is a ValueError."""
     decoder = json.JSONDecoder()
     text.take("[")
     if text.peek() != "]":
@@ -159,7 +159,7 @@ def _entries(text: _Text) -> Iterator[Entry]:
 
 
 def _value(text: _Text, decoder: json.JSONDecoder) -> tuple[Any, int]:
-    """The value that comes next, and the index after it."""
+    """Returns the next value, and the index after it."""
     while True:
         try:
             value, end = decoder.raw_decode(text.text, text.at)

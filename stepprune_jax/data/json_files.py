@@ -1,4 +1,4 @@
-"""JSON files: read strictly, with the place of every mistake named; written whole."""
+"""JSON files: read strictly, with the place of every mistake; written atomically."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
 
     Args:
         file: UTF-8, with or without a byte order mark.
-        kind: what the entries are called in messages.
+        kind: name of the entries in messages.
 
     Returns:
         The entries, at least one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8, not JSON (line and column are named), no list, or empty.
+        ValueError: it is not UTF-8, not JSON (with line and column), not a list, or empty.
     """
     value = _read_json(file)
     if not isinstance(value, list):
@@ -53,19 +53,19 @@ def read_json_object(file: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8, not JSON (line and column are named), or no object.
+        ValueError: it is not UTF-8, not JSON (with line and column), or not an object.
     """
     return as_object(_read_json(file), str(file))
 
 
 def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
-    """Reads a file with one JSON object a line.
+    """Reads a file with one JSON object per line.
 
     Args:
         file: UTF-8, with or without a byte order mark; lines end in a newline, or in a carriage
-            return and a newline. Blank lines are passed over.
-        broken: where given, lines that are not JSON are skipped and a message on each is appended
-            to it.
+            return and a newline. Blank lines are skipped.
+        broken: if given, lines that are not JSON are skipped and a message on each is appended to
+            it.
 
     Returns:
         The objects, at least one.
@@ -73,7 +73,7 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not UTF-8 or holds no object; or a line, which is named, is not a JSON
-            object. Of the last line the message says that the file may have been cut short.
+            object. For the last line the message adds that the file may have been truncated.
     """
     # Not splitlines: a JSON string may hold other line ends, such as U+2028, as they are.
     lines = _read_text(file).split("\n")
@@ -86,19 +86,19 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
             value = parse_json(line, where)
         except ValueError as error:
             cut = number == len(lines)
-            hint = " (it is the last line and has no end: was the file cut short?)" if cut else ""
+            hint = " (the last line is incomplete: was the file truncated?)" if cut else ""
             if broken is None:
                 raise ValueError(f"{error}{hint}") from error
             broken.append(f"{error}{hint}")
             continue
         records.append(Record(where, as_object(value, where)))
     if not records:
-        raise ValueError(f"{file}: expected one JSON object a line, got an empty file")
+        raise ValueError(f"{file}: expected one JSON object per line, got an empty file")
     return records
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parses JSON from outside.
+    """Parses untrusted JSON.
 
     Args:
         text: the JSON; bytes are UTF-8, without a byte order mark.
@@ -108,8 +108,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
         The value.
 
     Raises:
-        ValueError: it is no JSON, or none that can be read: not UTF-8, nested without end, a number
-            of too many digits. The message is one line and has the place.
+        ValueError: it is not JSON, or unreadable: not UTF-8, nested too deep, a number with too
+            many digits. The message is one line and gives the place.
     """
     try:
         return json.loads(text)
@@ -117,23 +117,23 @@ def parse_json(text: str | bytes, where: str) -> Any:
         line = f", line {error.lineno}" if error.lineno > 1 else ""
         raise ValueError(f"{where}{line}, column {error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
-        raise ValueError(f"{where}: not JSON that can be read: nested too deep") from error
-    except ValueError as error:  # of bytes or of digits
-        raise ValueError(f"{where}: not JSON that can be read: {error}") from error
+        raise ValueError(f"{where}: unreadable JSON: nested too deep") from error
+    except ValueError as error:  # bytes or digits
+        raise ValueError(f"{where}: unreadable JSON: {error}") from error
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
     """Checks that a value is a JSON object.
 
     Args:
-        value: what was parsed.
+        value: the parsed value.
         where: its place, for the message.
 
     Returns:
         The value.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is another kind of value.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {_kind(value)}")
@@ -141,7 +141,7 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def words(value: dict[str, Any], field: str, where: str) -> str:
-    """Reads a field that must hold words.
+    """Reads a field that must be a non-blank string.
 
     Args:
         value: the object.
@@ -149,11 +149,11 @@ def words(value: dict[str, Any], field: str, where: str) -> str:
         where: place of the object, for the message.
 
     Returns:
-        The string as it is written.
+        The string, unchanged.
 
     Raises:
-        ValueError: the field is missing, is no string, is empty or blank, or holds half of a
-            surrogate pair, which no tokenizer takes.
+        ValueError: the field is missing, is not a string, is empty or blank, or holds half of a
+            surrogate pair, which no tokenizer accepts.
     """
     if field not in value:
         raise ValueError(f'{where}: "{field}" is missing')
@@ -170,7 +170,7 @@ def words(value: dict[str, Any], field: str, where: str) -> str:
 
 
 def identity(value: dict[str, Any], field: str, where: str) -> str:
-    """Reads a field that must hold words or a whole number, as ids do.
+    """Reads a field that must be a non-blank string or an integer, such as an id.
 
     Args:
         value: the object.
@@ -181,7 +181,7 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
         The id as a string.
 
     Raises:
-        ValueError: the field is missing or holds something else.
+        ValueError: the field is missing or holds another kind of value.
     """
     number = value.get(field)
     if isinstance(number, int) and not isinstance(number, bool):
@@ -191,7 +191,7 @@ def identity(value: dict[str, Any], field: str, where: str) -> str:
 
 @contextlib.contextmanager
 def file_named(path: Path) -> Iterator[None]:
-    """Names a file in an error that does not: that of a write to a full disk has no name."""
+    """Adds a file's name to errors without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -201,10 +201,10 @@ def file_named(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file beside its place and moves it there: a reader never sees half of it.
+    """Replaces a file atomically: a reader never sees a part of it.
 
     Args:
-        path: the file; an earlier one stays as it was until all is written.
+        path: the file; an earlier one is kept until all is written.
         data: the content.
     """
     partial = path.with_name(f"{path.name}.partial")
@@ -214,18 +214,18 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON for people to read, as `replace_file` does.
+    """Writes indented JSON atomically.
 
     Args:
         path: the file.
-        value: what JSON can hold.
+        value: a JSON value.
     """
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     replace_file(path, text.encode())
 
 
 def _read_json(file: str | Path) -> Any:
-    """Reads the one value of a file, with the place of what is not JSON."""
+    """Reads the single value of a file; errors give the place."""
     return parse_json(_read_text(file), str(file))
 
 
@@ -243,6 +243,6 @@ def _read_text(file: str | Path) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What a parsed value is, in JSON's words."""
+    """Returns the kind of a parsed value, in JSON's terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return names.get(type(value), "null" if value is None else "a number")

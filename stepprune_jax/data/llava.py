@@ -1,7 +1,7 @@
-"""Conversations to train on and questions to answer, in the file formats of LLaVA.
+"""Training conversations and questions in LLaVA's file formats.
 
 A data folder holds ``images/``, ``train.json``, and for each split ``SPLIT.jsonl`` (questions),
-``SPLIT_answers.jsonl`` and, where the world is known, ``SPLIT_scenes.jsonl``.
+``SPLIT_answers.jsonl`` and, if the scenes are known, ``SPLIT_scenes.jsonl``.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class Conversation(NamedTuple):
     """One entry of a training file.
 
     Attributes:
-        id: from the file, where it need not be unique, or its number there.
-        image: name of its image as the file has it, or None.
-        turns: what was said, user first and then alternating, without image marks; none if all
-            there was is a first message of the assistant, which is dropped.
+        id: its id in the file, which need not be unique, or its number.
+        image: name of its image as in the file, or None.
+        turns: the turns, user first and then alternating, without image marks; empty if there is
+            only a first message of the assistant, which is dropped.
     """
 
     id: str
@@ -39,9 +39,9 @@ class Sample(NamedTuple):
     """One training conversation.
 
     Attributes:
-        id: from the file, where it need not be unique.
+        id: its id in the file, which need not be unique.
         image: its image, or None.
-        turns: what was said, user first and then alternating, without image marks.
+        turns: the turns, user first and then alternating, without image marks.
         index: place in the file, from 0.
     """
 
@@ -68,11 +68,11 @@ class Question(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """What is known of the image behind a question.
+    """Description of the image of a question.
 
     Attributes:
         complexity: number of objects.
-        relevant: patches the answer depends on, row by row from 0.
+        relevant: patches that the answer depends on, in raster order from 0.
     """
 
     complexity: int
@@ -85,15 +85,15 @@ def read_conversations(
     """Reads training conversations.
 
     A first message of the assistant is dropped, as in LLaVA's own training, and so is a
-    conversation that has nothing else. The image belongs to the first question, wherever in it the
-    mark stands.
+    conversation without further messages. The image belongs to the first question, wherever its
+    mark is.
 
     Args:
         file: JSON list of {"id", "image", "conversations": [{"from", "value"}, ...]}; "from" is
             "human" or "gpt" in turn. Without "image" the sample is text only.
         image_root: folder that "image" is relative to.
-        split_turns: make every question with its answer a sample of its own, with the same image.
-            A later question is then alone: words of an earlier one do not go with it.
+        split_turns: whether every question with its answer is a separate sample with the same
+            image, without the earlier turns.
 
     Returns:
         The samples in the file's order.
@@ -128,10 +128,10 @@ def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
         where: file and index, for messages.
 
     Returns:
-        The conversation; whether its image is there is not looked at.
+        The conversation; the existence of its image is not checked.
 
     Raises:
-        ValueError: it is no such entry. The message begins with `where` and names the field.
+        ValueError: it is malformed. The message begins with `where` and names the field.
     """
     value = as_object(entry, where)
     name = identity(value, "id", where) if value.get("id") is not None else str(index)
@@ -143,7 +143,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
     """Reads a question file.
 
     Args:
-        file: one object a line: {"question_id", "image", "text", "category"}; without "category"
+        file: one object per line: {"question_id", "image", "text", "category"}; without "category"
             it is "default".
         image_root: folder that "image" is relative to.
 
@@ -152,7 +152,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
 
     Raises:
         FileNotFoundError: the file or an image is missing.
-        ValueError: a line is not such an object, or a "question_id" comes twice. The message names
+        ValueError: a line is not such an object, or a "question_id" is repeated. The message names
             the file, the line and the field.
     """
     questions, seen = [], {}
@@ -163,7 +163,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
         if IMAGE_MARK in text:
             text = text.replace(IMAGE_MARK, "").strip()
             if not text:
-                raise ValueError(f'{where}: "text" is empty but for {IMAGE_MARK}')
+                raise ValueError(f'{where}: "text" is empty except for {IMAGE_MARK}')
         category = words(value, "category", where) if "category" in value else "default"
         image = existing_image(image_root, image_name(value, where), where)
         questions.append(Question(name, image, text, category))
@@ -174,33 +174,33 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
     """Reads the answers to questions.
 
     Args:
-        file: one object a line, in any order: {"question_id", "answer"}.
-        questions: what was asked.
+        file: one object per line, in any order: {"question_id", "answer"}.
+        questions: the questions.
 
     Returns:
         The answers, in the order of `questions`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an answer is missing, comes twice, is empty or belongs to no question.
+        ValueError: an answer is missing, repeated or empty, or belongs to no question.
     """
     return [words(value, "answer", where) for where, value in _matched(file, questions, "answer")]
 
 
 def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
-    """Reads what is known of the images behind questions.
+    """Reads the descriptions of the images of questions.
 
     Args:
-        file: one object a line, in any order: {"question_id", "complexity", "relevant"}.
-        questions: what was asked.
+        file: one object per line, in any order: {"question_id", "complexity", "relevant"}.
+        questions: the questions.
 
     Returns:
         The scenes, in the order of `questions`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a scene is missing, comes twice, belongs to no question, or its fields are not
-            a number and a list of numbers, none negative.
+        ValueError: a scene is missing, repeated or belongs to no question, or its fields are not a
+            non-negative number and a list of such numbers.
     """
     scenes = []
     for where, value in _matched(file, questions, "scene"):
@@ -218,7 +218,7 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
 
 
 def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...]:
-    """The turns of a sample, checked and without marks."""
+    """Returns the checked turns of a sample, without marks."""
     messages = value.get("conversations")
     if not isinstance(messages, list) or not messages:
         problem = "is missing" if messages is None else "must be a list of messages"
@@ -241,23 +241,23 @@ def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...
 
 
 def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
-    """The words of message `number` without image marks; refuses marks that mean something else."""
+    """Returns message `number` without image marks; raises for misplaced marks."""
     if IMAGE_MARK not in text:
         return text
     if has_image and number % 2 == 0 and number > 0:
-        raise ValueError(f'{place}: "value": {IMAGE_MARK} may stand in the first question only')
+        raise ValueError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
     bare = text.strip()
-    # In the midst of a text it may be talk about HTML; at an end it is an image that got lost.
+    # In the middle of a text it may be about HTML; at an end it is a missing image.
     if not has_image and number == 0 and (bare.startswith(IMAGE_MARK) or bare.endswith(IMAGE_MARK)):
         raise ValueError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
     text = text.replace(IMAGE_MARK, "").strip()
     if not text:
-        raise ValueError(f'{place}: "value" is empty but for {IMAGE_MARK}')
+        raise ValueError(f'{place}: "value" is empty except for {IMAGE_MARK}')
     return text
 
 
 def _new_id(record: Record, seen: dict[str, str]) -> str:
-    """The "question_id" of an object, which none in `seen` has; notes it there."""
+    """Returns the "question_id" of an object, which must be new, and adds it to `seen`."""
     where, value = record
     name = identity(value, "question_id", where)
     if name in seen:
@@ -267,7 +267,7 @@ def _new_id(record: Record, seen: dict[str, str]) -> str:
 
 
 def _matched(file: str | Path, questions: Sequence[Question], kind: str) -> list[Record]:
-    """The objects of a file in the order of the questions, exactly one for each."""
+    """Returns the objects of a file in the order of the questions, exactly one for each."""
     known = {question.question_id for question in questions}
     seen: dict[str, str] = {}
     matched: dict[str, Record] = {}
@@ -284,5 +284,5 @@ def _matched(file: str | Path, questions: Sequence[Question], kind: str) -> list
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a parsed value is a whole number that is not negative."""
+    """Returns whether a parsed value is a non-negative integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,4 +1,4 @@
-"""Writing questions about images as a data folder in LLaVA's formats, for sets of other formats."""
+"""Writing of data folders in LLaVA's formats, for data sets in other formats."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[in
     """Chooses the training images that become the validation split.
 
     Args:
-        numbers: of the training images, in ascending order.
+        numbers: numbers of the training images, in ascending order.
         share: share of them to choose.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Returns:
         The numbers of those chosen.
@@ -96,14 +96,14 @@ def convert_by_command(
     """Runs a converter as a command, and reports errors in one line with status 2.
 
     Args:
-        parser: with the flags that are the set's own.
-        convert: takes every flag by its name; returns the number of questions of each split.
+        parser: parser with the flags of the data set.
+        convert: converter, called with every flag by name; returns the questions per split.
         argv: the command line; None for that of the process.
     """
     add = parser.add_argument
     add("--out", required=True, help="folder to write")
-    add("--validation_share", type=float, default=0.1, help="of the training images")
-    add("--seed", type=int, default=0, help="of the choice of validation images")
+    add("--validation_share", type=float, default=0.1, help="share of the training images")
+    add("--seed", type=int, default=0, help="seed for choosing validation images")
     options = parser.parse_args(argv)
     try:
         counts = convert(**vars(options))

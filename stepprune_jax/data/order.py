@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: a pure function of seed and step."""
+"""The order of training rows, a pure function of seed and step."""
 
 import numpy as np
 from jaxtyping import Int
@@ -7,32 +7,32 @@ from jaxtyping import Int
 class Order:
     """Rows of each batch.
 
-    Every epoch is a permutation of its own; a batch may end one and begin the next. The rows of
-    `group` batches at a time are sorted by bucket, so that nearly all batches are of one bucket,
-    and then the batches of the epoch are shuffled. Nothing depends on hosts or devices.
+    Every epoch is another permutation; a batch may end one and begin the next. The rows of `group`
+    batches at a time are sorted by bucket, so that nearly all batches have a single bucket, and
+    then the batches of the epoch are shuffled. The order does not depend on hosts or devices.
     """
 
     def __init__(self, bucket: Int[np.ndarray, " r"], batch_size: int, seed: int, group: int = 1):
-        """Takes what the order depends on.
+        """Prepares the order.
 
         Args:
             bucket: number of the length bucket of each row.
             batch_size: rows of a batch, over all devices.
-            seed: of the permutations.
-            group: batches whose rows are sorted together; 1 leaves the permutation as it is.
+            seed: seed of the permutations.
+            group: batches whose rows are sorted together; 1 for no sorting.
         """
         self._bucket, self._size, self._seed, self._group = bucket, batch_size, seed, group
         self._recent: dict[int, np.ndarray] = {}
 
     def indices(self, step: int) -> Int[np.ndarray, " b"]:
-        """Rows of batch `step`."""
+        """Returns the rows of batch `step`."""
         number = np.arange(step * self._size, (step + 1) * self._size)
         epoch, at = np.divmod(number, len(self._bucket))
         orders = {e: self._kept(int(e)) for e in set(epoch.tolist())}
         return np.array([orders[e][i] for e, i in zip(epoch, at, strict=True)])
 
     def _kept(self, epoch: int) -> Int[np.ndarray, " r"]:
-        """The order of an epoch; that of the latest two is not made again."""
+        """Returns the order of an epoch, caching the latest two."""
         order = self._recent.get(epoch)
         if order is None:
             order = self.epoch(epoch)
@@ -41,7 +41,7 @@ class Order:
         return order
 
     def epoch(self, epoch: int) -> Int[np.ndarray, " r"]:
-        """All rows once, in the order of an epoch counted from 0."""
+        """Returns all rows once, in the order of an epoch counted from 0."""
         random = np.random.default_rng((self._seed, epoch))
         rows = random.permutation(len(self._bucket))
         if self._group == 1:

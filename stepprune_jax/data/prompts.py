@@ -1,6 +1,6 @@
-"""Prompts as token ids with marks where images stand, whatever the model's prompt form.
+"""Prompts as token ids with sentinels for images, for any prompt template.
 
-A prompt is text with `IMAGE_MARK` at each image; as ids it has `IMAGE_TOKEN` there, which is no
+A prompt is text with `IMAGE_MARK` at each image; as ids it has `IMAGE_TOKEN` there, which is not a
 token of any vocabulary and is replaced by visual tokens inside the model.
 """
 
@@ -41,16 +41,16 @@ class Truncated(NamedTuple):
 def tokenize_with_images(
     tokenizer: Callable[[str], Any], prompt: str, num_images: int | None = None
 ) -> list[int]:
-    """Turns a prompt into ids with `IMAGE_TOKEN` at each image mark.
+    """Converts a prompt to ids with `IMAGE_TOKEN` at each image mark.
 
-    The text is cut at the marks, each piece is tokenised on its own with its start token, and the
-    start token of the first piece alone is kept. With a Llama tokenizer the piece before an image
-    therefore ends in the lone blank piece, and the piece after it starts with one.
+    The text is split at the marks, each piece is tokenised separately with its start token, and
+    only the start token of the first piece is kept. With a Llama tokenizer the piece before an
+    image therefore ends in a lone blank piece, and the piece after it starts with one.
 
     Args:
         tokenizer: a `transformers` tokenizer; any end token it adds is not removed.
         prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: when given, the number of images that go with the prompt.
+        num_images: number of images of the prompt, checked if given.
 
     Returns:
         The ids, one `IMAGE_TOKEN` per image.
@@ -75,15 +75,15 @@ def check_marks(text: str, num_images: int) -> None:
 
 
 def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str:
-    """Puts image marks where training data mean them: in front of the message.
+    """Puts image marks in front of the message, as in the training data.
 
-    A single image goes to the front wherever the message had it. With several images and as many
-    marks in the message, the marks stay where they are.
+    The mark of a single image moves to the front. With several images and as many marks in the
+    message, the marks keep their places.
 
     Args:
         message: the user's words, with or without `IMAGE_MARK`.
-        num_images: how many images go with them.
-        mark: what stands in front for each image.
+        num_images: number of images of the message.
+        mark: text put in front for each image.
 
     Returns:
         The message with a mark for each image.
@@ -102,11 +102,11 @@ def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str
 
 
 def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
-    """Cuts a prompt at its image marks.
+    """Splits a prompt at its image marks.
 
     Args:
         prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: when given, the number of images that go with the prompt.
+        num_images: number of images of the prompt, checked if given.
 
     Returns:
         The pieces of text, one more than there are images.
@@ -120,7 +120,7 @@ def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
 
 
 def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
-    """How many tokens a tokenizer put in front of a text: 1 with a start token, else 0."""
+    """Returns how many tokens a tokenizer put in front of a text: 1 for a start token, or 0."""
     start = getattr(tokenizer, "bos_token_id", None)
     return int(start is not None and list(ids[:1]) == [start])
 
@@ -128,15 +128,15 @@ def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
 def join_at_images(
     pieces: Sequence[Sequence[int]], skip: int, image: int = IMAGE_TOKEN
 ) -> list[int]:
-    """Joins what was cut at the images, where all pieces but the first lose their start token.
+    """Joins pieces split at the images; all but the first lose their start token.
 
     Args:
         pieces: numbers of the tokens of each piece.
         skip: `start_tokens` of a piece.
-        image: number to put where an image stands.
+        image: number to put instead of an image.
 
     Returns:
-        The numbers of the whole.
+        The joined numbers.
     """
     joined = list(pieces[0])
     for piece in pieces[1:]:
@@ -145,10 +145,10 @@ def join_at_images(
 
 
 def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
-    """Ids of what the user said, for the policy.
+    """Returns ids of the user's text, for the policy.
 
-    Neither the system sentence nor role names, answers, image marks or a start token. Of a
-    conversation all the user's turns count, since a later question may refer to an earlier one.
+    They exclude the system prompt, role names, answers, image marks and a start token. All of the
+    user's turns are included, since a later question may refer to an earlier one.
 
     Args:
         tokenizer: a `transformers` tokenizer.
@@ -162,20 +162,20 @@ def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
 
 
 def user_words(turns: Sequence[str]) -> str:
-    """What the user said in a conversation, a turn a line, without image marks."""
+    """Returns the user's turns of a conversation, one per line, without image marks."""
     said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
     return "\n".join(filter(None, said))
 
 
 def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:
-    """Length of a prompt once every image mark is replaced by its visual tokens.
+    """Returns the length of a prompt with image marks replaced by visual tokens.
 
     Args:
         ids: the ids with `IMAGE_TOKEN` at the images.
         kept: visual tokens kept of each image, in order.
 
     Returns:
-        The number of embeddings the LLM sees.
+        The number of embeddings that the language model reads.
 
     Raises:
         ValueError: there is not one count per image.
@@ -187,10 +187,9 @@ def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:
 
 
 def truncate(ids: Sequence[int], kept: Sequence[int], limit: int) -> Truncated:
-    """Cuts a prompt at the right end so that its expanded length is within a limit.
+    """Truncates a prompt at the right end so that its expanded length is within a limit.
 
-    An image across the limit loses its last visual tokens, and goes altogether when none would be
-    left.
+    An image across the limit loses its last visual tokens, and is removed if none would remain.
 
     Args:
         ids: the ids with `IMAGE_TOKEN` at the images.
@@ -223,8 +222,8 @@ def pad_batch(rows: Sequence[Sequence[int]], pad_id: int = 0, multiple: int = 1)
 
     Args:
         rows: ids of each prompt.
-        pad_id: what to fill with; never seen by the model, since lengths go along.
-        multiple: the padded length is a multiple of this, which bounds the number of shapes.
+        pad_id: padding id, which the model never reads, as it is given lengths.
+        multiple: divisor of the padded length, which bounds the number of shapes.
 
     Returns:
         ids `[b, l]` and lengths `[b]`, int32.

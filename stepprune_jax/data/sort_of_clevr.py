@@ -2,9 +2,9 @@
 
     python -m stepprune_jax.data.sort_of_clevr --source FILE --out data/sort_of_clevr
 
-FILE is the ``sort-of-clevr.pickle`` of the generator kimhc6028/relational-networks, of any of its
-versions: training and test images of six coloured shapes, with coded questions about each. The
-validation split is cut from the training images and shares none with them.
+FILE is the ``sort-of-clevr.pickle`` of any version of the generator kimhc6028/relational-networks:
+training and test images of six coloured shapes, with coded questions about each. The validation
+split is taken from the training images, without overlap.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from stepprune_jax.data.llava_folder import (
     write_questions,
 )
 
-# In the order of the codes, and as they are stored: blue first, as OpenCV draws.
+# In the order of the codes, and as stored: blue first, as in OpenCV.
 COLORS = {
     "red": (0, 0, 255),
     "green": (0, 255, 0),
@@ -53,7 +53,7 @@ class Family(NamedTuple):
 
 _YES_NO = {0: "yes", 1: "no"}
 _SHAPES = {2: "rectangle", 3: "circle"}
-# Class 4 is the least count: one where the object itself is counted, else zero.
+# Class 4 is the smallest count: one if the object itself is counted, otherwise zero.
 _FROM_ONE = dict(enumerate(("one", "two", "three", "four", "five", "six"), start=4))
 _FROM_ZERO = dict(enumerate(("zero", "one", "two", "three", "four"), start=4))
 
@@ -108,12 +108,12 @@ def convert(
     """Writes Sort-of-CLEVR as ``images/``, ``train.json``, and questions and answers of two splits.
 
     Args:
-        source: the generator's pickle; all of it is held in memory.
-        out: folder to write; what it holds of an earlier conversion is replaced.
-        ternary: whether to take questions about two objects and the others as well, which newer
-            versions of the generator add to those of the paper.
+        source: the generator's pickle, which is held in memory as a whole.
+        out: folder to write; files of an earlier conversion are replaced.
+        ternary: whether to include questions about two objects and the others, which newer versions
+            of the generator add to those of the paper.
         validation_share: share of the training images that become the validation split.
-        seed: of the choice of these images.
+        seed: seed of the choice of these images.
 
     Returns:
         Number of questions of "train", "validation" and "test".
@@ -128,7 +128,7 @@ def convert(
     asked = {split: _asked(scenes[split], split, ternary) for split in scenes}
     for split, questions in asked.items():
         if not questions:
-            raise ValueError(f"{source}: {split}: all questions are ternary, which are not taken")
+            raise ValueError(f"{source}: {split}: all questions are ternary and need --ternary")
         if ternary and not TERNARY & {question.category for question in questions}:
             raise ValueError(f"{source}: {split}: there are no ternary questions")
     held = validation_images(range(len(scenes["train"])), validation_share, seed)
@@ -144,7 +144,7 @@ def convert(
 
 
 def read_scenes(file: str | Path) -> dict[str, list[Scene]]:
-    """Reads the generator's pickle; nothing that it names is run.
+    """Reads the generator's pickle, without running any code that it names.
 
     Args:
         file: a pair of the training and the test images: each a float array [height, width, 3]
@@ -170,7 +170,7 @@ def read_scenes(file: str | Path) -> dict[str, list[Scene]]:
 
 
 def _sequence(value: Any, where: str, what: str, lengths: Sequence[int] = ()) -> Sequence:
-    """Checks that something is a list or tuple, of one of the lengths or of one entry at least."""
+    """Checks that a value is a list or tuple, of one of the lengths or non-empty."""
     fits = isinstance(value, list | tuple)
     if not fits or (len(value) not in lengths if lengths else not value):
         got = f"{len(value)} entries" if fits else _shown(value)
@@ -179,7 +179,7 @@ def _sequence(value: Any, where: str, what: str, lengths: Sequence[int] = ()) ->
 
 
 def _shown(value: Any) -> str:
-    """A value in a message."""
+    """Describes a value in a message."""
     if isinstance(value, Array):
         return f"an array {list(value.values.shape)} of {value.values.dtype}"
     return type(value).__name__
@@ -210,13 +210,13 @@ def _rgb(value: Any, where: str) -> UInt8[np.ndarray, "h w 3"]:
     for color, code in COLORS.items():
         if not (image == np.uint8(code)).all(-1).any():
             raise ValueError(
-                f"{where}: nothing is {color}, which is {code} with blue first, as OpenCV has it"
+                f"{where}: nothing is {color}, which is {code} with blue first, as in OpenCV"
             )
     return image[..., ::-1]
 
 
 def _decode(code: Any, answer: Any, where: str) -> tuple[str, str, str]:
-    """The words of a question and its answer, and the family."""
+    """Returns the text of a question and its answer, and the family."""
     bits = code.values if isinstance(code, Array) else np.empty(0)
     if bits.ndim != 1 or len(bits) not in _CUTS:
         raise ValueError(f"{where}: expected questions of 11 or 18 numbers, got {_shown(code)}")
@@ -238,7 +238,7 @@ def _decode(code: Any, answer: Any, where: str) -> tuple[str, str, str]:
 
 
 def _asked(scenes: Sequence[Scene], split: str, ternary: bool) -> list[Asked]:
-    """The questions of a split as they are written."""
+    """Converts the questions of a split to output questions."""
     return [
         Asked(question, answer, family, _image(split, number))
         for number, scene in enumerate(scenes)
@@ -263,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and converts; reports errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.data.sort_of_clevr", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--source", required=True, help="sort-of-clevr.pickle, as the generator writes it")
-    add("--ternary", action="store_true", help="take questions about two objects and the others")
+    add("--source", required=True, help="sort-of-clevr.pickle of the generator")
+    add("--ternary", action="store_true", help="include questions about two objects and the others")
     convert_by_command(parser, convert, argv)
 
 

@@ -1,4 +1,4 @@
-"""Where a run's data are, and how batches are made of them; draws the shapes world on first use."""
+"""Location of a run's data, and settings of batches; writes the shapes world on first use."""
 
 import dataclasses
 import logging
@@ -36,7 +36,7 @@ def sizes() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings, group="data"):
-    """The group `data` of a configuration: docs/training-data.md.
+    """The group `data` of a configuration; see docs/training-data.md.
 
     Attributes:
         name: "shapes" for the shapes world, "folder" for data in LLaVA's format.
@@ -44,29 +44,29 @@ class DataSettings(Settings, group="data"):
         train_file: training file; empty: train.json of the folder.
         image_folder: folder that images are relative to; empty: images/ of the folder.
         linked_folders: folders that links in the image folder may lead to.
-        index_folder: folder for the counts of tokens; empty: that of the run.
+        index_folder: folder for token counts; empty: that of the run.
         missing: what to do about a missing or damaged image, of `REMEDIES`.
         unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
         train_scenes: training scenes of the shapes world.
         validation_scenes: its validation scenes.
         test_scenes: its test scenes.
         seed: seed of the shapes world.
-        test_seed: seed of a test world of its own; None or negative for that of the run.
+        test_seed: seed of a separate test world; None or negative for that of the run.
         side: height and width of its images in pixels; None for the world's own.
         grid: patches along an edge of its images; None for the world's own.
         sizes: heights and widths of its images in turn, with patches as in `side` and `grid`; None
             for images of one size.
         emphasis: factor on the families of questions that are learned last; None for 1.
-        split_turns: whether each question of a conversation is a sample of its own; otherwise the
-            conversation is one, up to one of its answers: `index.scan`.
+        split_turns: whether each question of a conversation is a separate sample; otherwise the
+            conversation is one sample, up to one of its answers; see `index.scan`.
         stats_images: images for the statistics of the features.
         length_multiple: ids are padded to a multiple of this.
         length_group: batches whose rows are sorted by length together; 1 for none.
-        context_limit: longest conversation in tokens, visual ones included.
+        context_limit: longest conversation in tokens, including visual ones.
         policy_text_limit: tokens of the user's words that the policy sees.
         cache_gb: memory for decoded images.
-        threads: threads that make batches.
-        workers: processes that make batches, instead of threads.
+        threads: threads that build batches.
+        workers: processes that build batches, instead of threads.
     """
 
     name: str = choice(NAMES)
@@ -107,15 +107,15 @@ class HasData(Protocol):
 
     @property
     def data(self) -> Any:
-        """The group, `DataSettings` or what has its fields."""
+        """The group, `DataSettings` or an object with its fields."""
 
 
 def data_folder(config: HasData, workdir: str | Path) -> Path:
     """Returns the folder of a run's data.
 
     Args:
-        config: settings of the run. With `data.folder` that folder is used as it is; otherwise the
-            shapes world is written to workdir/data, unless it is there already.
+        config: settings of the run. `data.folder` is used unchanged; if it is empty, the shapes
+            world is written to workdir/data, unless it exists.
         workdir: folder of the run.
 
     Returns:
@@ -139,7 +139,7 @@ def data_folder(config: HasData, workdir: str | Path) -> Path:
         return folder
     if data.train_scenes < 1:
         raise ValueError(f"config.data.train_scenes is {data.train_scenes}, expected 1 or more")
-    # Imported here: it draws images, which a run on a folder of data does not need.
+    # Imported here: a run on a data folder does not draw images.
     from stepprune_jax.data.shapes import write_world
 
     folder = Path(workdir) / "data"
@@ -159,17 +159,16 @@ def training_source(config: HasData, workdir: str | Path) -> Source:
     """Returns the training file of a run and its image folder.
 
     Args:
-        config: settings of the run. `data.train_file` and `data.image_folder` name the two; one
-            that is empty is the one of `data_folder`.
-        workdir: folder of the run; counts of tokens are kept there unless `data.index_folder` says
-            where.
+        config: settings of the run, with `data.train_file` and `data.image_folder`; an empty one is
+            taken from `data_folder`.
+        workdir: folder of the run; token counts are stored there unless `data.index_folder` is set.
 
     Returns:
         The source, whose file exists.
 
     Raises:
         FileNotFoundError: `data.train_file` does not exist.
-        ValueError, FileNotFoundError: as `data_folder`, where that folder is needed.
+        ValueError, FileNotFoundError: as `data_folder`, if that folder is needed.
     """
     data = config.data
     if data.train_file and not Path(data.train_file).expanduser().is_file():
@@ -188,13 +187,13 @@ def training_source(config: HasData, workdir: str | Path) -> Source:
 
 
 def world_size(config: HasData) -> dict[str, Any]:
-    """Returns how finely the shapes world is drawn and what it asks about.
+    """Returns resolution and emphasis of the shapes world.
 
     Args:
         config: settings of the run; `data.side`, `grid`, `sizes` and `emphasis` may be None.
 
     Returns:
-        Those that are given, as arguments of `write_world`.
+        Those that are not None, as arguments of `write_world`.
     """
     names = ("side", "grid", "sizes", "emphasis")
     given = {name: getattr(config.data, name, None) for name in names}

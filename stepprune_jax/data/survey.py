@@ -1,4 +1,4 @@
-"""From a training file to the rows that can be trained on, with a report of what is left out."""
+"""From a training file to its usable rows, with a report of skipped ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +33,10 @@ class Source(NamedTuple):
     """A training file, and what to do about mistakes in it.
 
     Attributes:
-        file: JSON list as of `read_conversations`.
+        file: JSON list for `read_conversations`.
         image_root: folder that images are relative to.
-        index_folder: where the counts of tokens are kept for the next run.
-        split_turns: make every question with its answer a row of its own; see `index.scan`.
+        index_folder: folder that caches token counts for the next run.
+        split_turns: whether every question with its answer is a separate row; see `index.scan`.
         missing: what to do about a missing image, of `REMEDIES`.
         unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
         linked_folders: folders that links in the image folder may lead to.
@@ -58,27 +58,27 @@ def open_corpus(
     identity: str,
     say: Callable[[str], Any] = print,
 ) -> Corpus:
-    """Reads a training file, and reports what it holds and what is left out.
+    """Reads a training file, and reports its contents and skipped rows.
 
-    Samples of text alone are left out: there is nothing in them to prune. Images are looked for
-    before anything is tokenised. Counts of tokens are kept in `source.index_folder`, so that the
-    next run with this file and tokenizer begins at once.
+    Text-only samples are skipped, as there is nothing to prune. The existence of images is checked
+    before anything is tokenised. Token counts are cached in `source.index_folder`, so that the next
+    run with this file and tokenizer starts at once.
 
     Args:
         source: the file, the images, and what to do about mistakes.
-        encoder: the model's, with a fast tokenizer.
-        limits: what rows are cut to.
+        encoder: the model's encoder, with a fast tokenizer.
+        limits: limits of the rows' lengths.
         identity: hash of the file's contents.
-        say: takes the lines of the report.
+        say: called with each line of the report.
 
     Returns:
-        The rows that can be trained on.
+        The usable rows.
 
     Raises:
-        FileNotFoundError: the file or the image folder is missing; or an image is, and `source`
-            says to stop.
-        ValueError: an image lies outside of the folder; a sample cannot be trained on, and
-            `source` says to stop; or nothing is left. The message names file and sample.
+        FileNotFoundError: the file or the image folder is missing; or an image is, if
+            `source.missing` is "stop".
+        ValueError: an image lies outside the folder; a sample is unusable, if `source.unusable` is
+            "stop"; or no sample remains. The message names file and sample.
     """
     encoder.check()
     folder = ImageFolder(source.image_root, source.linked_folders)
@@ -103,14 +103,14 @@ def open_corpus(
 
 
 def _refuse(index: Index, source: Source, limits: Limits) -> None:
-    """Stops at the first sample that cannot be trained on, if that is what to do."""
+    """Raises for the first unusable sample, if requested."""
     bad = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
     if source.unusable == "stop" and len(bad):
         raise ValueError(_explain(index, int(bad[0]), source, limits))
 
 
 def _explain(index: Index, row: int, source: Source, limits: Limits) -> str:
-    """Why a row cannot be trained on."""
+    """Returns the reason why a row is unusable."""
     sample = int(index.sample[row])
     if index.problem[row] == MALFORMED:
         try:
@@ -124,7 +124,7 @@ def _explain(index: Index, row: int, source: Source, limits: Limits) -> str:
 
 
 def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarray, " r"]:
-    """Rows whose image is missing; refuses links that lead out of the folder."""
+    """Returns rows whose image is missing; raises for links that lead out of the folder."""
     state = folder.check(index.names)
     # A row without an image has -1, which is the number of the last entry.
     of_row = np.append(state, 0)[index.image]
@@ -132,8 +132,8 @@ def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarr
     if len(outside):
         where, name = _image(index, int(outside[0]), source)
         raise ImagePathError(
-            f'{where}: "image": {name} is a link that leads out of {source.image_root}; if it is '
-            "meant to, name the folder it leads to in config.data.linked_folders"
+            f'{where}: "image": {name} is a link that leads out of {source.image_root}; if this is '
+            "intended, add its target folder to config.data.linked_folders"
         )
     if source.missing == "stop" and missing.any():
         where, name = _image(index, int(np.argmax(missing)), source)
@@ -141,26 +141,26 @@ def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarr
         more = f", and {count:,} more images are missing" if count else ""
         raise FileNotFoundError(
             f'{where}: "image": no file, or an empty one, at {source.image_root / name}{more}; '
-            "config.data.missing = 'skip' leaves such samples out"
+            "config.data.missing = 'skip' skips such samples"
         )
     return missing
 
 
 def _image(index: Index, row: int, source: Source) -> tuple[str, str]:
-    """Where a row stands, and the name of its image."""
+    """Returns the place of a row in its file, and the name of its image."""
     return f"{source.file}: sample {index.sample[row]}", index.names[index.image[row]]
 
 
 def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -> list[str]:
-    """What the file holds and what is left out, a line each."""
+    """Reports the file's contents and skipped rows, one line each."""
     rows = f", {len(index.sample):,} questions" if source.split_turns else ""
     lines = [f"{source.file}: {len(index.start):,} samples{rows}, {len(index.names):,} images"]
 
-    def left_out(bad: np.ndarray, why: str, first: Callable[[int], str] | None = None):
+    def skipped(bad: np.ndarray, why: str, first: Callable[[int], str] | None = None):
         at = np.flatnonzero(bad)
         if len(at):
             example = f"; the first: {first(int(at[0]))}" if first else ""
-            lines.append(f"  {len(at):,} left out: {why}{example}")
+            lines.append(f"  {len(at):,} skipped: {why}{example}")
 
     def image(row: int) -> str:
         where, name = _image(index, row, source)
@@ -169,23 +169,23 @@ def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -
     def reason(row: int) -> str:
         return _explain(index, row, source, limits)
 
-    left_out(index.problem == TEXT_ONLY, "text alone, nothing to prune")
-    left_out(index.problem == NOTHING_SAID, "nothing but a first message of the assistant")
-    left_out(missing, "the image is missing", image)
-    left_out(index.problem == MALFORMED, "malformed", reason)
-    left_out((index.problem == NO_ANSWER) & ~missing, "no answer within the context", reason)
+    skipped(index.problem == TEXT_ONLY, "text only, nothing to prune")
+    skipped(index.problem == NOTHING_SAID, "only a first message of the assistant")
+    skipped(missing, "the image is missing", image)
+    skipped(index.problem == MALFORMED, "malformed", reason)
+    skipped((index.problem == NO_ANSWER) & ~missing, "no answer within the context", reason)
     return lines
 
 
 def _token_report(
     index: Index, used: Int[np.ndarray, " u"], corpus: Corpus, limits: Limits
 ) -> list[str]:
-    """How long the rows are that can be trained on."""
+    """Reports the lengths of the usable rows."""
     lengths = corpus.lengths
 
     def line(what: str, counts: np.ndarray, cut: int = 0, limit: int = 0) -> str:
         half, most = np.quantile(counts, (0.5, 0.95), method="lower")
-        shortened = f"; {cut:,} cut to {limit:,}" if cut else ""
+        shortened = f"; {cut:,} truncated to {limit:,}" if cut else ""
         return f"  {what}: median {half:,}, 95 % {most:,}, longest {counts.max():,}{shortened}"
 
     long = int(np.count_nonzero(index.ids[used] > limits.ids))

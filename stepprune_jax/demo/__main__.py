@@ -19,6 +19,7 @@ from stepprune_jax.checkpoints.shipped import MODELS, policy_names
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.pruning import Policy
 from stepprune_jax.user_input import user_input
 
 _NAME = "stepprune_jax.demo"
@@ -32,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
     add("--max_pixels", type=int, help="largest area of a resized image, likewise")
-    add("--policy", action="append", default=[], help="policy file or name; may be given again")
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        help="policy file, shipped name, or hub:owner/name; may be given again",
+    )
     add("--dtype", choices=DTYPES, help="float32 for the small model, else bfloat16")
     add("--host", default="127.0.0.1", help="address to listen at")
     add("--port", type=int, default=7860, help="port to listen at")
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     small = given.model in MODELS
     with user_input():
         names = given.policy + ([name for name in _shipped() if small])
-        policies = {Path(name).stem: load_policy(name) for name in names}
+        policies = dict(_named(Path(name).stem, load_policy(name)) for name in names)
         model = load_vlm(
             given.model,
             dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
@@ -59,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.host,
         given.port,
     )
+
+
+def _named(name: str, policy: Policy) -> tuple[str, Policy]:
+    """A policy, and what the page calls it: the method, and which one of it."""
+    return (name if name == policy.method else f"{policy.method} ({name})"), policy
 
 
 def _shipped() -> list[str]:

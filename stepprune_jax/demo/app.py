@@ -82,11 +82,11 @@ def _handler(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
     ) -> tuple[str, str]:
         if image is None:
-            raise gr.Error("give an image")
+            raise gr.Error("give an image", print_exception=False)
         try:
             shown = compare(model, choices[method], image, question, mode, count)
         except ValueError as error:
-            raise gr.Error(str(error)) from error
+            raise gr.Error(str(error), print_exception=False) from error
         return draw_answers(shown), draw_kept(model, shown)
 
     return answer

@@ -1,5 +1,5 @@
-"""Every method on every question: one rollout per policy, all budgets as prefixes of one order.
+"""Evaluation: one rollout per policy and question, with all budgets as prefixes of one order.
 
-`evaluate.evaluate` runs it. `benchmarks`, `score` and `convert` score the answers to the public
-benchmarks and import no jax: neither does this file.
+`evaluate.evaluate` runs it. The package `benchmarks` scores the answers and does not import jax;
+neither does this file.
 """

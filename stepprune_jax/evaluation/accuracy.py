@@ -20,7 +20,7 @@ def percent(correct: Bool[np.ndarray, "q"]) -> float:
 
 
 def retention(correct: Bool[np.ndarray, "q"], whole: Bool[np.ndarray, "q"]) -> float | None:
-    """Divides accuracy by that of all tokens on the same questions; in percent, None over zero."""
+    """Returns accuracy over that of all tokens on the same questions in percent; None over 0."""
     return round(100 * float(np.sum(correct) / np.sum(whole)), 2) if np.any(whole) else None
 
 
@@ -32,7 +32,7 @@ def full_row(rows: Sequence[Records]) -> Records:
     """
     full = [row for row in rows if row.method == ALL]
     if not full:
-        raise ValueError(f"the rows lack {ALL!r}, which retention is measured against")
+        raise ValueError(f"the rows lack {ALL!r}, the reference of retention")
     return full[0]
 
 
@@ -43,8 +43,8 @@ def accuracy_table(
 
     Args:
         rows: the records of each row.
-        seed: of the run.
-        costs: what each row costs, by name; the names are those of further columns.
+        seed: seed of the run.
+        costs: costs of each row by name; the names become further columns.
 
     Raises:
         ValueError: no row keeps all tokens.
@@ -69,7 +69,7 @@ def accuracy_table(
 def accuracy_by_family(
     rows: Sequence[Records], questions: Sequence[Question]
 ) -> list[dict[str, Any]]:
-    """Tabulates rows as `accuracy_table` does, for every family of questions."""
+    """Tabulates rows as `accuracy_table`, for every family of questions."""
     whole = full_row(rows).correct
     category = np.array([question.category for question in questions])
     table = []

@@ -1,8 +1,8 @@
-"""Stop biases at which a policy meets each budget on average, computed once and kept in a file.
+"""Stop biases at which a policy meets each budget on average, computed once and cached in a file.
 
-A policy's own stop gives one mean K. For another one a number is added to its stop logits, which is
-computed on questions without looking at their answers: those of the validation split where there is
-one, else some of the benchmarks' own, as many of each.
+A policy's own stop gives one mean K. For another mean, a bias is added to its stop logits, computed
+on questions without reading their answers: those of the validation split if there is one, otherwise
+some of the benchmarks' own, the same number of each.
 """
 
 import math
@@ -30,7 +30,7 @@ from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.pruning.calibration import calibrate
 
 FILE = "stop_biases.json"
-# Row name to what is known of each policy that the row has had.
+# Entries of each row: one for every policy that the row has had.
 _Entries = dict[str, list[dict[str, Any]]]
 
 
@@ -38,10 +38,11 @@ class Sample(NamedTuple):
     """Questions that biases are computed on.
 
     Attributes:
-        about: what tells the sample apart in the file: JSON values by name.
-        questions: each with an image.
-        decimals: that biases are rounded to; None for exact ones. An exact bias is the margin of
-            some question, whose K depends on the last bit of a sum, and so on the size of a batch.
+        about: identification of the sample in the file: JSON values by name.
+        questions: questions with an image each.
+        decimals: decimals to which biases are rounded; None for exact ones. An exact bias is the
+            margin of some question, whose K then depends on the last bit of a sum, and so on the
+            batch size.
     """
 
     about: Mapping[str, Any]
@@ -50,7 +51,7 @@ class Sample(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Rollouts of a policy that does not stop, on some questions.
+    """Stop margins of rollouts that do not stop, on some questions.
 
     Attributes:
         margin: [q, t] stop margins before each step; infinite where no token may be chosen.
@@ -62,9 +63,9 @@ class Margins(NamedTuple):
 
 
 class StopBiases:
-    """The stop biases of the policies of a run, in a file of its answers' folder.
+    """The stop biases of a run's policies, in a file in its answers' folder.
 
-    What other policies, models or samples have given stays in the file.
+    Entries of other policies, models or samples remain in the file.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class StopBiases:
         """Names the file.
 
         Args:
-            folder: of the answers.
+            folder: folder of the answers.
             weights: the model's fingerprint.
             policies: the fingerprint of each policy that stops by itself, by row name.
-            settings: of the evaluation; with the budgets.
+            settings: settings of the evaluation, with the budgets.
         """
         self._path, self._weights = folder / FILE, weights
         self._policies, self._budgets = policies, settings.budgets
@@ -86,13 +87,13 @@ class StopBiases:
         """Reads the biases of rows that have one for every budget.
 
         Args:
-            about: of the sample.
+            about: identification of the sample.
 
         Returns:
             Row name to budget to bias.
 
         Raises:
-            ValueError: the file is not one of stop biases.
+            ValueError: the file does not hold stop biases.
         """
         entries = self._read()
         known = {name: self._entry(entries, name, about)["biases"] for name in self._policies}
@@ -110,20 +111,20 @@ class StopBiases:
         execution: Execution,
         size: int,
     ) -> dict[str, dict[int | str, float]]:
-        """Computes what is not known yet.
+        """Computes the biases that are missing.
 
         Args:
             model: the frozen model.
             policies: by row name.
             sample: questions.
             execution: how the layers of the model are run.
-            size: questions at a time.
+            size: questions per batch.
 
         Returns:
-            Row name to budget to bias, for every policy that stops by itself.
+            Biases by row name and budget, for every policy that stops by itself.
 
         Raises:
-            ValueError: the file is not one of stop biases, or the sample is empty.
+            ValueError: the file does not hold stop biases, or the sample is empty.
         """
 
         def run() -> dict[str, dict[int | str, float]]:
@@ -148,7 +149,7 @@ class StopBiases:
         return distributed.main_first(run) if self._policies else {}
 
     def _read(self) -> _Entries:
-        """The file; an empty one where there is none."""
+        """Reads the file; empty if there is none."""
         entries = read_json_object(self._path) if self._path.is_file() else {}
         for name, known in entries.items():
             good = isinstance(known, list) and all(
@@ -166,7 +167,7 @@ class StopBiases:
         return entries
 
     def _entry(self, entries: _Entries, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-        """What is known of a row's policy with this model and sample, or a new entry."""
+        """Returns the entry of a row's policy with this model and sample, or a new one."""
         mine = {"policy": self._policies[name], "weights": self._weights, **about}
         for entry in entries.get(name, []):
             if mine.items() <= entry.items() and entry.get("split") == mine.get("split"):
@@ -175,11 +176,11 @@ class StopBiases:
 
 
 def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[BenchmarkQuestion]:
-    """Chooses questions with an image, as many of each benchmark, spread evenly over it.
+    """Chooses questions with an image, the same number of each benchmark, spread evenly.
 
     Args:
         asked: the questions of each benchmark.
-        most: questions to choose; 0 for all.
+        most: number of questions to choose; 0 for all.
 
     Returns:
         The questions.
@@ -193,7 +194,7 @@ def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[
         count = min(len(shown), max(1, most // len(asked))) if most else len(shown)
         chosen += [shown[number * len(shown) // count] for number in range(count)]
     if not chosen:
-        raise ValueError(f"no question of {', '.join(asked)} has an image to find stop biases on")
+        raise ValueError(f"no question of {', '.join(asked)} has an image for stop biases")
     return chosen
 
 
@@ -203,12 +204,12 @@ def stop_margins(
     """Rolls a policy out on each question of a sample.
 
     Args:
-        name: of the row, for the progress.
+        name: name of the row, for progress.
         model: the frozen model.
-        policy: StepPrune's.
+        policy: a StepPrune policy.
         sample: the questions.
         execution: how the layers of the model are run.
-        size: questions at a time.
+        size: questions per batch.
 
     Returns:
         Its stop margins.
@@ -244,14 +245,14 @@ def calibrate_policy(
     execution: Execution,
     size: int,
 ) -> Policy:
-    """Measures what stop bias a mean count takes; nothing is answered.
+    """Measures the mean counts of stop biases, without answering.
 
     Args:
         model: the frozen model.
-        policy: StepPrune's.
+        policy: a StepPrune policy.
         questions: each with an image.
         execution: how the layers of the model are run.
-        size: questions at a time.
+        size: questions per batch.
 
     Returns:
         The policy with its calibration.
@@ -266,13 +267,12 @@ def calibrate_policy(
 
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
-    """Computes the stop biases at which a policy keeps so many tokens on average.
+    """Computes the stop biases at which a policy meets budgets on average.
 
     Args:
-        policy: StepPrune's.
-        margins: from `stop_margins`.
-        budgets: mean numbers of tokens wanted, or shares of the images' tokens, as `Budget.parse`
-            takes them.
+        policy: a StepPrune policy.
+        margins: result of `stop_margins`.
+        budgets: mean numbers of tokens, or shares of the images' tokens, as read by `Budget.parse`.
 
     Returns:
         A bias for each budget.

@@ -1,4 +1,4 @@
-"""Texts from outside in the cells of a table: shown as they are, in Markdown and in CSV."""
+"""Escaping of external text in table cells, in Markdown and in CSV."""
 
 import csv
 import io
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-# Markdown's own characters; an underscore within a word is none.
+# Markdown's special characters; an underscore within a word is not one.
 _MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")
-# What a spreadsheet takes for the start of a formula, blanks in front of it left out.
+# Start of a formula in a spreadsheet, after any blanks.
 _FORMULA = re.compile(r"[\s\0]*[=+\-@]")
 
 
 def markdown_cell(value: Any) -> str:
-    """Formats a value as a cell of a Markdown table, whose text is no markup.
+    """Formats a value as a cell of a Markdown table, escaping markup.
 
     Args:
         value: None for a dash, a number or a text.
 
     Returns:
-        One line. Markdown's own characters are escaped, those of HTML are entities.
+        One line. Markdown's special characters are escaped, those of HTML become entities.
     """
     text = "-" if value is None else " ".join(str(value).split())
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
@@ -30,8 +30,8 @@ def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Formats a Markdown table; columns of numbers are right-aligned.
 
     Args:
-        header: a text a column.
-        rows: at least one; a text, a number or None a column.
+        header: one text per column.
+        rows: at least one row, with a text, a number or None per column.
 
     Returns:
         The lines.
@@ -46,7 +46,7 @@ def csv_table(table: Sequence[dict[str, Any]]) -> str:
     """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula.
 
     Args:
-        table: the objects; a text that would be a formula gets an apostrophe in front.
+        table: the objects; a text that would be a formula is prefixed by an apostrophe.
 
     Returns:
         The lines, the first of which names the fields.

@@ -1,4 +1,4 @@
-"""Questions as the pipeline takes them: what the frozen model makes of them once and for all."""
+"""Encoding of questions for the pipeline: prompts, and images after one pass of the tower."""
 
 import functools
 import io
@@ -30,18 +30,18 @@ from stepprune_jax.user_input import user_input
 # Widths that prompts and the user's words are padded to, so that all sets share programs. One more
 # program for each budget takes longer than padding the shortest prompts to 32 ids.
 WIDTHS = tuple(width for width in bucket_ladder(1 << 16) if width >= 32)
-# Bytes of features that the questions of a chunk may bring, and the most questions.
+# Limits of a chunk: bytes of features, and questions.
 _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
 class Encoded(NamedTuple):
-    """A set of questions, each with one image or none; arrays lie on the host.
+    """A set of questions, each with one image or none; arrays are on the host.
 
     Attributes:
-        prompts: one a question.
-        images: the distinct ones, behind the tower or before it; zeros for one behind it where
-            there is none.
-        seconds: of a question with an image, on average, for image and ids.
+        prompts: one prompt per question.
+        images: the distinct images, after the tower or before it; zeros for one after it if there
+            is none.
+        seconds: mean seconds per question with an image, for image and ids.
     """
 
     prompts: Prompts
@@ -61,7 +61,7 @@ def chunk_size(model: VLM, batch_size: int) -> int:
         batch_size: questions that go through a program together.
 
     Returns:
-        Questions of a chunk: whole batches, whose features fit into memory beside the model.
+        Questions per chunk: whole batches, whose features fit in memory together with the model.
     """
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
     image = config.max_image_tokens * config.feature_width * dtype.itemsize
@@ -84,20 +84,20 @@ def encode_questions(
 
     Args:
         model: the model.
-        questions: what is asked.
+        questions: the questions.
         batch_size: images that go through the tower together.
-        taps: intermediates of the tower that pruners want to see.
+        taps: intermediates of the tower that pruners need.
         execution: how the tower's blocks are run.
-        tower: whether to run it here, once for all that is asked about an image; where nothing is,
-            the images may stay pixels, and a batch is answered by fewer programs.
-        numbers: of the questions in their whole set; by default 0, 1, 2, ...
-        report: called with the number of images done at each batch.
+        tower: whether to run it here, once for all uses of an image; if images are used only once,
+            they may remain pixels, and a batch is answered by fewer programs.
+        numbers: numbers of the questions in their whole set; by default 0, 1, 2, ...
+        report: called with the number of images done after each batch.
 
     Returns:
         The encoded questions, in the given order.
 
     Raises:
-        ValueError: an image that cannot be read, or one of another size than the model takes.
+        ValueError: an image that cannot be read, or one of a size that the model does not take.
     """
     asked: dict[Path | bytes | None, list[int]] = {}
     for row, question in enumerate(questions):
@@ -114,7 +114,7 @@ def encode_questions(
         if tower:
             run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
             images, spent = timed(run, num_compiled)
-            taken += spent * count / batch_size  # images that only fill the batch up do not count
+            taken += spent * count / batch_size  # padding images do not count
         _fill(ids, words, rows, request)
         parts.append(images)
         seconds += taken
@@ -134,7 +134,7 @@ def encode_questions(
 def _read(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], rows: Sequence[int]
 ) -> tuple[Request, Images]:
-    """Ids and pixels of some of the questions, each with an image."""
+    """Reads ids and pixels of some of the questions, each with an image."""
     request = _request(model, [questions[row] for row in rows])
     return request, read_images(model.config, request.pixels)
 
@@ -142,7 +142,7 @@ def _read(
 def _run_tower(
     model: VLM, images: Images, batch_size: int, taps: Sequence[Tap], execution: Execution
 ) -> Vision:
-    """Runs the tower over images, repeated until they fill a batch; the result is on the host."""
+    """Runs the tower over images, repeated to fill a batch; the result is on the host."""
     count = len(images.sizes)
     repeated = np.arange(batch_size) % count
     images = jax.tree.map(lambda part: part[repeated], images)
@@ -151,7 +151,7 @@ def _run_tower(
 
 
 def _no_images(model: VLM) -> Vision:
-    """Stands for the images of questions that have none."""
+    """Returns placeholder images for questions without one."""
     shape = (1, model.config.max_image_tokens, model.config.feature_width)
     features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
     return Vision(features, np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32), {})
@@ -159,7 +159,7 @@ def _no_images(model: VLM) -> Vision:
 
 @user_input()
 def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
-    """Ids and pixels; an image that is shown twice comes once."""
+    """Reads ids and pixels; an image that is shown twice is read once."""
     opened: dict[bytes, Image.Image] = {}
     images: list[Any] = [question.image for question in questions]
     for number, image in enumerate(images):
@@ -172,7 +172,7 @@ def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> R
 
 
 def _open(data: bytes, text: str) -> Image.Image:
-    """An image that came with its question."""
+    """Opens an image that is stored with its question."""
     try:
         return open_image(Image.open(io.BytesIO(data)))
     except (OSError, ValueError) as error:
@@ -180,26 +180,26 @@ def _open(data: bytes, text: str) -> Image.Image:
 
 
 def _fill(ids: list[Any], words: list[Any], rows: Sequence[int], request: Request) -> None:
-    """Puts the ids of a batch in their places."""
+    """Stores the ids of a batch in their rows."""
     for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
         ids[row], words[row] = prompt, said
 
 
 def _width(rows: Sequence[Sequence[int]]) -> int:
-    """The width that holds the longest row."""
+    """Returns the width that holds the longest row."""
     longest = max(map(len, rows))
     return next(size for size in WIDTHS if size >= longest)
 
 
 def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
-    """Cuts prompts at the right end that are too long with all visual tokens, as LLaVA does.
+    """Truncates prompts at the right end that are too long with all visual tokens, as LLaVA does.
 
     Args:
         encoded: the questions.
-        limit: of the model's family.
+        limit: limit of the model's family.
 
     Returns:
-        The questions; a `UserWarning` says which were cut.
+        The questions; a `UserWarning` reports truncated ones.
     """
     prompts, shown = encoded.prompts, encoded.prompts.has_image
     sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
@@ -208,7 +208,7 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
     if len(long):
         warnings.warn(
             f"question {int(prompts.number[long[0]])} and {len(long) - 1} more take more than "
-            f"{limit} embeddings: the ends of their prompts were cut",
+            f"{limit} embeddings: the ends of their prompts were truncated",
             stacklevel=2,
         )
     length = np.minimum(prompts.length, most).astype(np.int32)
@@ -217,14 +217,14 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
 
 @user_input()
 def check_lengths(encoded: Encoded, limit: int) -> None:
-    """Refuses prompts that are too long for the model with all their visual tokens.
+    """Rejects prompts that are too long for the model with all their visual tokens.
 
     Args:
         encoded: the questions.
-        limit: of the model's family.
+        limit: limit of the model's family.
 
     Raises:
-        ValueError: the number of the first such question and its length.
+        ValueError: a prompt is too long; the message has its number and length.
     """
     prompts = encoded.prompts
     sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
@@ -233,5 +233,5 @@ def check_lengths(encoded: Encoded, limit: int) -> None:
     if total[longest] > limit:
         raise ValueError(
             f"question {longest} takes {total[longest]} embeddings with all visual tokens, more "
-            f"than {limit}: its end would be cut"
+            f"than {limit}: its end would be truncated"
         )

@@ -1,8 +1,8 @@
 """The first stage: a model and questions give answer files.
 
-Questions are taken in chunks. A chunk goes through the tower once, each ranker orders its tokens
-once, and every row of the table is answered from that; each row's answers are on the disk before
-the next row begins. A run that was stopped continues with the questions that have no answer.
+Questions are processed in chunks. A chunk goes through the tower once, each ranker orders its
+tokens once, and every row of the table is answered from that; each row's answers are written before
+the next row begins. An interrupted run resumes with the unanswered questions.
 """
 
 import dataclasses
@@ -69,10 +69,10 @@ class Benchmark(NamedTuple):
     """One benchmark of a run.
 
     Attributes:
-        name: of `BENCHMARKS`.
+        name: a name of `BENCHMARKS`.
         questions: all of them.
-        sample: that stop biases are computed on; None if no row needs them.
-        keep_order: whether every line records which tokens were kept, not that of a few samples.
+        sample: questions that stop biases are computed on; None if no row needs them.
+        keep_order: whether every line records the kept tokens, not only those of a few samples.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Benchmark(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What every benchmark is answered with.
+    """Model and settings common to all benchmarks.
 
     Attributes:
         model: the frozen model.
@@ -98,7 +98,7 @@ class Stage(NamedTuple):
 
     @property
     def settings(self) -> EvalSettings:
-        """Of the evaluation."""
+        """The settings of the evaluation."""
         return self.conditions.settings
 
 
@@ -107,11 +107,11 @@ class Task(NamedTuple):
 
     Attributes:
         benchmark: the questions.
-        rows: of the table.
+        rows: rows of the table.
         files: for each row.
         missing: for each row, the questions without an answer.
-        chunks: of the questions that some row lacks, this process's share. There are as many in
-            each process; some may be empty.
+        chunks: this process's share of the questions that some row lacks. Each process has the same
+            number of chunks; some may be empty.
         samples: questions whose kept tokens are recorded.
     """
 
@@ -124,7 +124,7 @@ class Task(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Answers that this process has to give."""
+        """Number of answers that this process generates."""
         mine = list(itertools.chain.from_iterable(self.chunks))
         return sum(number in lacking for number in mine for lacking in self.missing)
 
@@ -132,7 +132,7 @@ class Task(NamedTuple):
 def generate_answers(
     run: EvaluationRun, workdir: str | Path, *, policy: str | Path | None = None
 ) -> dict[str, Path]:
-    """Answers the questions of all benchmarks that have no answer yet.
+    """Answers the unanswered questions of all benchmarks.
 
     Args:
         run: the settings of the run.
@@ -142,12 +142,12 @@ def generate_answers(
             working directory, if it has one.
 
     Returns:
-        Name of the benchmark to its folder of answer files.
+        Folders of answer files by name of the benchmark.
 
     Raises:
         FileNotFoundError: a policy, the model, questions or images are missing.
-        ValueError: bad settings or files, policies that do not fit the model, or answer files that
-            were made otherwise.
+        ValueError: bad settings or files, policies that do not fit the model, or answer files of
+            another provenance.
     """
     workdir = Path(workdir)
     folder, settings = answers_folder(run, workdir), run.eval
@@ -160,7 +160,7 @@ def generate_answers(
 
 
 def answers_folder(run: EvaluationRun, workdir: Path) -> Path:
-    """Names the folder of a run's answers; a fresh test world has one of its own."""
+    """Returns the folder of a run's answers; a fresh test world has its own."""
     seed = run.data.test_seed
     return workdir / (ANSWERS if seed is None or seed < 0 else f"{ANSWERS}_test_{seed}")
 
@@ -180,7 +180,7 @@ def read_benchmarks(
 
     Raises:
         FileNotFoundError: questions or images are missing.
-        ValueError: a file is not what it should be.
+        ValueError: a malformed file.
     """
     settings = run.eval
     stops = any(stops_itself(name, policy, settings) for name, policy in policies.items())
@@ -198,11 +198,11 @@ def read_benchmarks(
 
 
 def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: bool) -> Benchmark:
-    """Reads the test split of the shapes world, or of a data folder of its form.
+    """Reads the test split of the shapes world, or of a data folder in its format.
 
     Args:
         places: folders of the "test" and "validation" splits.
-        settings: of the evaluation.
+        settings: settings of the evaluation.
         stops: whether a row needs stop biases.
 
     Returns:
@@ -210,7 +210,7 @@ def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: 
 
     Raises:
         FileNotFoundError: a file or an image is missing.
-        ValueError: a file is not what it should be.
+        ValueError: a malformed file.
     """
     test, sample = read_split(places["test"], "test"), None
     if stops:
@@ -223,7 +223,7 @@ def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: 
 
 
 def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
-    """Whether the learned stop of a row is used as well."""
+    """Returns whether the learned stop of a row is also evaluated."""
     return name in settings.adaptive and policy.method == "stepprune"
 
 
@@ -244,22 +244,22 @@ def answer_benchmarks(
     untrained: bool = True,
     model: VLM | None = None,
 ) -> dict[str, Path]:
-    """Answers what has no answer yet.
+    """Answers the unanswered questions of benchmarks.
 
     Args:
         run: the settings of the run.
-        benchmarks: from `read_benchmarks`.
+        benchmarks: result of `read_benchmarks`.
         policies: by row name.
-        source: of the model.
-        folder: for the answers.
+        source: source of the model.
+        folder: folder for the answers.
         untrained: whether methods without training have rows.
-        model: the model, if it is loaded already.
+        model: the model, if already loaded.
 
     Returns:
-        Name of the benchmark to its folder of answer files.
+        Folders of answer files by name of the benchmark.
 
     Raises:
-        ValueError: answer files that were made otherwise, or questions that the model cannot take.
+        ValueError: answer files of another provenance, or questions that the model cannot take.
     """
     settings = run.eval
     digests = {name: policy_digest(policy) for name, policy in policies.items()}
@@ -280,7 +280,7 @@ def answer_benchmarks(
         return plan_rows(settings, source.config, policies, known, run.seed, untrained)
 
     def has_work() -> bool:
-        """Whether an answer or a stop bias is missing; refuses what was made otherwise."""
+        """Returns whether an answer or a stop bias is missing; checks the provenance."""
         missing, claimed = False, []
         for benchmark in benchmarks:
             known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
@@ -293,7 +293,7 @@ def answer_benchmarks(
 
     answers = {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
     with user_input():
-        # The processes agree on it, and nobody writes while another still reads.
+        # The processes agree, and none writes while another still reads.
         if not distributed.any_process(distributed.main_first(has_work)):
             return answers
         model = load_model(run) if model is None else model
@@ -317,7 +317,7 @@ def answer_benchmarks(
 def _policies(
     settings: EvalSettings, workdir: Path, policy: str | Path | None
 ) -> dict[str, Policy]:
-    """The policies whose rows are wanted. The default row may be left out, with a message."""
+    """Loads the policies of requested rows; a missing default row is skipped with a message."""
     wanted = {
         name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
         for name in ("rows", "ablations")
@@ -333,12 +333,12 @@ def _policies(
 
 
 def _model_name(source: Source) -> str:
-    """The last part of the folder or hub id that was given; a hub's own folders are numbers."""
+    """Returns the last part of the given folder or hub id; the hub's own folders are hashes."""
     return Path(source.origins[0]).expanduser().resolve().name
 
 
 def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]) -> Task:
-    """Takes the answer files of a benchmark, and lists what is missing."""
+    """Opens the answer files of a benchmark, and lists missing answers."""
     questions = benchmark.questions
     files = stage.conditions.files(folder, rows, benchmark.name, questions)
 
@@ -349,12 +349,12 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
         return [frozenset(outstanding(file, questions)) for file in files]
 
     missing = distributed.main_first(look)
-    distributed.any_process(False)  # nobody writes while another still reads
+    distributed.any_process(False)  # none writes while another still reads
     todo = sorted(frozenset().union(*missing))
     chunk = chunk_size(stage.model, stage.batch_size)
     chunks = share(todo, chunk, jax.process_index(), jax.process_count())
     shown = [number for number, question in enumerate(questions) if question.image is not None]
-    # Samples are drawn on the one grid of all images.
+    # Samples are drawn on the common grid of all images.
     samples = 0 if stage.model.config.sizes_vary else stage.settings.samples
     most = len(shown) if benchmark.keep_order else min(samples, len(shown))
     samples = frozenset(shown[number * len(shown) // most] for number in range(most))
@@ -362,16 +362,16 @@ def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]
 
 
 def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
-    """Deals questions out to processes, and each its own to chunks.
+    """Divides questions among processes, and each process's share into chunks.
 
     Args:
         todo: numbers of questions.
-        size: questions of a chunk.
-        index: of this process.
-        count: processes.
+        size: questions per chunk.
+        index: index of this process.
+        count: number of processes.
 
     Returns:
-        The chunks of this process; as many as every process has, the last ones may be empty.
+        The chunks of this process, equally many in every process; the last ones may be empty.
     """
     begin, end = (len(todo) * place // count for place in (index, index + 1))
     chunks = math.ceil(math.ceil(len(todo) / count) / size)
@@ -380,18 +380,18 @@ def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[i
 
 
 def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
-    """Answers what is missing, chunk by chunk in step with the others; then sorts the lines."""
+    """Answers missing questions, chunk by chunk in step with the others; then sorts the lines."""
     for numbers in task.chunks:
         failure = None
         try:
             _answer_chunk(stage, task, numbers, progress)
-        except Exception as error:  # the others wait below, and must not do so in vain
+        except Exception as error:  # the others wait below and must be told
             failure = error
         failed = distributed.any_process(failure is not None)
         if failure is not None:
             raise failure
         if failed:
-            raise ValueError("another process of this run failed and says why")
+            raise ValueError("another process of this run failed; its message gives the reason")
 
     def merge() -> None:
         if distributed.is_main():
@@ -439,7 +439,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
 def _rank(
     stage: Stage, task: Task, seen: Encoded, rows: Sequence[TableRow]
 ) -> dict[Any, tuple[Ranking, float]]:
-    """One ranking for all rows that share it, as long as any row of the task needs it."""
+    """Computes one ranking for all rows that share it, if any row of the task needs it."""
     rankings, n = {}, stage.conditions.num_tokens
     for row in rows:
         key = row.ranking
@@ -466,7 +466,7 @@ def _answer_row(
     places: np.ndarray,
     report: Any,
 ) -> dict[int, AnswerLine]:
-    """The lines of one row of the table, by number of the question."""
+    """Answers one row of the table; returns the lines by number of the question."""
     if not len(places):
         return {}
     ranking, ranked = rankings.get(row.ranking, (None, 0.0))
@@ -483,7 +483,7 @@ def _answer_row(
 
 
 def _answer_plain(stage: Stage, task: Task, encoded: Encoded) -> dict[int, AnswerLine]:
-    """Questions without an image, which no method answers otherwise than another."""
+    """Answers questions without an image, for which all methods agree."""
     rows = np.flatnonzero(~encoded.prompts.has_image)
     if not len(rows):
         return {}
@@ -499,7 +499,7 @@ def _answer(
     """Answers questions by one method."""
     settings, name = stage.settings, task.benchmark.name
     n, sizes = stage.conditions.num_tokens, None
-    if not stage.model.config.sizes_vary:  # else what a budget leaves is padded to a ladder
+    if not stage.model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
         sizes = tuple(sorted({row.steps(n) for row in task.rows} | {n}))
     longest = settings.longest_answer(BENCHMARKS[name])
     options = RunOptions(settings.positions, stage.execution, max_tokens=longest)

@@ -25,8 +25,8 @@ class Lengths(NamedTuple):
     """Lengths of prompts with one image, in tokens.
 
     Attributes:
-        text: [q] all but the image's.
-        words: [q] of these, what the user said.
+        text: [q] tokens other than the image's.
+        words: [q] number of these that are the user's.
     """
 
     text: Int[np.ndarray, "q"]
@@ -50,12 +50,12 @@ def first_token_flops(
     """Counts the operations of one prompt with one image, up to the first token.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         pruner: how tokens are dropped.
         grid: rows and columns of the image's patches.
-        text: tokens of text.
-        words: of these, what the user said.
-        kept: tokens that a learned stop left; other budgets follow from the pruner.
+        text: number of text tokens.
+        words: number of these that are the user's.
+        kept: tokens kept by a learned stop; other budgets follow from the pruner.
 
     Returns:
         FLOPs by part: `tower`; `choice`, which is counted for trained methods and 0 for others;
@@ -91,14 +91,14 @@ def mean_flops(
     """Averages `first_token_flops` over questions.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         pruner: how tokens are dropped.
-        lengths: of the prompts.
+        lengths: lengths of the prompts.
         kept: tokens kept of each question's image.
         grids: rows and columns of each question's image.
 
     Returns:
-        FLOPs of a question.
+        FLOPs per question.
     """
     rows = np.stack([*lengths, kept, *grids.T], axis=1)
     distinct, times = np.unique(rows, axis=0, return_counts=True)
@@ -110,14 +110,14 @@ def mean_flops(
 
 
 def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
-    """Rebuilds the pruner that an answer file was made with.
+    """Rebuilds the pruner of an answer file.
 
     Args:
-        provenance: of the file.
-        policy: that of its row; None for a row without training.
+        provenance: provenance of the file.
+        policy: policy of its row; None for a row without training.
 
     Returns:
-        The pruner; None where the policy is missing, or the method is not known.
+        The pruner; None if the policy is missing or the method is unknown.
     """
     made, untrained = provenance.made, {kind.label: name for name, kind in PRUNERS.items()}
     if policy is None and ("policy" in made or provenance.method not in untrained):
@@ -140,16 +140,16 @@ def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
 def row_policies(
     settings: EvalSettings, files: Sequence[AnswerFile], own: Path | None
 ) -> list[Policy | None]:
-    """Finds the policies that answered.
+    """Loads the policies of answer files.
 
     Args:
-        settings: which name the files of further rows.
+        settings: settings, with the files of further rows.
         files: answer files.
-        own: file of the default row, if there is one.
+        own: the default row's file, if there is one.
 
     Returns:
-        The policy of each file; None for a row without training, and where the file of the policy
-        is gone or holds another one by now.
+        The policy of each file; None for a row without training, and if the policy's file has been
+        removed or replaced.
     """
     paths = {**settings.rows, **settings.ablations}
     known: dict[str, Policy | None] = {}

@@ -1,4 +1,4 @@
-"""A line that says how far a long run is and how long it will take."""
+"""A progress line with the remaining time of a long run."""
 
 import sys
 import time
@@ -7,17 +7,17 @@ from typing import Any
 
 
 class Progress:
-    """Counts work in units of one's own, and writes a line now and then.
+    """Counts work in arbitrary units, and writes a progress line.
 
-    On a terminal the line is rewritten; elsewhere a new one comes every ten seconds.
+    On a terminal the line is rewritten; elsewhere a new one is written every ten seconds.
     """
 
     def __init__(self, total: float | int, out: Any = None, every: float | int | None = None):
         """Starts the clock.
 
         Args:
-            total: all the work.
-            out: a text stream to write to; by default the standard error stream.
+            total: total work.
+            out: text stream to write to; standard error by default.
             every: seconds between lines.
         """
         self._out = sys.stderr if out is None else out
@@ -27,7 +27,7 @@ class Progress:
         self._last = self._begin
 
     def task(self, name: str, work: float | int, count: int) -> Callable[[int], None]:
-        """Begins a piece of work of `count` parts; returns what to call with the parts done."""
+        """Begins a task of `count` parts; returns a function to call with the parts done."""
         before = self._done
 
         def report(done: int):

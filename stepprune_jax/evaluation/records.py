@@ -1,4 +1,4 @@
-"""Tokens kept and answers given, question by question, from which a report can be redrawn."""
+"""Kept tokens and answers, question by question, from which a report can be redrawn."""
 
 import re
 import zipfile
@@ -25,8 +25,8 @@ class Records(NamedTuple):
         budget: tokens to keep, on average if adaptive; None for a policy's own stop.
         num_tokens: N.
         count: [q] tokens kept.
-        order: [q, t] token indices in order of choice (raster order for methods without one), -1
-            behind the count and for merged and added tokens, which come last.
+        order: [q, t] token indices in order of choice (raster order for methods without one); -1
+            past the count and for merged and added tokens, which come last.
         answer: the model's answers.
         correct: [q] whether they are right.
     """
@@ -42,19 +42,19 @@ class Records(NamedTuple):
 
     @property
     def pruning_rate(self) -> float:
-        """Of the budget, in percent; of a policy's own stop that of its mean count."""
+        """Pruning rate of the budget in percent; of the mean count for a policy's own stop."""
         count = self.count.mean() if self.budget is None else self.budget
         return pruning_rate(float(count), self.num_tokens)
 
 
 def trimmed(order: Int[np.ndarray, "q t"], count: Int[np.ndarray, "q"]) -> Int[np.ndarray, "q k"]:
-    """Cuts an order to the largest count, with -1 behind each count."""
+    """Trims an order to the largest count, with -1 past each count."""
     order = order[:, : max(1, int(count.max(initial=0)))]
     return np.where(np.arange(order.shape[1]) < count[:, None], order, -1).astype(np.int16)
 
 
 def file_name(number: int, records: Records) -> str:
-    """Names a file so that names sort as the table does."""
+    """Returns a file name that sorts in the order of the table."""
     words = f"{records.method} {records.mode} {records.pruning_rate:g}".lower()
     return f"{number:02d}-{re.sub('[^a-z0-9.]+', '-', words).strip('-')}.npz"
 
@@ -63,7 +63,7 @@ def save_records(folder: str | Path, rows: Sequence[Records]) -> None:
     """Writes one compressed file per row; replaces the existing ones.
 
     Args:
-        folder: created if missing.
+        folder: the folder; created if missing.
         rows: in the order of the table.
     """
     folder = Path(folder)
@@ -78,10 +78,10 @@ def save_records(folder: str | Path, rows: Sequence[Records]) -> None:
 
 
 def load_records(folder: str | Path) -> list[Records]:
-    """Reads what `save_records` wrote.
+    """Reads the files of `save_records`.
 
     Args:
-        folder: the same.
+        folder: the folder.
 
     Returns:
         The rows in the order of the table.
@@ -99,9 +99,9 @@ def load_records(folder: str | Path) -> list[Records]:
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file."""
+    """Reads the arrays of a file."""
     try:
-        # Opened here: of a damaged file, numpy would leave it open.
+        # Opened here, as numpy leaves a damaged file open.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as data:
             missing = [name for name in _FIELDS if name not in data]
             if missing:
@@ -110,11 +110,11 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"{file} lacks budget, num_tokens")
             return dict(data)
     except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} is not a file of records: {error}") from error
+        raise ValueError(f"{file} is not a records file: {error}") from error
 
 
 def _records(row: dict[str, np.ndarray], most: int) -> Records:
-    """A row from its arrays; in files that hold a pruning rate, N is the largest count of all."""
+    """Builds a row from its arrays; in files with a pruning rate, N is the largest count."""
     method, mode, count = str(row["method"]), str(row["mode"]), row["count"]
     if "budget" in row:
         budget, num_tokens = int(row["budget"]), int(row["num_tokens"])

@@ -1,4 +1,4 @@
-"""The report folder of an evaluation: claiming, describing and reading it."""
+"""The report folder of an evaluation: creating, describing and reading it."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,18 +17,18 @@ _KIND = "stepprune_report"
 
 
 class Report(NamedTuple):
-    """One evaluation: q questions, asked of every method.
+    """An evaluation of every method on q questions.
 
     Attributes:
-        table: objects of table.json, one a row.
+        table: objects of table.json, one per row.
         records: one per row of the table.
         questions: the questions, in the order of the records.
-        answers: the right answers.
-        scenes: what is known of the images, or None.
+        answers: the correct answers.
+        scenes: descriptions of the images, or None.
         grids: rows and columns of the patches of each question's image.
-        metrics_file: of the training run, or None.
-        model: name of the model; empty where it is not known.
-        ask: a command that asks the policy a question; empty where there is none.
+        metrics_file: metrics of the training run, or None.
+        model: name of the model; empty if unknown.
+        ask: a command that asks the policy a question; empty if there is none.
     """
 
     table: list[dict[str, Any]]
@@ -48,20 +48,20 @@ class Report(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """N, the number of visual tokens of an image, on average where images differ."""
+        """N, the number of visual tokens of an image; the mean if images differ."""
         return round(float(self.sizes.mean()))
 
     def first(self, i: int) -> int:
-        """Index of the first patch: 1 where the tower's class token is kept, else 0."""
+        """Returns the index of the first patch: 1 if the class token is kept, otherwise 0."""
         rows, columns = self.grids[i]
         return int(self.sizes[i]) - rows * columns
 
     def square(self, i: int) -> tuple[int, int]:
-        """Rows and columns of patches of an image that is padded to a square, on both sides."""
+        """Returns rows and columns of an image's patches once it is padded to a square."""
         return (max(self.grids[i]),) * 2
 
     def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
-        """Patches of `square` that a record keeps of question i, in the order of choice."""
+        """Returns the patches of `square` kept for question i, in order of choice."""
         order = record.order[i, : record.count[i]].astype(int) - self.first(i)
         (rows, columns), (side, _) = self.grids[i], self.square(i)
         row, column = np.divmod(order[order >= 0], columns)
@@ -96,7 +96,7 @@ def open_folder(folder: str | Path) -> Path:
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MANIFEST).is_file():
-        # Now, so that an interrupted run leaves a folder that the next one may use.
+        # Written first, so that the next run may reuse the folder of an interrupted one.
         write_manifest(folder, {})
     return folder
 
@@ -107,16 +107,16 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_report(folder: str | Path) -> Report:
-    """Reads a saved report and the questions it is about, to redraw it.
+    """Reads a saved report and its questions, to redraw it.
 
     Args:
-        folder: written by `evaluate`.
+        folder: folder written by `evaluate`.
 
     Returns:
         The report.
 
     Raises:
-        FileNotFoundError: the folder, its tables or its data do not exist (any more).
+        FileNotFoundError: the folder, its tables or its data do not exist.
         ValueError: files that do not belong together.
     """
     folder = Path(folder)
@@ -125,7 +125,7 @@ def read_report(folder: str | Path) -> Report:
             raise FileNotFoundError(f"no file {folder / name}; run eval.py first")
     facts = read_json_object(folder / MANIFEST)
     if facts.get("kind") != _KIND or "data" not in facts:
-        raise ValueError(f"{folder / MANIFEST} is not that of a finished report")
+        raise ValueError(f"{folder / MANIFEST} does not belong to a finished report")
     split = read_split(_beside(folder, facts["data"]), "test")
     records = load_records(folder / RECORDS)
     table = read_json_list(folder / "table.json", "row")
@@ -155,7 +155,7 @@ def read_report(folder: str | Path) -> Report:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Writes a path as the manifest has it: relative to the run's working directory if inside.
+    """Returns a path relative to the run's working directory if inside, for the manifest.
 
     The whole directory can then be moved.
     """

@@ -1,4 +1,4 @@
-"""The rows of a table: a way to prune at a budget, and where its answers go."""
+"""The rows of a table: a pruning method at a budget, and the file of its answers."""
 
 import dataclasses
 import hashlib
@@ -22,10 +22,10 @@ class TableRow(NamedTuple):
     """One row of a table, before any question is answered.
 
     Attributes:
-        label: what the table calls it.
+        label: its name in the table.
         budget: tokens to keep.
-        method: how.
-        policy: name of the policy that chooses; None for a row without training.
+        method: the pruning method.
+        policy: name of its policy; None for a row without training.
     """
 
     label: str
@@ -35,28 +35,28 @@ class TableRow(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """Whether the budget is kept of every image ("exact") or the policy stops ("adaptive")."""
+        """Mode of the budget: "exact" for every image, or "adaptive" with a learned stop."""
         return "exact" if self.budget.is_exact else "adaptive"
 
     @property
     def stop_bias(self) -> float | None:
-        """Added to the stop logits of an adaptive row."""
+        """Stop bias of an adaptive row."""
         return None if self.budget.is_exact else float(self.method.params.stop_bias)
 
     def count(self, num_tokens: int) -> int | None:
-        """Tokens kept of an image of so many, on average if adaptive; None for an own stop."""
+        """Returns the tokens kept of an image, on average if adaptive; None for an own stop."""
         return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
     @property
     def ranking(self) -> tuple[Any, str | None] | None:
-        """What rows have in common that share a ranking; None for methods that do not rank."""
+        """Key of the ranking, equal for rows that share it; None for methods without ranking."""
         pruner = self.method.pruner
         if not isinstance(pruner, Ranker):
             return None
         return dataclasses.replace(pruner, budget=Budget()), self.policy
 
     def steps(self, num_tokens: int) -> int:
-        """Length of the order that the row needs."""
+        """Returns the length of the order that the row needs."""
         if self.budget.is_exact:
             return self.budget.count(num_tokens)
         return self.method.pruner.most(num_tokens)
@@ -73,17 +73,16 @@ def plan_rows(
     """Plans the rows of a table in their order.
 
     Args:
-        settings: with budgets and methods.
-        config: the model's.
+        settings: settings with budgets and methods.
+        config: the model's configuration.
         policies: by row name.
         biases: for each policy that stops by itself, a stop bias for each budget.
-        seed: of random rows.
+        seed: seed of random rows.
         untrained: whether methods without training have rows.
 
     Returns:
         All tokens, the methods without training at each budget, then each policy: exact, adaptive,
-        and for the default one where it stops by itself. Methods that need what the model does not
-        have are left out.
+        and for the default one its own stop. Methods that do not support the model are skipped.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
@@ -117,16 +116,16 @@ def plan_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What answers depend on besides row and question.
+    """Everything besides row and question that determines answers.
 
     Attributes:
-        model: its name.
-        weights: its fingerprint.
-        dtype: of its weights.
+        model: name of the model.
+        weights: fingerprint of the model.
+        dtype: dtype of its weights.
         num_tokens: N of its largest image.
-        min_pixels: least area of a resized image, for a model that takes images of any size.
-        seed: of the random rows.
-        settings: of the evaluation.
+        min_pixels: smallest area of a resized image, for a model that takes images of any size.
+        seed: seed of the random rows.
+        settings: settings of the evaluation.
         policies: the fingerprint of each, by row name.
     """
 
@@ -146,13 +145,13 @@ class Conditions:
         benchmark: str,
         questions: Sequence[BenchmarkQuestion],
     ) -> list[AnswerFile]:
-        """Names the answer file of each row.
+        """Returns the answer file of each row.
 
         Args:
-            folder: with a folder for each benchmark.
-            rows: of the table.
-            benchmark: its name.
-            questions: all of it.
+            folder: folder with one folder per benchmark.
+            rows: rows of the table.
+            benchmark: name of the benchmark.
+            questions: all its questions.
 
         Returns:
             The files.
@@ -168,14 +167,14 @@ class Conditions:
             if other is not row:
                 raise ValueError(
                     f"{file.path} would hold the answers of {other.label!r} at {other.budget} and "
-                    f"of {row.label!r} at {row.budget}: leave out one budget, or give the row "
+                    f"of {row.label!r} at {row.budget}: remove one budget, or give the row "
                     "another name"
                 )
             files.append(file)
         return files
 
     def _provenance(self, row: TableRow, benchmark: str, questions: str, asked: int) -> Provenance:
-        """All that the answers of a row depend on."""
+        """Returns everything that determines the answers of a row."""
         made = {
             "weights": self.weights,
             "dtype": self.dtype,
@@ -210,7 +209,7 @@ class Conditions:
 
 
 def policy_digest(policy: Policy) -> str:
-    """Fingerprints all that a policy's choices depend on, but for the stop bias."""
+    """Fingerprints everything that determines a policy's choices, except the stop bias."""
     digest = hashlib.sha256(repr(policy.config).encode())
     leaves: list[Any] = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
     for path, leaf in leaves:

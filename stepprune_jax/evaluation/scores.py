@@ -17,7 +17,7 @@ from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import read_json_list, write_json
 
 SCORES = "scores.json"
-# What tables are made of.
+# The file from which tables are built.
 _FIELDS = {
     *("benchmark", "method", "mode", "pruning_rate", "num_tokens", "questions", "asked"),
     *("answered", "headline", "warnings", "problem", "mean_k", "sd_k", "ms"),
@@ -31,12 +31,12 @@ def score_answers(
 
     Args:
         answers: folder with BENCHMARK/METHOD.jsonl.
-        roots: name of each benchmark to the folder with its annotations.
+        roots: folder with the annotations of each benchmark, by name.
         report: folder for scores.json.
 
     Returns:
-        What the file holds: an object for each answer file, as `score_file` makes it, by benchmark
-        and file name.
+        The contents of the file: an object for each answer file, from `score_file`, ordered by
+        benchmark and file name.
 
     Raises:
         FileNotFoundError: there is no answer file.
@@ -58,16 +58,16 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
     """Scores an answer file, and counts tokens and time.
 
     Args:
-        file: with its provenance.
+        file: the answer file.
         root: folder with the annotations.
 
     Returns:
         benchmark, method, mode, budget (tokens; null for a policy's own stop), pruning_rate (in
-        percent; of a policy's own stop that of its mean K), num_tokens, model, questions (their
-        fingerprint), asked, answered; `headline`, `parts` and `warnings` of the scorer, or headline
-        null and `problem`, why there is no score; K of the questions with an image: mean_k, sd_k,
-        min_k, max_k; `ms`, the mean time of a question. K and time are null where nothing was
-        answered, time also where the answers do not say it.
+        percent; from the mean K for a policy's own stop), num_tokens, model, questions (their
+        fingerprint), asked, answered; `headline`, `parts` and `warnings` of the scorer, or a null
+        headline and `problem`, the reason; K of the questions with an image: mean_k, sd_k, min_k,
+        max_k; `ms`, the mean time of a question. K and time are null if nothing was answered, time
+        also if the answers do not record it.
     """
     made, answers = file.provenance, _whole_lines(file)
     measured = _measured(answers)
@@ -91,15 +91,15 @@ def score_file(file: AnswerFile, root: Path) -> dict[str, Any]:
 
 
 def _whole_lines(file: AnswerFile) -> list[Answer]:
-    """Reads a file that a run may have been interrupted in, or may still be writing."""
+    """Reads the complete lines of a file that a run may have torn, or is still writing."""
     try:
         return read_answers(file.path, broken=[])
-    except ValueError:  # there is no whole line; or a foreign one, which the scorer reports
+    except ValueError:  # there is no complete line; or a foreign one, which the scorer reports
         return []
 
 
 def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
-    """K and time over the lines of a file."""
+    """Summarises K and time over the lines of a file."""
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
     kept = np.array([answer.fields.get("kept", 0) for answer in answers])
@@ -114,13 +114,13 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
 
 
 def mean_ms(answers: Iterable[Answer]) -> float | None:
-    """Averages the milliseconds of the answers that say them; None if none does."""
+    """Averages the milliseconds of the answers that record them; None if none does."""
     times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
     return float(np.mean(times)) if times else None
 
 
 def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The scorer's figures, or why there are none."""
+    """Returns the scorer's figures, or the reason why there are none."""
     asked = file.provenance.asked
     try:
         if len(answers) < asked:
@@ -135,10 +135,10 @@ def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
     """Reads the scores of a run.
 
     Args:
-        workdir: of the run.
+        workdir: workdir of the run.
 
     Returns:
-        What `score_answers` returned.
+        The result of `score_answers`.
 
     Raises:
         FileNotFoundError: the run has none.

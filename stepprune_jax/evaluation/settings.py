@@ -1,4 +1,4 @@
-"""What an evaluation reads of a configuration, checked before anything is loaded."""
+"""Settings of an evaluation, checked before anything is loaded."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,13 +40,13 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def _distinct_budgets(value: Any) -> bool:
-    """Whether a value is some integers from 1 or shares, each once."""
+    """Returns whether a value is a list of distinct positive integers or shares."""
     good = isinstance(value, tuple) and bool(value)
     return good and all(map(_is_budget, value)) and len(set(value)) == len(value)
 
 
 def _is_budget(value: Any) -> bool:
-    """Whether a value is an integer from 1, or the text of a share."""
+    """Returns whether a value is a positive integer, or the text of a share."""
     if not isinstance(value, str):
         return is_count(value)
     try:
@@ -56,7 +56,7 @@ def _is_budget(value: Any) -> bool:
 
 
 def _policy_files() -> Any:
-    """A field that maps row names to policy files."""
+    """Defines a field that maps row names to policy files."""
     return setting(
         "a mapping from row names to policy files",
         lambda value: (
@@ -67,7 +67,7 @@ def _policy_files() -> Any:
 
 
 def _question_files() -> Any:
-    """A field that maps benchmarks to question files."""
+    """Defines a field that maps benchmarks to question files."""
     return setting(
         f"files by name of {', '.join(BENCHMARKS)}",
         lambda value: isinstance(value, Mapping) and BENCHMARKS.keys() >= {*value},
@@ -77,30 +77,31 @@ def _question_files() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSettings(Settings, group="eval"):
-    """The group `eval` of a configuration: docs/evaluation.md.
+    """The group `eval` of a configuration; see docs/evaluation.md.
 
     Attributes:
         benchmarks: names of `benchmarks.BENCHMARKS`, separated by commas.
         data: root of LLaVA's folder layout, for all but the shapes world.
-        questions: further question files by benchmark, relative to `data`: of another split, in
-            the form of the benchmark's own; empty for its own.
-        textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as LLaVA's figures have it.
+        questions: question files by benchmark, relative to `data`, for another split in the format
+            of the benchmark's own file; empty for its own.
+        textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        options: of untrained pruners, in place of their defaults, as "fastv layer=3
+        options: options of untrained pruners, instead of their defaults, such as "fastv layer=3
             average=False; holov crops=8".
-        samples: questions of each public benchmark whose selections are kept to be drawn.
-        budgets: exact numbers of tokens, and mean ones for a learned stop; or shares of each
-            image's tokens, as "1/3" or "33.3%".
-        batch_size: questions that go through a program together.
-        max_new_tokens: longest answer; None for what the benchmark's own program allows.
+        samples: questions of each public benchmark whose selections are stored for drawing.
+        budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
+            image's tokens, such as "1/3" or "33.3%".
+        batch_size: questions per batch.
+        max_new_tokens: longest answer, in tokens; None for the limit of the benchmark's program.
         positions: position ids of kept tokens, "original", "compact", or "own" for those of each
             method's authors.
-        rows: further trained rows: name of the row to policy file. A name that is a path of the
-            package ("assets/policies/...") is found wherever the package lies.
-        ablations: as `rows`, but a file that does not exist is left out.
-        adaptive: rows whose own stop is used as well, at a bias that meets each budget on average.
-        validation_questions: most questions that biases are calibrated on; 0 for all.
+        rows: further trained rows: policy files by name of the row. A path inside the package
+            ("assets/policies/...") is found wherever the package is installed.
+        ablations: as `rows`, but a missing file is skipped.
+        adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
+            average.
+        validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
     """
 
     benchmarks: str = setting(
@@ -145,47 +146,47 @@ class EvalSettings(Settings, group="eval"):
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
         self.require("methods", not strange, f"some of {', '.join(known)}")
         untrained = [name for name, kind in PRUNERS.items() if kind.config_type is None]
-        expected = f"options behind names of {', '.join(untrained)}"
+        expected = f"options after names of {', '.join(untrained)}"
         self.require("options", {*untrained} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
-        """`benchmarks`, each once."""
+        """Names in `benchmarks`, each once."""
         return list(dict.fromkeys(_listed(self.benchmarks)))
 
     @property
     def pruner_options(self) -> dict[str, dict[str, str]]:
-        """`options` by the names of the pruners."""
+        """Options by pruner."""
         parts = [part.split() for part in self.options.split(";") if part.strip()]
         return {name: read_options("config.eval.options", texts) for name, *texts in parts}
 
     @property
     def public(self) -> list[str]:
-        """Those but the shapes world."""
+        """Benchmarks other than the shapes world."""
         return [name for name in self.benchmark_names if name != SHAPES]
 
     def longest_answer(self, benchmark: Benchmark) -> int:
-        """The longest answer to a benchmark, in tokens."""
+        """Returns the longest answer to a benchmark, in tokens."""
         return self.max_new_tokens or benchmark.max_new_tokens
 
     def wants(self, label: str) -> bool:
-        """Whether a row is to be answered, by its label or by the name of its pruner."""
+        """Returns whether a row is requested, by its label or by the name of its pruner."""
         wanted = _listed(self.methods.lower())
         if not wanted or label.lower() in wanted:
             return True
         if label == ALL and SHAPES in self.benchmark_names:
-            return True  # what retention is measured against
+            return True  # the reference of retention
         return any(kind.label == label and kind.name in wanted for kind in PRUNERS.values())
 
     @property
     def labels(self) -> list[str]:
-        """What tables call the rows, in their order."""
+        """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
         return [*untrained, *self.rows, DEFAULT, *self.ablations]
 
 
 def _listed(text: str) -> list[str]:
-    """What stands between commas."""
+    """Splits a text at commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -198,7 +199,7 @@ class EvaluationRun(Settings):
         mesh: preset of `build_mesh`, or sizes by axis.
         model: the frozen model.
         data: the data.
-        eval: what is evaluated, and how.
+        eval: settings of the evaluation.
     """
 
     seed: int = count(0)
@@ -209,13 +210,13 @@ class EvaluationRun(Settings):
 
 
 def read_evaluation(config: ConfigDict) -> EvaluationRun:
-    """Reads what an evaluation needs of a run's configuration.
+    """Reads the settings of an evaluation from a run's configuration.
 
     Args:
-        config: what a file of `configs/` returns, with the changes of the command line.
+        config: configuration from a file of `configs/`, with changes of the command line.
 
     Returns:
-        The settings; fields that `config.eval` lacks have their defaults.
+        The settings, with defaults for fields that `config.eval` lacks.
 
     Raises:
         ValueError: a field is unknown, missing, or has a bad value; the message names it.
@@ -226,18 +227,18 @@ def read_evaluation(config: ConfigDict) -> EvaluationRun:
 
 
 def find_policy(name: str, path: str) -> Path:
-    """The file of a row.
+    """Finds the policy file of a row.
 
     Args:
-        name: of the row, for the message.
-        path: absolute, relative to the current folder, or relative to the package; the name of a
-            policy that is shipped; or "hub:owner/name".
+        name: name of the row, for the message.
+        path: a path that is absolute or relative to the current folder or the package; the name of
+            a shipped policy; or "hub:owner/name".
 
     Returns:
         The file.
 
     Raises:
-        FileNotFoundError: it is nowhere.
+        FileNotFoundError: there is no such file.
     """
     if hub.is_meant(path):
         return policy_file(path)
@@ -251,12 +252,12 @@ def find_policy(name: str, path: str) -> Path:
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """The file of the default row.
+    """Finds the policy file of the default row.
 
     Args:
         workdir: the run's folder, with the policy that it trained.
-        policy: another one: a policy file, the folder of a run that trained one, the name of a
-            policy that is shipped, or "hub:owner/name".
+        policy: another policy: a policy file, the folder of a run that trained one, the name of a
+            shipped policy, or "hub:owner/name".
 
     Returns:
         The file.
@@ -270,7 +271,7 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
         return policy_file(policy if hub.is_meant(policy) else file)
     own = Path(workdir).expanduser() / POLICY_FILE
     if not own.is_file():
-        hint = "run train.py with this --workdir first, or name a policy by --policy"
+        hint = "run train.py with this --workdir first, or pass a policy as --policy"
         raise FileNotFoundError(f"{own} does not exist; {hint}")
     return own
 
@@ -280,14 +281,14 @@ def load_policies(settings: EvalSettings, own: Path | None) -> dict[str, Policy]
 
     Args:
         settings: the settings.
-        own: the default row's file, or None to go without that row.
+        own: the default row's file, or None for no such row.
 
     Returns:
-        Name of the row to its policy, in the order of the table.
+        Policies by name of the row, in the order of the table.
 
     Raises:
         FileNotFoundError: a file is missing; the message names row and file.
-        ValueError: a file that is no policy.
+        ValueError: a file that is not a policy.
     """
     paths = {name: find_policy(name, path) for name, path in settings.rows.items()}
     if own is not None:
@@ -303,15 +304,15 @@ def load_policies(settings: EvalSettings, own: Path | None) -> dict[str, Policy]
 def check_policies(
     policies: Mapping[str, Policy], config: ModelConfig, settings: EvalSettings
 ) -> None:
-    """Refuses policies that do not fit the model or cannot keep to the budgets.
+    """Rejects policies that do not fit the model or cannot keep the budgets.
 
     Args:
-        policies: by row.
-        config: the model's.
-        settings: with the budgets.
+        policies: policies by row.
+        config: the model's configuration.
+        settings: settings with the budgets.
 
     Raises:
-        ValueError: which row, and what is wrong.
+        ValueError: a policy does not fit; the message names its row.
     """
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
@@ -334,5 +335,5 @@ def check_policies(
     for name in settings.adaptive:
         if name in policies and policies[name].method != "stepprune":
             raise ValueError(
-                f"config.eval.adaptive names {name!r}, whose policy has no stop of its own"
+                f"config.eval.adaptive names {name!r}, whose policy has no learned stop"
             )

@@ -1,4 +1,4 @@
-"""The report on the shapes world and data folders of its form: tables and statistics."""
+"""The report on the shapes world and data folders in its format: tables and statistics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,6 @@ from stepprune_jax.evaluation.accuracy import (
     accuracy_by_family,
     accuracy_table,
     full_row,
-    markdown_table,
     write_accuracy,
 )
 from stepprune_jax.evaluation.names import ALL, row_place
@@ -53,16 +52,16 @@ def write_report(
 
     Args:
         run: the settings of the run.
-        files: complete ones, in the order of the table.
+        files: complete answer files, in the order of the table.
         data: folder with the test split.
-        policy: file of the default row's policy, if it is there, whose operations are counted.
+        policy: file of the default row's policy, whose operations are counted; None if missing.
         ask: a command that asks the policy a question, for the page.
         report: folder to write to: table.{json,md,csv}, table_by_family.{json,md},
             statistics.json, records/ and report.json, which `visualize.redraw` reads.
 
     Returns:
         The table: objects with method, mode, pruning_rate, accuracy and retention (percent),
-        mean_k, ms, gflops (both None where they are not known), questions and seed.
+        mean_k, ms, gflops (both None if unknown), questions and seed.
     """
     test, source = read_split(data, "test"), model_source(run)
     records = [read_records(file, data, test.questions) for file in files]
@@ -93,7 +92,6 @@ def write_report(
     if metrics.is_file():
         facts["metrics_file"] = reports.relative(metrics, report)
     reports.write_manifest(report, facts)
-    print(markdown_table(table), end="")
     return table
 
 
@@ -126,12 +124,12 @@ def image_grids(source: Source, images: Sequence[Path]) -> Int[np.ndarray, "q 2"
 
 @user_input()
 def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) -> Records:
-    """Reads what a row kept and answered, and has it judged.
+    """Reads the kept tokens and answers of a row, and scores them.
 
     Args:
-        file: complete.
-        data: folder with the right answers.
-        questions: of the test split.
+        file: the complete answer file.
+        data: folder with the correct answers.
+        questions: questions of the test split.
 
     Returns:
         The row's records.
@@ -165,14 +163,14 @@ def read_records(file: AnswerFile, data: Path, questions: Sequence[Question]) ->
 
 
 def in_table_order(files: Sequence[AnswerFile], labels: Sequence[str]) -> list[AnswerFile]:
-    """Puts answer files in the order of the table.
+    """Sorts answer files in the order of the table.
 
     Args:
-        files: of one benchmark.
-        labels: of methods, in the order of the table.
+        files: files of one benchmark.
+        labels: labels of methods, in the order of the table.
 
     Returns:
-        The files, as `names.row_place` orders them.
+        The files, ordered by `names.row_place`.
     """
 
     def place(file: AnswerFile) -> tuple[Any, ...]:
@@ -191,7 +189,7 @@ def _costs(
     source: Source,
     policy: Path | None,
 ) -> list[dict[str, float | None]]:
-    """The mean time of an answer of each row, and the operations up to its first token."""
+    """Returns the mean time per answer of each row, and the operations up to its first token."""
     tokenizer = load_tokenizer(source.folder)
     lengths = prompt_lengths(tokenizer, source.config, [question.text for question in questions])
     costs = []
@@ -214,7 +212,7 @@ def _grid_facts(questions: Sequence[Question], grids: Int[np.ndarray, "q 2"]) ->
 
 
 def _stop_biases(files: Sequence[AnswerFile], records: Sequence[Records]) -> dict[str, float]:
-    """The stop bias of each adaptive row."""
+    """Returns the stop bias of each adaptive row."""
     return {
         f"{row.method}, {row.pruning_rate:g}": round(file.provenance.stop_bias, 4)
         for file, row in zip(files, records, strict=True)
@@ -223,5 +221,5 @@ def _stop_biases(files: Sequence[AnswerFile], records: Sequence[Records]) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Converts a value to a JSON value."""
     return dict(value) if hasattr(value, "keys") else value

@@ -1,4 +1,4 @@
-"""The model and the data that a configuration names."""
+"""The model and the data of a configuration."""
 
 import logging
 from pathlib import Path
@@ -16,26 +16,26 @@ _LOG = logging.getLogger(__name__)
 
 
 def load_model(run: EvaluationRun) -> VLM:
-    """Loads the model of a run; each process of several has all of it, on its own devices."""
+    """Loads the model of a run; every process has all of it, on its own devices."""
     folder, vision = model_folders(run)
     mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
     return load_vlm(folder, mesh, model_dtype(run), vision_folder=vision, **image_bounds(run))
 
 
 def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
-    """Where the validation and the test split lie.
+    """Returns the folders of the validation and the test split.
 
     Args:
-        run: the settings of the run. `data.test_seed` asks for a test world of its own, which is
+        run: the settings of the run. `data.test_seed` selects a separate test world, which is
             written to workdir/data_test_SEED.
         workdir: folder of the run.
 
     Returns:
-        "validation" and "test" to a data folder.
+        Data folders of "validation" and "test".
 
     Raises:
         FileNotFoundError: `data.folder` does not exist.
-        ValueError: a test seed for data that are not drawn, or what `data_folder` refuses.
+        ValueError: a test seed for data that are not generated, or an error of `data_folder`.
     """
     seed = run.data.test_seed
     fresh = seed is not None and seed >= 0
@@ -52,7 +52,7 @@ def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
     folder = data_folder(run, workdir)
     if not fresh:
         return {"validation": folder, "test": folder}
-    # Imported here: it draws images, which a run on a folder of data does not need.
+    # Imported here: a run on a data folder does not draw images.
     from stepprune_jax.data.shapes import write_world
 
     other = Path(workdir) / f"data_test_{seed}"

@@ -18,7 +18,7 @@ class Split(NamedTuple):
     Attributes:
         questions: in the file's order.
         answers: one per question.
-        scenes: one per question, or None where nothing is known of the images.
+        scenes: one per question, or None without descriptions of the images.
     """
 
     questions: list[Question]
@@ -27,10 +27,10 @@ class Split(NamedTuple):
 
 
 def read_split(folder: str | Path, name: str) -> Split:
-    """Reads a split of a data folder: questions, answers and, where there are such, scenes.
+    """Reads a split of a data folder: questions, answers and, if present, scenes.
 
     Args:
-        folder: with images/ and the files of the split.
+        folder: folder with images/ and the files of the split.
         name: "validation" or "test".
 
     Returns:
@@ -38,7 +38,7 @@ def read_split(folder: str | Path, name: str) -> Split:
 
     Raises:
         FileNotFoundError: a file or an image is missing.
-        ValueError: a file is not what it should be; the message names file, line and field.
+        ValueError: a malformed file; the message names file, line and field.
     """
     folder = Path(folder)
     questions = read_questions(folder / f"{name}.jsonl", folder / "images")
@@ -50,7 +50,7 @@ def read_split(folder: str | Path, name: str) -> Split:
 
 
 def thin(split: Split, most: int) -> Split:
-    """At most so many questions of a split, spread evenly over it; 0 keeps all."""
+    """Returns at most `most` questions of a split, spread evenly over it; 0 keeps all."""
     if not 0 < most < len(split.questions):
         return split
     chosen = spread_over(len(split.questions), most)
@@ -58,6 +58,6 @@ def thin(split: Split, most: int) -> Split:
 
 
 def spread_over(total: int, most: int) -> list[int]:
-    """Returns at most so many numbers below `total`, spread evenly over them; 0 keeps all."""
+    """Returns at most `most` evenly spread numbers below `total`; 0 keeps all."""
     count = min(most, total) if most else total
     return [number * total // count for number in range(count)]

@@ -1,4 +1,4 @@
-"""Statistics beyond means: whether K follows the image, and whether differences are real."""
+"""Statistics beyond means: whether K follows the image, and significance of differences."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from stepprune_jax.evaluation.accuracy import full_row, percent, retention
 from stepprune_jax.evaluation.names import ALL
 from stepprune_jax.evaluation.records import Records
 
-# Parts that questions are split into by K.
+# Number of groups into which questions are split by K.
 _BUCKETS = 4
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Computes Spearman's rank correlation of two samples; None where one of them is constant."""
+    """Computes Spearman's rank correlation of two samples; None if one of them is constant."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     return round(float(scipy.stats.spearmanr(a, b).statistic), 4)
@@ -51,7 +51,7 @@ def paired_difference(
 
 
 def by_count(row: Records, whole: Bool[np.ndarray, "q"]) -> list[dict[str, Any]]:
-    """Describes the questions in quarters by K; equal counts stay together."""
+    """Describes questions in quarters by K; equal counts stay together."""
     edges = np.quantile(row.count, np.linspace(0, 1, _BUCKETS + 1)[1:-1], method="lower")
     bucket = np.searchsorted(np.unique(edges), row.count, side="left")
     parts = []
@@ -82,8 +82,8 @@ def make_statistics(
     Args:
         rows: the records of each row.
         questions: the questions.
-        scenes: what is known of their images, or None.
-        default: the method that all others are compared with.
+        scenes: descriptions of their images, or None.
+        default: the method with which all others are compared.
 
     Returns:
         "adaptive": for each row with a learned stop, the distribution of K and its correlations.
@@ -119,18 +119,18 @@ def make_statistics(
 def stop_figures(
     row: Records, scenes: Sequence[Scene] | None, least: int, most: int
 ) -> dict[str, float | None]:
-    """Tells a stop that decides from one that sits at a bound.
+    """Distinguishes a stop that decides from one that stays at a bound.
 
     Args:
         row: the records.
-        scenes: what is known of the questions' images, or None.
-        least: tokens that are always kept.
-        most: tokens that are kept at most.
+        scenes: descriptions of the questions' images, or None.
+        least: smallest possible count.
+        most: largest possible count.
 
     Returns:
         "spearman_relevant", the rank correlation of K and the number of relevant tokens, and
         "at_bounds", the share of questions with K at `least` or `most`, in percent. None where the
-        budget is exact or nothing is known.
+        budget is exact or scenes are unknown.
     """
     if row.mode == "exact":
         return {"spearman_relevant": None, "at_bounds": None}

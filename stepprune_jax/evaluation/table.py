@@ -1,9 +1,9 @@
-"""Tables of the benchmarks in the form of the paper's, from one run or several.
+"""Benchmark tables in the paper's format, from one run or several.
 
     python -m stepprune_jax.evaluation.table runs/llava7b runs/baselines
 
-"Avg." is 100 x the mean over the benchmarks of score / score with all tokens, of unrounded scores;
-the row of all tokens is the runs' own.
+"Avg." is 100 x the mean over benchmarks of score / score with all tokens, from unrounded scores;
+the row of all tokens comes from the runs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class MethodScores(NamedTuple):
     """The scores of a method at one budget.
 
     Attributes:
-        method: its name, followed by that of the run where runs differ.
+        method: its name, followed by the run's name if runs differ.
         mode: "exact" or "adaptive".
         budget: tokens to keep; N for all tokens, None for a policy's own stop.
         scores: results of `scores.score_file` by benchmark.
@@ -54,7 +54,7 @@ class BenchmarkTable(NamedTuple):
 
     @property
     def whole(self) -> MethodScores | None:
-        """The row of all tokens."""
+        """Returns the row of all tokens."""
         return self.rows[0] if self.rows[0].method == ALL else None
 
     def average(self, row: MethodScores) -> float | None:
@@ -67,7 +67,7 @@ class BenchmarkTable(NamedTuple):
 
 
 def _headlines(row: MethodScores) -> dict[str, float]:
-    """The scores of a row, where there are any."""
+    """Returns the scores of a row, as far as they exist."""
     headlines = {name: score["headline"] for name, score in row.scores.items()}
     return {name: value for name, value in headlines.items() if value is not None}
 
@@ -78,14 +78,14 @@ def average_retention(
     """Computes "Avg.", the mean share of the unpruned model's scores.
 
     Args:
-        scores: one a benchmark, in any unit.
+        scores: one score per benchmark, in any unit.
         upper_bound: the unpruned model's, in the same order and units.
 
     Returns:
         100 x the unweighted mean of the ratios, which may exceed 100.
 
     Raises:
-        ValueError: there is no score, or not one upper bound a score.
+        ValueError: there is no score, or not one upper bound per score.
     """
     if not scores:
         raise ValueError("average retention needs at least one score")
@@ -96,11 +96,11 @@ def average_retention(
 def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     """Merges the scores of runs.
 
-    Rows of the same name that differ are named after their runs. Where one run has not answered
-    all questions of a row, another's counts.
+    Rows of the same name that differ are named after their runs. If one run has not answered all
+    questions of a row, another's result is used.
 
     Args:
-        runs: name of the run to its scores.
+        runs: scores by name of the run.
 
     Returns:
         The table.
@@ -141,7 +141,7 @@ def _labels(methods: Iterable[str]) -> list[str]:
 
 
 def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> None:
-    """Refuses runs that do not belong in one table."""
+    """Rejects runs that do not belong in one table."""
     for run, score in scores[1:]:
         first_run, first = scores[0]
         if score[field] != first[field]:
@@ -152,12 +152,12 @@ def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> N
 
 
 def _whole(score: Score) -> bool:
-    """Whether all questions are answered."""
+    """Returns whether all questions are answered."""
     return score["answered"] >= score["asked"]
 
 
 def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
-    """Methods of which two runs have different results."""
+    """Returns the methods for which runs have different results."""
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     clashes = set()
     for _, score in every:
@@ -171,7 +171,7 @@ def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
 
 
 def as_markdown(table: BenchmarkTable) -> str:
-    """Formats the table as the paper does, then K and time, and warnings.
+    """Formats the table as in the paper, followed by K, time and warnings.
 
     Args:
         table: the table.
@@ -200,7 +200,7 @@ def as_markdown(table: BenchmarkTable) -> str:
 
 
 def _tokens(table: BenchmarkTable, row: MethodScores) -> str:
-    """The block of a row."""
+    """Returns the title of a row's block."""
     if row.budget is None:
         return "own stop"
     return f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
@@ -232,7 +232,7 @@ def _notes(table: BenchmarkTable) -> list[str]:
         notes[f"no row of {ALL}, so no average retention"] = []
     elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
         titles = ", ".join(BENCHMARKS[name].title for name in left)
-        notes[f"Avg. is without {titles}, where {ALL} has no score"] = []
+        notes[f"Avg. excludes {titles}, where {ALL} has no score"] = []
     lines = []
     for text, rows in notes.items():
         where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)
@@ -241,7 +241,7 @@ def _notes(table: BenchmarkTable) -> list[str]:
 
 
 def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
-    """One object a row: method, mode, tokens, average (unrounded), and four figures a benchmark."""
+    """Returns an object per row: method, mode, tokens, average, and figures per benchmark."""
     rows = []
     for row in table.rows:
         value: dict[str, Any] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
@@ -258,7 +258,7 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
     """Writes benchmarks.{md,json,csv}.
 
     Args:
-        folder: where; it exists.
+        folder: an existing folder.
         table: the table.
     """
     rows = as_objects(table)
@@ -270,7 +270,7 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that eval.py wrote")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
     arguments = parser.parse_args(argv)
     try:

@@ -1,7 +1,7 @@
 """From a loaded model, prompts and images to answers.
 
-`generate` and `stream` do all of it; `pipeline` has the steps of a batch, `programs` what runs on
-the devices, and `sets` answers whole sets of prompts.
+`generate` and `stream` do all of it; `pipeline` has the steps of a batch, `programs` the compiled
+programs, and `sets` answers whole sets of prompts.
 """
 
 from stepprune_jax.inference.answer import Answer, Options, generate, stream, trace_arrays

@@ -27,23 +27,23 @@ from stepprune_jax.settings import is_count, is_number
 
 
 class Answer(NamedTuple):
-    """What the model said to one prompt.
+    """The answer to one prompt.
 
-    Times are those of a warm program, without compilation (see `generate`).
+    Times are those of warm programs, without compilation (see `Options.warm_up`).
 
     Attributes:
-        text: special tokens dropped, stripped of white space at both ends.
-        token_ids: all ids generated, the stop id included.
-        visual_tokens: of the prompt's images before pruning.
-        kept: of these, how many are left for the language model, behind its last cut.
-        kept_indices: for each image of the prompt, which tokens these are: row by row of its grid
-            from 0, and -1 for one that others were merged into. In order of choice for methods that
-            choose one after the other or by a score (`Ranker`s); else as they stand in the row.
+        text: the text, without special tokens and surrounding white space.
+        token_ids: all generated ids, including the stop id.
+        visual_tokens: visual tokens of the prompt's images before pruning.
+        kept: number of these that remain in the language model after its last cut.
+        kept_indices: for each image of the prompt, the indices of these tokens in raster order from
+            0, and -1 for merged ones. In order of choice for methods that choose sequentially or by
+            a score (`Ranker`s), otherwise in the order of the row.
         grids: for each image of the prompt, rows and columns of its tokens before pruning.
-        ttft_ms: milliseconds from the call to the first token of the batch: images to pixels,
+        ttft_ms: milliseconds from the call to the first token of the batch: image preprocessing,
             tower, selection, projector, prefill.
-        tokens_per_s: decode steps per second after the first token; a batch makes one token per
-            row in each. 0 if there was no further step.
+        tokens_per_s: decoding steps per second after the first token; each step generates one token
+            per row. 0 if there was no further step.
     """
 
     text: str
@@ -57,32 +57,32 @@ class Answer(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to answer; all of them keyword arguments of `generate` and `stream`.
+    """Keyword arguments of `generate` and `stream`.
 
     Attributes:
-        pruner: what keeps visual tokens: a name of `PRUNERS`, a `Pruner` of your own, or a
-            `Method`; by default that of the policy, or none.
-        budget: tokens to keep of each image: a count, a `Budget`, or text as `Budget.parse` takes
-            it; None lets a policy stop by itself.
-        policy: what a trained pruner has learned.
-        mean_budget: tokens to keep of an image on average, in place of `budget`: the stop bias is
-            that of the policy's calibration.
-        stop_bias: added to the policy's stop logits, in place of its own bias.
+        pruner: the pruner: a name of `PRUNERS`, a custom `Pruner`, or a `Method`; by default that
+            of the policy, or none.
+        budget: tokens to keep per image: a count, a `Budget`, or text for `Budget.parse`; None lets
+            a policy stop by itself.
+        policy: the policy of a trained pruner.
+        mean_budget: mean number of tokens to keep per image, instead of `budget`; sets the stop
+            bias from the policy's calibration.
+        stop_bias: number added to the policy's stop logits, instead of its own bias.
         pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "own", those of the pruner's authors, "original" or
+        positions: position ids of kept tokens: "own", as in the authors' program, "original" or
             "compact".
-        max_tokens: longest answer.
-        temperature: 0 for greedy.
+        max_tokens: longest answer, in tokens.
+        temperature: sampling temperature; 0 is greedy.
         top_p: probability mass to sample from.
-        repetition_penalty: how much less likely tokens become that have been read or written, see
-            `sampling.penalise`; by default that of the model's folder, which may have none (1).
+        repetition_penalty: penalty on tokens of the prompt and the answer so far, see
+            `sampling.penalise`; by default that of the model's folder, or 1, which is none.
         seed: an integer or a PRNG key. The same seed gives the same answer.
         stop_ids: ids that end an answer; by default those of the configuration.
-        context_limit: longest prompt after expansion, with the counts that were kept; longer ones
-            are cut at the right end, with a warning. None for that of the model's family.
-        execution: how the layers of the model are run.
-        warm_up: runs a batch of new shapes once before the one that is timed, so that times hold
-            no compilation.
+        context_limit: longest prompt after expansion, with the kept tokens; longer ones are
+            truncated at the right end, with a warning. None for that of the model's family.
+        execution: how the model's layers are run.
+        warm_up: whether to run a batch of new shapes once before the timed run, so that times
+            include no compilation.
         trace: called with the `Begun` batch once the first tokens are known.
     """
 
@@ -106,7 +106,7 @@ class Options(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """One token of one row, and the text that became certain with it."""
+    """A token of a row, and the text that became final with it."""
 
     row: int
     token: int
@@ -133,19 +133,19 @@ def generate(
     """Answers a batch of prompts, with or without images, with or without pruning.
 
     A row's answer does not depend on the rest of the batch. Programs are compiled once per bucket
-    of shapes; temperature, top_p and stop ids may change freely.
+    of shapes; changing temperature, top_p or stop ids compiles nothing.
 
     Args:
-        model: from `load_vlm`, on one device or sharded over a mesh.
-        prompts: the user's words: a question each, or the turns of a conversation that ends with a
-            question. The template is added here.
+        model: the model from `load_vlm`, on one device or sharded over a mesh.
+        prompts: the user's text: a question each, or the turns of a conversation that ends with a
+            question. The chat template is added here.
         images: for each prompt its images (paths or Pillow images), or None.
-        on_token: called with (row, id, text) at each token as it comes; the texts of a row
+        on_token: called with (row, id, text) for each token as it is generated; the texts of a row
             concatenate to its answer.
         **options: fields of `Options`.
 
     Returns:
-        An `Answer` per prompt.
+        One `Answer` per prompt.
 
     Raises:
         FileNotFoundError: an image is missing.
@@ -169,16 +169,16 @@ def stream(
     images: Sequence[ImageLike] | ImageLike | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """Answers one prompt piece by piece.
+    """Streams the answer to one prompt.
 
     Args:
-        model: from `load_vlm`.
+        model: the model from `load_vlm`.
         prompt: as in `generate`.
         images: the prompt's images.
         **options: fields of `Options`.
 
     Yields:
-        Pieces of text as they become certain; together they are the text of the answer.
+        Pieces of text as they become final; they concatenate to the answer's text.
 
     Returns:
         The `Answer`, as the value of the generator.
@@ -188,15 +188,15 @@ def stream(
 
 
 def method_of(config: ModelConfig, options: Options) -> Method:
-    """Makes the method that options ask for, after checking that it fits the model.
+    """Builds the method that the options select, and checks that it fits the model.
 
     Args:
         config: the model's configuration.
         options: the options.
 
     Raises:
-        TypeError: a pruner that is none.
-        ValueError: an unknown pruner, a budget that it cannot keep, a policy of another model.
+        TypeError: the pruner is not a name, a `Pruner` or a `Method`.
+        ValueError: an unknown pruner, an unsupported budget, or a policy of another model.
     """
     pruner = options.pruner
     if isinstance(pruner, Method | Pruner):
@@ -225,18 +225,18 @@ def read_budget(
     mean_budget: float | int | None,
     stop_bias: float | int | None = None,
 ) -> int | str | Budget | None:
-    """Reads a budget that may be a mean one.
+    """Reads a budget that may be a mean budget.
 
     Args:
-        budget: as `make_method` takes it.
-        mean_budget: a mean count in its place.
-        stop_bias: which does not go with a mean count.
+        budget: a budget for `make_method`.
+        mean_budget: a mean count instead.
+        stop_bias: a stop bias, which excludes a mean count.
 
     Returns:
-        The one that is given, or None.
+        The budget that is given, or None.
 
     Raises:
-        ValueError: more than one is given, or a mean count that is none.
+        ValueError: a mean count with another of the three, or one that is not a positive number.
     """
     if mean_budget is None:
         return budget
@@ -249,17 +249,17 @@ def read_budget(
 
 
 def check_options(config: ModelConfig, options: Options) -> Method:
-    """Refuses options that mean nothing, before any work.
+    """Checks the options before any work.
 
     Args:
         config: the model's configuration.
         options: the options.
 
     Returns:
-        The method to prune by.
+        The pruning method.
 
     Raises:
-        ValueError: which one, and what was expected.
+        ValueError: an option has a bad value; the message names it and what was expected.
     """
     penalty = 1.0 if options.repetition_penalty is None else options.repetition_penalty
     check_sampling(options.temperature, options.top_p, penalty)
@@ -282,7 +282,7 @@ def check_options(config: ModelConfig, options: Options) -> Method:
 def make_prompts(request: Request) -> Prompts:
     """Pads a request's ids to buckets, and lists its images."""
     ids = pad_batch(request.ids)
-    # Few widths, since each may go with every length of the rows, and each such pair is a program.
+    # Few widths, since each pair of a width and a row length is a program.
     longest = max(map(len, request.question_ids))
     words = pad_batch(request.question_ids, multiple=max(16, 1 << (longest - 1).bit_length()))
     b, j = len(request.ids), row_bucket(max(map(len, request.image_of)))
@@ -293,7 +293,7 @@ def make_prompts(request: Request) -> Prompts:
 
 
 def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
-    """Everything up to the first token, timed when all its programs are compiled."""
+    """Runs everything up to the first token, timed once all its programs are compiled."""
     method = check_options(model.config, options)
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer: load it with load_vlm")
@@ -328,7 +328,7 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
     before = num_compiled()
     begun = run()
     if options.warm_up and num_compiled() > before:
-        # A limit of 0 compiles the decoding, and draws nothing.
+        # A limit of 0 compiles the decoding without drawing a token.
         state = pipeline.finish(model, begun.batch.state, sampling, 0, options.execution)
         jax.block_until_ready(state.token)
         begun = run()
@@ -338,7 +338,7 @@ def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options)
 
 
 def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
-    """Puts answers together."""
+    """Assembles the answers."""
     trace, answers = begun.batch.trace, []
     index, image_of, order = fetch((trace.stages[-1].index, trace.stages[-1].image, trace.order))
     for row, ids in enumerate(rows):
@@ -364,14 +364,14 @@ def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: flo
 
 
 def _kept_of(left: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"] | None) -> tuple[int, ...]:
-    """Indices of an image's tokens that are left, in order of choice if there is one."""
-    if order is not None:  # a row that was cut to the context may have lost some of them
+    """Returns indices of an image's remaining tokens, in order of choice if there is one."""
+    if order is not None:  # truncation to the context may have removed some of them
         left = order[np.isin(order, left[left >= 0])]
     return tuple(left.tolist())
 
 
 def _grids(rows: Prompts, images: pipeline.Images | None) -> list[tuple[tuple[int, int], ...]]:
-    """Rows and columns of the tokens of each prompt's images."""
+    """Returns rows and columns of the tokens of each prompt's images."""
     if images is None:
         return [()] * len(rows.length)
     return [
@@ -381,7 +381,7 @@ def _grids(rows: Prompts, images: pipeline.Images | None) -> list[tuple[tuple[in
 
 
 def _rate(steps: int, seconds: float) -> float:
-    """Steps per second, 0 for none."""
+    """Returns steps per second; 0 for no steps."""
     return steps / seconds if steps else 0.0
 
 
@@ -404,7 +404,7 @@ def _answer_at_once(
 def _answer_by_token(
     model: VLM, prompts: Sequence[Prompt], images: Any, options: Options
 ) -> Generator[_Event, None, list[Answer]]:
-    """Answers with a look at each token."""
+    """Answers token by token."""
     begun = _begin(model, prompts, images, options)
     rows: list[list[int]] = [[] for _ in prompts]
     texts = [TextStream(model.tokenizer) for _ in prompts]
@@ -430,7 +430,7 @@ def _answer_by_token(
 def _pieces(
     events: Generator[_Event, None, list[Answer]],
 ) -> Generator[str, None, list[Answer]]:
-    """The texts of events, without the empty ones."""
+    """Yields the non-empty texts of events."""
     while True:
         try:
             event = next(events)
@@ -441,18 +441,18 @@ def _pieces(
 
 
 def trace_arrays(begun: Begun, row: int = 0) -> dict[str, np.ndarray]:
-    """What was done to the visual tokens of a prompt.
+    """Returns the trace of a prompt's visual tokens through the language model.
 
     Args:
         begun: the batch.
         row: the prompt.
 
     Returns:
-        For each stage s of the language model `kept_s` [k] int32, the index in its image of every
-        visual token there is, -1 for merged and added ones; `image_s` [k] int32, which image it
-        belongs to; `slot_s` [k] int32, where in the row it stands; `position_s` int32, the position
-        ids of all tokens of the row, text too, [length], or [p, length] where a token has several;
-        and `logits` [v] float32 at the prompt's last place.
+        For each stage s of the language model: `kept_s` [k] int32, the index of every visual token
+        in its image, -1 for merged and added ones; `image_s` [k] int32, the number of its image;
+        `slot_s` [k] int32, its slot in the row; `position_s` int32, the position ids of all tokens
+        of the row including text, [length], or [p, length] where a token has several; and `logits`
+        [v] float32 at the prompt's last token.
     """
     trace = fetch(begun.trace)
     arrays = {"logits": np.asarray(trace.logits[row], np.float32)}

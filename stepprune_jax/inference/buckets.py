@@ -1,13 +1,13 @@
-"""Sizes that shapes are padded to, so that few programs are compiled."""
+"""Bucket sizes that shapes are padded to, so that few programs are compiled."""
 
 from collections.abc import Iterable
 
 
 def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
-    """Sizes up to `largest`, four to each doubling: 64, 80, 96, 112, 128, 160, ...
+    """Returns sizes up to `largest`, four per doubling: 64, 80, 96, 112, 128, 160, ...
 
     Padding to the next one adds at most a quarter, and 640 tokens (576 of an image and a question)
-    fit without any.
+    need no padding.
 
     Args:
         largest: the last size.
@@ -24,11 +24,11 @@ def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def row_bucket(count: int, exact: Iterable[int] = ()) -> int:
-    """A number of rows that holds `count`: 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`.
+    """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`.
 
     Args:
-        count: rows there are.
-        exact: further sizes that fit without padding.
+        count: number of rows.
+        exact: further allowed sizes.
 
     Returns:
         The smallest such size.

@@ -1,6 +1,6 @@
 """Prefill, one decode step, and the loop over it, as pure functions.
 
-A whole answer (`decode`) and a loop on the host that looks at each token (`decode` with a limit one
+A whole answer (`decode`) and a loop on the host that reads each token (`decode` with a limit one
 higher each time) run the same step in the same program, so both give the same tokens.
 """
 
@@ -25,14 +25,14 @@ from stepprune_jax.user_input import user_input
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn: what may change from call to call without a compilation.
+    """Sampling parameters, which may change from call to call without a compilation.
 
     Attributes:
-        key: PRNG key; each row of a batch draws from one of its own, see `row_keys`.
-        temperature: 0 for greedy.
-        top_p: mass to sample from.
+        key: PRNG key; each row of a batch draws from its own, see `row_keys`.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass to sample from.
         stop_ids: [t] ids that end a row.
-        repetition_penalty: of `sampling.penalise`; None, which is another program, for none.
+        repetition_penalty: penalty of `sampling.penalise`; None for none, which is another program.
     """
 
     key: Array
@@ -47,12 +47,12 @@ class RunOptions(NamedTuple):
 
     Attributes:
         positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
-            "own" for those of the method's authors. Behind a cut between layers, "compact" numbers
-            what is left anew.
+            "own" for those of the method's authors. "compact" renumbers the remaining tokens after
+            each cut between layers.
         execution: how the layers of tower and language model are run.
-        context_limit: longest row after expansion; longer ones are cut at the right end. None for
-            that of the model's family.
-        max_tokens: longest answer.
+        context_limit: longest row after expansion; longer ones are truncated at the right end. None
+            for that of the model's family.
+        max_tokens: longest answer, in tokens.
     """
 
     positions: str = "original"
@@ -62,18 +62,18 @@ class RunOptions(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """A batch in the middle of its answers.
+    """Decoding state of a batch.
 
     Attributes:
         cache: keys and values of everything but the last token.
         token: [b] last token; not in the cache yet.
-        finished: [b] True = a stop id has come. What follows it is not recorded.
-        finite: [b] False = the logits of a token were not finite; the row is finished, too.
-        count: [b] tokens generated, the stop id included.
+        finished: [b] True = a stop id was generated; later tokens are not recorded.
+        finite: [b] False = the logits of a token were not finite, which also finishes the row.
+        count: [b] tokens generated, including the stop id.
         key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch.
         step: number of the next step; the prefill was step 0.
-        tokens: [b, max_tokens] int32 the answers, -1 behind them.
-        seen: [b, v] tokens of prompt and answer, where they are to be penalised; else None.
+        tokens: [b, max_tokens] int32 the answers, padded with -1.
+        seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
     """
 
     cache: Any
@@ -88,15 +88,15 @@ class Decoding(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Static sizes of a batch, and stages between which visual tokens are dropped.
+    """Static sizes of a batch, and the stages between which visual tokens are dropped.
 
     Attributes:
         slots: length of the rows of each stage.
-        cuts: the places between the stages.
-        pruner: who drops there; None without cuts.
-        text: text tokens of the longest prompt, padded to a bucket, for cuts that look at all.
-        renumber: whether what is left behind a cut gets the position ids 0, 1, 2, ...
-        projected: whether the tokens that were kept are projected already.
+        cuts: the cuts between the stages.
+        pruner: the pruner that drops tokens there; None without cuts.
+        text: text tokens of the longest prompt, padded to a bucket, for cuts that read all of them.
+        renumber: whether tokens remaining after a cut get the position ids 0, 1, 2, ...
+        projected: whether the kept tokens are already projected.
     """
 
     slots: tuple[int, ...]
@@ -108,7 +108,7 @@ class Stages(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Which tokens stand in the rows of a stage; the fields are those of `vlm.Sequence`."""
+    """The tokens in the rows of a stage; the fields are those of `vlm.Sequence`."""
 
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]
@@ -117,13 +117,13 @@ class Places(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a prefill did.
+    """Record of a prefill.
 
     Attributes:
-        logits: [b, v] float32 at each prompt's last place.
-        stages: the rows that enter the language model, then those behind each cut.
-        order: [b, j, t] int32 tokens of each image that were kept before the language model, in
-            order of choice, -1 in the padding; None for a method that chooses a set.
+        logits: [b, v] float32 at each prompt's last token.
+        stages: the rows that enter the language model, then those after each cut.
+        order: [b, j, t] int32 tokens of each image kept before the language model, in order of
+            choice, -1 in the padding; None for a method that chooses a set.
     """
 
     logits: Float[Array, "b v"]
@@ -132,13 +132,13 @@ class Trace(NamedTuple):
 
 
 def greedy(stop_ids: Iterable[int]) -> Sampling:
-    """Draws the likeliest token; the key is never used."""
+    """Returns greedy sampling, whose key is never used."""
     stops = np.array([*stop_ids], np.int32)
     return Sampling(jax.random.key(0), np.float32(0), np.float32(1), stops)
 
 
 def row_keys(key: Array, rows: int) -> Array:
-    """A PRNG key per row; that of a row does not depend on how many there are."""
+    """Returns one PRNG key per row, independent of the number of rows."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
@@ -149,8 +149,8 @@ def seen_ids(
 
     Args:
         config: the model's shape.
-        ids: right-padded, `IMAGE_TOKEN` where an image stands.
-        length: ids of each row.
+        ids: right-padded ids, with `IMAGE_TOKEN` in place of an image.
+        length: number of ids of each row.
 
     Returns:
         [b, v] True at tokens that occur.
@@ -158,14 +158,14 @@ def seen_ids(
     vocabulary = config.text.vocab_size
     image = vocabulary if config.image_token_id is None else config.image_token_id
     ids = jnp.where(ids == IMAGE_TOKEN, image, ids)
-    # What is beyond the vocabulary is dropped.
+    # Ids beyond the vocabulary are dropped.
     ids = jnp.where(jnp.arange(ids.shape[1]) < length[:, None], ids, vocabulary)
     rows = jnp.arange(ids.shape[0])[:, None]
     return jnp.zeros((ids.shape[0], vocabulary), bool).at[rows, ids].set(True, mode="drop")
 
 
 def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
-    """Draws every row's next token and notes it, unless the row is finished."""
+    """Draws every row's next token and records it, unless the row is finished."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
     draw = jax.vmap(sample, in_axes=(0, 0, None, None))
     seen, drawn_from = state.seen, logits
@@ -176,7 +176,7 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     if seen is not None:
         seen = seen.at[jnp.arange(token.size), token].set(True)
     noted = jnp.where(state.finished, -1, token)
-    # The largest is NaN if any is.
+    # The maximum is NaN if any value is.
     finite = state.finite & (state.finished | jnp.isfinite(logits.max(axis=-1)))
     return state._replace(
         token=token,
@@ -207,17 +207,17 @@ def start(
     Args:
         params: the model's weights.
         config: the model's shape.
-        learned: what the pruner has learned, for its cuts.
-        sequence: from `vlm.assemble`.
-        counts: for each cut [b, j] tokens of each image that stay behind it.
+        learned: trained parameters of the pruner, for its cuts.
+        sequence: result of `vlm.assemble`.
+        counts: for each cut, [b, j] tokens of each image that remain after it.
         sampling: how tokens are drawn.
-        stages: cuts between layers, and lengths of the rows behind them.
+        stages: cuts between layers, and row lengths of the stages.
         options: how the model is run.
         seen: [b, v] tokens of the prompts, if the sampling has a penalty.
-        mesh: of the weights, to lay the cache out on.
+        mesh: mesh of the weights, over which the cache is sharded.
 
     Returns:
-        The state after the first token, and what the prefill did.
+        The state after the first token, and the record of the prefill.
     """
     b, max_tokens = sequence.hidden.shape[0], options.max_tokens
     rows = {"last": 1, "text": stages.text}
@@ -266,10 +266,10 @@ def advance(
     Args:
         params: the model's weights.
         config: the model's shape.
-        state: before; donate it under jit.
+        state: state before the step; donate it under jit.
         sampling: how tokens are drawn.
         execution: how the layers are run.
-        mesh: of the weights.
+        mesh: mesh of the weights.
 
     Returns:
         The state after the step.
@@ -287,19 +287,19 @@ def decode(
     execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> Decoding:
-    """Repeats `advance` until all rows are finished or as long as `limit` allows.
+    """Repeats `advance` until all rows are finished or have `limit` tokens.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        state: before; donate it under jit.
+        state: state before the step; donate it under jit.
         sampling: how tokens are drawn.
-        limit: most tokens per row, at most the `max_tokens` of the state.
+        limit: maximum number of tokens per row, at most the `max_tokens` of the state.
         execution: how the layers are run.
-        mesh: of the weights.
+        mesh: mesh of the weights.
 
     Returns:
-        The state at the end.
+        The final state.
     """
 
     def going(state):
@@ -312,11 +312,11 @@ def decode(
 
 
 def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:
-    """Refuses answers whose tokens mean nothing.
+    """Raises if answers come from logits that are not finite.
 
     Args:
-        finite: [b] of a `Decoding`, on the host.
-        numbers: [b] of the prompts.
+        finite: [b] `Decoding.finite`, on the host.
+        numbers: [b] numbers of the prompts.
 
     Raises:
         ValueError: the logits of a prompt, which is named, were not finite.
@@ -325,8 +325,8 @@ def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -
     if broken.size:
         with user_input():
             raise ValueError(
-                f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either what it "
-                "was given is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
+                f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either its input "
+                "is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
             )
 
 

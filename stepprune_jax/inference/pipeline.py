@@ -1,13 +1,13 @@
-"""The one way from images and prompts to answers.
+"""The pipeline from images and prompts to answers.
 
     encode -> choose -> begin -> finish
 
-`encode` runs the tower once an image; `choose` lets a pruner keep tokens for each (image, prompt);
-`begin` projects them, puts them in their prompts and runs the language model, in stages where the
-pruner cuts between its layers, to the first tokens; `finish` draws the rest. `begin` does by itself
-what has not been done before: given `Images` it runs tower, choice and language model as the one or
-two programs of `inference.programs`. Shapes are padded to buckets, so that the number of compiled
-programs is bounded whatever is asked.
+`encode` runs the tower once per image; `choose` lets a pruner keep tokens for each (image, prompt)
+pair; `begin` projects them, puts them in their prompts and runs the language model to the first
+tokens, in stages if the pruner cuts between its layers; `finish` draws the rest. `begin` performs
+the earlier steps if they have not been done: given `Images`, it runs tower, choice and language
+model as the one or two programs of `inference.programs`. Shapes are padded to buckets, so that the
+number of compiled programs is bounded for any input.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
 
 
 class Prompts(NamedTuple):
-    """A set of prompts as the programs take it; arrays lie on the host.
+    """A set of prompts in the form that programs read; arrays are on the host.
 
     Attributes:
-        ids: [q, l] with -200 where an image stands, right-padded.
-        length: [q] of these.
+        ids: [q, l] right-padded ids, with -200 in place of an image.
+        length: [q] number of ids.
         words: [q, w] ids of the user's words, for pruners that read them.
-        num_words: [q] of these.
+        num_words: [q] number of these.
         image_of: [q, j] row of each of its images in the `Images` or `Vision`; -1 for none.
         number: [q] number of each prompt in its set, for random draws.
     """
@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
 
     @property
     def has_image(self) -> Bool[np.ndarray, "q"]:
-        """Which prompts show an image."""
+        """Mask of the prompts that show an image."""
         return (self.image_of >= 0).any(axis=1)
 
     def take(self, rows: Int[np.ndarray, "r"]) -> "Prompts":
@@ -64,15 +64,15 @@ class Prompts(NamedTuple):
         return Prompts(*(part[rows] for part in self))
 
     def cut(self, width: int) -> "Prompts":
-        """Returns the prompts with ids padded to so many."""
+        """Returns the prompts with ids padded or cut to `width`."""
         return self._replace(ids=self.ids[:, :width])
 
 
 class Images(NamedTuple):
-    """Images that the tower has not seen; on the host.
+    """Images before the tower; on the host.
 
     Attributes:
-        pixels: [i, ...] as the family's preprocessing makes them.
+        pixels: [i, ...] result of the family's preprocessing.
         grid: [i, 2] rows and columns of the patches.
         sizes: [i] tokens of each image.
     """
@@ -83,13 +83,13 @@ class Images(NamedTuple):
 
 
 class Vision(NamedTuple):
-    """What the tower makes of images, once and for all; on the host or on devices.
+    """Features of images after the tower; on the host or on devices.
 
     Attributes:
         features: [i, n, d] visual tokens; a smaller image's are a prefix of its row.
         grid: [i, 2] rows and columns of the patches; on the host.
         sizes: [i] tokens of each image; on the host.
-        taps: [i, ...] intermediates that pruners see.
+        taps: [i, ...] intermediates for pruners.
     """
 
     features: Any
@@ -99,12 +99,12 @@ class Vision(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Static sizes of a batch, where the ladders that are usual are not wanted.
+    """Static sizes of a batch, if not those of the default ladders.
 
     Attributes:
         kept: sizes that kept tokens may be padded to; None for those of `policy.bucket_ladder`.
-        width: slots for text, so that rows are as long as that and the padded tokens of their
-            images; None pads rows to the next of a ladder of lengths.
+        width: slots for text, so that rows have this length plus the padded tokens of their images;
+            None pads rows to the next of a ladder of lengths.
     """
 
     kept: tuple[int, ...] | None = None
@@ -118,10 +118,10 @@ class Begun(NamedTuple):
     """A batch after its first tokens.
 
     Attributes:
-        state: of the decoding.
-        trace: of the prefill.
-        visual_tokens: [b] of each row before pruning, over all its images.
-        kept: [b] of these, how many are left behind the last cut.
+        state: state of the decoding.
+        trace: record of the prefill.
+        visual_tokens: [b] visual tokens of each row before pruning, over all its images.
+        kept: [b] number of these that remain after the last cut.
     """
 
     state: Decoding
@@ -135,10 +135,10 @@ class Ready(NamedTuple):
 
     Attributes:
         run: the program with all its arguments.
-        choice: the program that kept the tokens, likewise, where that is not a part of `run`; it
-            has run.
-        visual_tokens: of `Begun`.
-        kept: of `Begun`.
+        choice: the program that kept the tokens, with its arguments, if it is not part of `run`; it
+            has already run.
+        visual_tokens: as in `Begun`.
+        kept: as in `Begun`.
     """
 
     run: functools.partial
@@ -148,7 +148,7 @@ class Ready(NamedTuple):
 
 
 def read_images(config: ModelConfig, pixels: Any) -> Images:
-    """Describes images by their pixels, as the family's preprocessing makes them."""
+    """Builds `Images` from the result of the family's preprocessing."""
     grid = np.asarray(config.family.grids(config, pixels), np.int32)
     return Images(pixels, grid, np.asarray(config.family.num_tokens(config, grid), np.int32))
 
@@ -160,8 +160,8 @@ def encode(
 
     Args:
         model: the model.
-        images: as many as shall go through it together.
-        taps: intermediates that pruners want to see.
+        images: the images, run as one batch.
+        taps: intermediates that pruners need.
         execution: how the tower's blocks are run.
 
     Returns:
@@ -176,21 +176,21 @@ def encode(
 
 
 def place_method(model: VLM, method: Method) -> Method:
-    """Copies what a method has learned to the model's devices."""
+    """Copies a method's trained parameters to the model's devices."""
     return method._replace(params=replicate_like(model.params, method.params))
 
 
 def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Vision) -> View:
-    """Builds what a pruner sees of a batch.
+    """Builds a pruner's view of a batch.
 
     Args:
         model: the model.
-        pruner: who looks.
-        prompts: of the batch; at least one shows an image.
-        images: theirs, with the taps that the pruner wants.
+        pruner: the pruner.
+        prompts: prompts of the batch; at least one shows an image.
+        images: their images, with the taps that the pruner needs.
 
     Returns:
-        A row for each (image, prompt) pair, as those of `choose`, on the model's devices.
+        A row for each (image, prompt) pair, as in `choose`, on the model's devices.
     """
     shown = _shown(model, pruner, prompts, images, _pair_up(prompts.image_of))
     projected, mesh = pruner.after_projector, mesh_of(model.params)
@@ -211,18 +211,18 @@ def choose(
 
     Args:
         model: the model.
-        method: from `place_method`.
-        prompts: of the batch; at least one shows an image.
-        images: theirs. A `Vision` has the taps that the pruner wants.
+        method: method from `place_method`.
+        prompts: prompts of the batch; at least one shows an image.
+        images: their images; a `Vision` needs the taps of the pruner.
         execution: how the tower's blocks are run.
         sizes: static sizes that kept tokens may be padded to; by default those of
             `policy.bucket_ladder`.
-        ranking: of these pairs, if it is known, on the host.
+        ranking: ranking of these pairs on the host, if known.
 
     Returns:
-        What is kept of each pair, prompt by prompt, and of the first pair again in rows that pad
-        them to a bucket; and [r] its counts on the host, which are read back from the devices only
-        where a learned stop decides.
+        The kept tokens of each pair, in order of prompts, with the first pair repeated in the rows
+        that pad them to a bucket; and [r] their counts on the host, which are read back from the
+        devices only where a learned stop decides.
     """
     rows = _pair_up(prompts.image_of)
     run, counts, _ = _prepare_choice(
@@ -237,13 +237,13 @@ def rank(model: VLM, method: Method, prompts: Prompts, images: Vision, steps: in
 
     Args:
         model: the model.
-        method: of a `Ranker`, from `place_method`.
-        prompts: of the batch; at least one shows an image.
-        images: theirs, with the taps that the pruner wants.
+        method: method of a `Ranker`, from `place_method`.
+        prompts: prompts of the batch; at least one shows an image.
+        images: their images, with the taps that the pruner needs.
         steps: length of the order.
 
     Returns:
-        The orders, on the devices; rows as those of `choose`.
+        The orders, on the devices, with rows as in `choose`.
     """
     # One program serves every budget: an order does not depend on it.
     pruner = dataclasses.replace(method.pruner, budget=Budget())
@@ -270,23 +270,23 @@ def prepare(
     padding: Padding = LADDERS,
     ranking: Ranking | None = None,
 ) -> Ready:
-    """Does all of `begin` but its last program, the only one for `Images` and exact counts.
+    """Performs `begin` except its last program, which is the only one for exact counts.
 
     Args:
         model: the model.
-        method: how to prune, from `place_method`.
+        method: method from `place_method`.
         prompts: the batch.
-        images: of the prompts, before the tower or behind it; None without any.
+        images: images of the prompts, before or after the tower; None if there are none.
         sampling: how tokens are drawn.
         options: how the model is run.
         padding: static sizes.
-        ranking: order of the tokens of each image, if it is known; on the host.
+        ranking: order of the tokens of each image on the host, if known.
 
     Returns:
-        The last program, and what the host knows of its result.
+        The last program, and the counts known on the host.
 
     Warns:
-        UserWarning: a prompt is longer than the context and was cut.
+        UserWarning: a prompt is longer than the context and was truncated.
     """
     mesh, config = mesh_of(model.params), model.config
     rows, cuts = _pair_up(prompts.image_of), ()
@@ -312,8 +312,8 @@ def prepare(
     if padding.width is None:
         totals = [np.minimum(text + count.sum(1), limit).max() for count in left]
         slots = [_bucket(int(total), ladder(limit)) for total in totals]
-        # As many as there can be in so many slots, and one more for a row that is to be cut. So
-        # the length of the rows is all that the program depends on.
+        # The most ids that so many slots can take, and one more for a row that is truncated, so
+        # that the program depends on the length of the rows alone.
         ids, longest = (
             _padded_to(ids, slots[0] + j + 1),
             _bucket(int(text.max()), ladder(limit, 16)),
@@ -342,7 +342,7 @@ def prepare(
         arguments, static = (*choice.args, *arguments), choice.keywords | static
         run = functools.partial(programs.run_answer, *arguments, **static)
     else:
-        # What nobody reads would still tell one program from another.
+        # Unused parameters would still distinguish programs, so they are left out.
         own = (model.params, config, method.params if cuts else (), kept)
         run = functools.partial(programs.run_begin, *own, *arguments, **static)
     before = np.where(rows.shown, sizes[rows.slot], 0)
@@ -362,7 +362,7 @@ def begin(
 ) -> Begun:
     """Prunes the images of a batch of prompts, and runs the language model to the first tokens.
 
-    Args and warnings are those of `prepare`, which does all that comes before the last program.
+    Args and warnings are those of `prepare`.
 
     Returns:
         The batch after its first tokens.
@@ -380,7 +380,7 @@ def finish(
     limit: int,
     execution: Execution = Execution(),
 ) -> Decoding:
-    """Draws all tokens up to a limit; consumes the state. One at a time is the same program."""
+    """Draws all tokens up to a limit; consumes the state. Every limit uses the same program."""
     return decoding.run_decode(
         model.params,
         model.config,
@@ -398,7 +398,7 @@ class _Rows(NamedTuple):
     Attributes:
         image: [r] row in the images.
         prompt: [r] row of the batch.
-        place: [r] which of the prompt's images it is.
+        place: [r] number of the image in its prompt.
         slot: [b, j] pair of each image of each prompt.
         shown: [b, j] True = image.
     """
@@ -423,13 +423,13 @@ def _pair_up(image_of: Int[np.ndarray, "b j"]) -> _Rows:
 
 
 def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
-    """0, 1, ..., padded with zeros to a bucket of rows; multiples of the batch are such."""
+    """Returns 0, 1, ..., padded with zeros to a bucket; multiples of `batch` are buckets."""
     rows = np.arange(row_bucket(count, range(batch, count + batch, batch)))
     return np.where(rows < count, rows, 0)
 
 
 def _padded_tokens(config: ModelConfig, images: Images | Vision) -> int:
-    """The number n of tokens that the tower's result has for each image."""
+    """Returns the padded number n of tokens of each image after the tower."""
     if isinstance(images, Vision):
         return images.features.shape[1]
     leaves, structure = jax.tree.flatten(images.pixels)
@@ -438,7 +438,7 @@ def _padded_tokens(config: ModelConfig, images: Images | Vision) -> int:
 
 @functools.cache
 def _tower_tokens(config: ModelConfig, structure: Any, leaves: tuple[Any, ...]) -> int:
-    """Shape of the tower's result for an image."""
+    """Returns the number of tokens of the tower's result for an image."""
     one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
     encode_one = functools.partial(vlm.encode_image, config=config)
     features, _ = jax.eval_shape(
@@ -450,7 +450,7 @@ def _tower_tokens(config: ModelConfig, structure: Any, leaves: tuple[Any, ...]) 
 def _shown(
     model: VLM, pruner: Pruner, prompts: Prompts, images: Images | Vision, rows: _Rows
 ) -> tuple[Pixels | Features, Pairs]:
-    """What a pruner is shown of a batch, on the model's devices."""
+    """Places a pruner's inputs on the model's devices."""
     mesh, image, n = mesh_of(model.params), rows.image, _padded_tokens(model.config, images)
     sizes, grid = images.sizes[image], images.grid[image]
     if isinstance(images, Images):
@@ -460,7 +460,7 @@ def _shown(
     else:
         taps = tuple(images.taps[tap] for tap in pruner.taps(model.config))
         source = Features(images.features, taps)
-        if isinstance(images.features, np.ndarray):  # only what is looked at goes to the devices
+        if isinstance(images.features, np.ndarray):  # only the rows in use go to the devices
             source = jax.tree.map(lambda part: part[image], source)
             image = np.arange(len(image))
     words, num_words = prompts.words, prompts.num_words
@@ -472,7 +472,7 @@ def _shown(
         size=sizes if (sizes < n).any() else None,
         words=words[rows.prompt],
         num_words=num_words[rows.prompt],
-        # Each image of a prompt has draws of its own; the first has those of the prompt's number.
+        # Each image of a prompt has its own draws; the first has those of the prompt's number.
         number=prompts.number[rows.prompt] + (rows.place << 24),
         count=exact_counts(pruner, sizes),
     )
@@ -482,7 +482,7 @@ def _shown(
 
 
 def exact_counts(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
-    """Tokens to keep of images, where that follows from their sizes; else all."""
+    """Returns the tokens to keep of images if they follow from their sizes, otherwise all."""
     count = [pruner.entering(int(size)) for size in image_sizes]
     return np.array(
         [size if c is None else c for c, size in zip(count, image_sizes, strict=True)], np.int32
@@ -499,7 +499,7 @@ def _prepare_choice(
     sizes: Sequence[int] | None,
     ranking: Ranking | None,
 ) -> tuple[functools.partial[Kept], Int[np.ndarray, "r"] | None, Sequence[int]]:
-    """The program that keeps tokens with its arguments; counts, if known; sizes to pad to."""
+    """Returns the choosing program with its arguments, the counts if known, and sizes to pad to."""
     pruner, mesh, n = method.pruner, mesh_of(model.params), _padded_tokens(model.config, images)
     if pruner.entering(n) == n:
         sizes = (n,)
@@ -526,14 +526,14 @@ def _prepare_choice(
 
 
 def _no_tokens(model: VLM) -> Kept:
-    """Stands for the kept tokens of a batch without images."""
+    """Returns placeholder tokens for a batch without images."""
     dtype = jax.tree.leaves(model.params)[0].dtype
     one = np.zeros((1, 1), np.int32)
     return Kept(one, one, np.zeros((1, 1, model.config.feature_width), dtype), one > 0, one[0])
 
 
 def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
-    """Ids with padding added or cut off at the right end."""
+    """Pads or cuts ids at the right end."""
     ids = ids[:, :width]
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
 
@@ -541,7 +541,7 @@ def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b wi
 def _survivors(
     pruner: Pruner, config: ModelConfig, of_image: Int[np.ndarray, "b j"], cuts: int
 ) -> Int[np.ndarray, "cuts b j 2"]:
-    """`Pruner.survivors` of each image of each row, none of images without tokens."""
+    """Evaluates `Pruner.survivors` for each image of each row; 0 for images without tokens."""
     left = np.zeros((cuts, *of_image.shape, 2), np.int32)
     for size in np.unique(of_image[of_image > 0]) if cuts else ():
         of_size = np.array(pruner.survivors(config, int(size)))
@@ -550,14 +550,14 @@ def _survivors(
 
 
 def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
-    """Tokens of each image [b, j] once rows are cut to the context."""
+    """Returns tokens of each image [b, j] after truncating rows to the context."""
     shown = prompts.image_of >= 0
     text = prompts.length - shown.sum(1)
     longest = int((text + of_image.sum(1)).max())
     if longest > limit:
         warnings.warn(
-            f"a prompt of {longest} embeddings was cut to its first {limit}: its end, and so the "
-            "question, may be lost",
+            f"a prompt of {longest} embeddings was truncated to its first {limit}: its end, and so "
+            "the question, may be lost",
             stacklevel=4,
         )
         of_image = of_image.copy()
@@ -569,5 +569,5 @@ def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _bucket(longest: int, sizes: Sequence[int]) -> int:
-    """The smallest of some sizes in order that is large enough; the last one if none is."""
+    """Returns the first of ascending sizes that is large enough, or the last one."""
     return next((size for size in sizes if size >= longest), sizes[-1])

@@ -4,7 +4,7 @@
 
 `choose` is the first three of them, `begin` the others, and `answer` all: a batch whose counts are
 known on the host runs as one program, and one whose pruner stops by itself as two, with its counts
-read back between them. What is shared has a program of its own: the tower once an image (`encode`),
+read back between them. Shared work has its own programs: the tower once per image (`encode`), and
 a ranking once for all budgets (`rank`). Weights are arguments of every program.
 """
 
@@ -27,7 +27,7 @@ from stepprune_jax.pruning.base import take_first
 
 
 class Features(NamedTuple):
-    """Images behind the tower.
+    """Images after the tower.
 
     Attributes:
         tokens: [i, n, d] visual tokens; a smaller image's are a prefix of its row.
@@ -42,23 +42,23 @@ class Pixels(NamedTuple):
     """Images before the tower.
 
     Attributes:
-        values: what the family's preprocessing returned.
+        values: result of the family's preprocessing.
     """
 
     values: Any
 
 
 class Pairs(NamedTuple):
-    """Every (image, prompt) pair is a row of the pruner.
+    """The (image, prompt) pairs of a batch, which are the rows of a pruner.
 
     Attributes:
-        image: [r] which of the images it is.
+        image: [r] row of the image.
         grid: [r, 2] rows and columns of the image's patches.
         size: [r] tokens of the image; None where all have n.
         words: [r, w] ids of the user's words.
-        num_words: [r] of these.
-        number: [r] for draws that depend on nothing else.
-        count: [r] tokens to keep, where that is known; else all.
+        num_words: [r] number of these.
+        number: [r] number of the row, the seed of its random draws.
+        count: [r] tokens to keep if known, otherwise all.
     """
 
     image: Int[Array, "r"]
@@ -74,12 +74,12 @@ class Texts(NamedTuple):
     """Prompts with the places of their images.
 
     Attributes:
-        ids: [b, l] with -200 where an image stands, right-padded.
-        length: [b] of these.
-        pair: [b, j] row of the pruner of each image.
+        ids: [b, l] right-padded ids, with -200 in place of an image.
+        length: [b] number of ids.
+        pair: [b, j] row of each image in `Pairs`.
         shown: [b, j] True = image.
         grid: [b, j, 2] rows and columns of its patches.
-        counts: [b, j] tokens of each image that stay behind each cut.
+        counts: for each cut, [b, j] tokens of each image that remain after it.
     """
 
     ids: Int[Array, "b l"]
@@ -94,8 +94,8 @@ class Choice(NamedTuple):
     """How tokens are kept; static.
 
     Attributes:
-        pruner: who keeps them, as `Pruner.program` says.
-        capacity: tokens of an image that there is room for.
+        pruner: the result of `Pruner.program`.
+        capacity: padded number of kept tokens per image.
         execution: how the tower's blocks are run.
     """
 
@@ -128,7 +128,7 @@ def see(
     projected: bool,
     mesh: Mesh | None,
 ) -> View:
-    """Builds what a pruner sees, projected tokens or others: a row for each pair."""
+    """Builds a pruner's view, of projected or unprojected tokens, with a row for each pair."""
     n, tokens = images.tokens.shape[1], images.tokens[pairs.image]
     if projected:
         tokens = vlm.project(params, config, tokens)
@@ -162,14 +162,14 @@ def choose(
     Args:
         params: the model's weights.
         config: the model's shape.
-        learned: what the pruner has learned.
-        images: before the tower, or behind it.
-        pairs: what else the pruner sees.
+        learned: trained parameters of the pruner.
+        images: images before or after the tower.
+        pairs: the other inputs of the pruner.
         choice: how tokens are kept.
-        mesh: of the weights.
+        mesh: mesh of the weights.
 
     Returns:
-        What is kept.
+        The kept tokens.
     """
     pruner = choice.pruner
     if isinstance(images, Pixels):
@@ -196,7 +196,7 @@ def rank(
     steps: int,
     mesh: Mesh | None,
 ) -> Ranking:
-    """Puts the tokens of each pair in an order, `steps` long."""
+    """Orders the tokens of each pair; the order has `steps` entries."""
     view = see(params, config, images, pairs, projected=pruner.after_projector, mesh=mesh)
     return pruner.rank(learned, view, steps)
 
@@ -212,22 +212,22 @@ def place(
     projected: bool,
     mesh: Mesh | None,
 ) -> vlm.Sequence:
-    """Projects what was kept and puts it in the places of the images.
+    """Projects the kept tokens and puts them in place of the images.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        kept: of each pair.
+        kept: kept tokens of each pair.
         texts: the prompts.
         capacity: length of the rows.
         positions: "original" or "compact"; see `vlm.assemble`.
-        projected: whether the tokens are projected already.
-        mesh: of the weights.
+        projected: whether the tokens are already projected.
+        mesh: mesh of the weights.
 
     Returns:
         The rows that enter the language model.
     """
-    # No image fills more slots than a row has; one more still shows that the row is to be cut.
+    # No image fills more slots than a row has; one more slot reveals that the row is truncated.
     parts = (kept.index, kept.place, kept.tokens, kept.valid)
     index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
     tokens = tokens if projected else vlm.project(params, config, tokens)
@@ -254,16 +254,16 @@ def begin(
     Args:
         params: the model's weights.
         config: the model's shape.
-        learned: what the pruner has learned.
-        kept: of each pair.
+        learned: trained parameters of the pruner.
+        kept: kept tokens of each pair.
         texts: the prompts.
         sampling: how tokens are drawn.
         stages: static sizes, and cuts between layers.
         options: how the model is run.
-        mesh: of the weights.
+        mesh: mesh of the weights.
 
     Returns:
-        The state after the first tokens, and what the prefill did.
+        The state after the first tokens, and the record of the prefill.
     """
     sequence = place(
         params,
@@ -308,7 +308,7 @@ def answer(
     options: RunOptions,
     mesh: Mesh | None,
 ) -> tuple[Decoding, Trace]:
-    """`choose` and then `begin`, for counts that are known before; arguments as there."""
+    """Runs `choose` and then `begin`, for counts known in advance; arguments as there."""
     kept = choose(params, config, learned, images, pairs, choice=choice, mesh=mesh)
     return begin(
         params, config, learned, kept, texts, sampling, stages=stages, options=options, mesh=mesh
@@ -325,6 +325,6 @@ run_take = jax.jit(take_first, static_argnames="capacity")
 
 
 def num_compiled() -> int:
-    """How many of these programs, and of decoding, have been compiled in this process so far."""
+    """Counts these programs and those of decoding compiled so far in this process."""
     programs = (run_encode, run_choose, run_rank, run_begin, run_answer, decoding.run_decode)
     return run_take._cache_size() + sum(program.num_compiled() for program in programs)

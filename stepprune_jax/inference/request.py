@@ -1,4 +1,4 @@
-"""From prompts and images to ids and pixels: everything that needs no weights."""
+"""From prompts and images to ids and pixels, without the model's weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +19,9 @@ class Request(NamedTuple):
     """A batch of prompts, read and checked.
 
     Attributes:
-        ids: of each prompt, -200 where an image stands.
-        question_ids: of each prompt's user words alone, for the policy.
-        pixels: of the distinct images, as the family's preprocessing makes them, or None.
+        ids: ids of each prompt, with -200 in place of an image.
+        question_ids: ids of each prompt's user text alone, for the policy.
+        pixels: the distinct images after the family's preprocessing, or None.
         image_of: for each prompt, the row in `pixels` of each of its images.
     """
 
@@ -42,10 +42,10 @@ def read_request(
 
     Args:
         tokenizer: the model's `transformers` tokenizer.
-        image_settings: of the model; None only if there are no images.
+        image_settings: the model's image settings; None only if there are no images.
         config: the model's configuration.
         prompts: a question each, or the turns of a conversation that ends with one. `<image>` may
-            say where the images stand; without it they come first.
+            mark the places of images; without it they come first.
         images: for each prompt its images: paths or Pillow images; one alone needs no list. The
             same path or object is read and encoded once.
 
@@ -56,7 +56,7 @@ def read_request(
         FileNotFoundError: an image is missing.
         TypeError: a prompt is neither a string nor strings.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
-            image, images of another size than the model takes. The message says which prompt.
+            image, images of another size than the model takes. The message names the prompt.
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
@@ -92,19 +92,19 @@ def read_request(
 
 
 def _identity(image: ImageLike) -> str | int:
-    """Tells images apart: a path, or which object it is."""
+    """Returns a key that distinguishes images: the path, or the object's identity."""
     return id(image) if isinstance(image, Image.Image) else str(image)
 
 
 def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
-    """The images of one prompt as a list."""
+    """Returns the images of one prompt as a list."""
     if row is None:
         return []
     return [row] if isinstance(row, (str, Path, Image.Image)) else list(row)
 
 
 def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
-    """The turns of a conversation with image marks where the model expects them."""
+    """Returns the turns of a conversation, with image marks where the model expects them."""
     turns = [prompt] if isinstance(prompt, str) else list(prompt)
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
@@ -118,7 +118,7 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
         except UnicodeEncodeError as error:
             place = f"{turn[error.start]!a} at character {error.start}"
             raise ValueError(f"the prompt is not UTF-8 text: {place}") from error
-    # An answer cannot bring an image; a model may still have written the word.
+    # An answer cannot contain an image, but a model may have written the mark.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)
     if marks not in (0, num_images):
@@ -127,6 +127,6 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
         )
     if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
         raise ValueError("the question is empty")
-    if marks == turns[0].count(IMAGE_MARK):  # else the marks in later turns stay where they are
+    if marks == turns[0].count(IMAGE_MARK):  # otherwise marks in later turns keep their places
         turns[0] = config.family.place_images(turns[0], num_images)
     return turns

@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 def check_sampling(
     temperature: float | int, top_p: float | int, repetition_penalty: float | int = 1.0
 ) -> None:
-    """Refuses settings that mean nothing.
+    """Checks sampling settings.
 
     Args:
-        temperature: to divide logits by; 0 for greedy.
+        temperature: divisor of logits; 0 is greedy.
         top_p: probability mass to sample from.
-        repetition_penalty: of `penalise`.
+        repetition_penalty: penalty of `penalise`.
 
     Raises:
         ValueError: a temperature below 0 or not finite, top_p outside (0, 1], or a penalty that is
@@ -35,13 +35,13 @@ def check_sampling(
 def penalise(
     logits: Float[Array, "*b v"], seen: Bool[Array, "*b v"], penalty: ArrayLike
 ) -> Float[Array, "*b v"]:
-    """Makes tokens less likely that have been read or written before.
+    """Penalises tokens that have been read or generated before.
 
-    Keskar and others (https://arxiv.org/abs/1909.05858), Sec. 4.1, as `transformers` reads it:
+    Keskar et al. (https://arxiv.org/abs/1909.05858), Sec. 4.1, as interpreted by `transformers`:
     positive logits are divided by the penalty, negative ones multiplied.
 
     Args:
-        logits: [..., v] of the next token.
+        logits: [..., v] logits of the next token.
         seen: [..., v] True at tokens of the prompt and of the answer so far.
         penalty: a positive number; 1 changes nothing.
 
@@ -53,10 +53,10 @@ def penalise(
 
 
 def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v"]:
-    """The smallest set of tokens whose probabilities sum to at least `top_p`.
+    """Returns the smallest set of tokens whose probabilities sum to at least `top_p`.
 
-    Holtzman and others (https://arxiv.org/abs/1904.09751), Sec. 3.1. The likeliest token is always
-    in; of equally likely ones that with the lower id comes first.
+    Holtzman et al. (https://arxiv.org/abs/1904.09751), Sec. 3.1. The most likely token is always in
+    the set; of equally likely ones, the one with the lower id comes first.
 
     Args:
         logits: [..., v] float32, already divided by the temperature.
@@ -81,13 +81,13 @@ def sample(
 ) -> Int[Array, "*b"]:
     """Draws one token per row.
 
-    Temperature and `top_p` may be traced: changing them compiles nothing, and what a setting does
-    not need is not computed.
+    Temperature and `top_p` may be traced: changing them compiles nothing, and computation that a
+    setting does not need is skipped.
 
     Args:
         key: PRNG key; consumed.
-        logits: [..., v] of the next token; computed with in float32.
-        temperature: logits are divided by it; 0 takes the largest, lowest id first.
+        logits: [..., v] logits of the next token; converted to float32.
+        temperature: divisor of logits; 0 takes the largest logit, lowest id first.
         top_p: draws come from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
 
     Returns:

@@ -18,12 +18,12 @@ from stepprune_jax.pruning import Method, Ranking
 
 
 class Batching(NamedTuple):
-    """How a set of prompts is dealt out to batches.
+    """How a set of prompts is divided into batches.
 
     Attributes:
-        batch_size: prompts at a time.
+        batch_size: prompts per batch.
         sizes: static sizes that kept tokens are padded to; None for a ladder.
-        widths: sizes that the prompts of a batch are padded to; without any, that of all prompts.
+        widths: sizes that the prompts of a batch are padded to; if empty, that of all prompts.
     """
 
     batch_size: int
@@ -32,15 +32,15 @@ class Batching(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What was answered to a set of prompts.
+    """Answers to a set of prompts.
 
     Attributes:
-        texts: one a prompt.
-        kept: [q] visual tokens that were kept.
-        order: for each prompt the indices of its kept tokens: of a ranker in order of choice, of
-            other methods in raster order, without tokens that were merged or added.
-        seconds: [q] of each prompt: the time of its batch, from features to the last token, over
-            the places of the batch, of which the last may have more than prompts.
+        texts: one answer per prompt.
+        kept: [q] number of visual tokens kept.
+        order: for each prompt the indices of its kept tokens: in order of choice for a ranker, in
+            raster order for other methods, without merged or added tokens.
+        seconds: [q] seconds per prompt: the time of its batch, from features to the last token,
+            divided by the batch size, padding included.
     """
 
     texts: list[str]
@@ -50,7 +50,7 @@ class Answers(NamedTuple):
 
 
 def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields the row numbers of each batch, the last one filled up, and how many are real."""
+    """Yields the row numbers of each batch, the last one padded, and how many are real."""
     for first in range(0, total, size):
         rows = np.arange(first, first + size)
         yield np.minimum(rows, total - 1), min(size, total - first)
@@ -71,14 +71,14 @@ def rank_all(
     Args:
         model: the model.
         method: the ranker, from `place_method`.
-        prompts: each with one image.
-        vision: of all images, on the host.
-        steps: length of the order; at most as many as the largest image has tokens.
-        batch_size: prompts at a time.
-        report: called with the number of prompts done at each batch.
+        prompts: prompts with one image each.
+        vision: features of all images, on the host.
+        steps: length of the order; at most the number of tokens of the largest image.
+        batch_size: prompts per batch.
+        report: called with the number of prompts done after each batch.
 
     Returns:
-        The ranking, on the host, and the mean seconds of a place in a batch.
+        The ranking, on the host, and the mean seconds per row, padding included.
     """
     parts, seconds = [], 0.0
     steps = min(steps, vision.features.shape[1])
@@ -108,26 +108,26 @@ def answer_all(
 ) -> Answers:
     """Answers every prompt greedily.
 
-    Prompts are sorted by their widths, if there are several, and their counts, if a ranking tells
-    them, so that a batch is padded to the smallest sizes that hold it. What a prompt is answered
+    Prompts are sorted by their widths, if there are several, and by their counts, if a ranking
+    gives them, so that a batch is padded to the smallest sizes that hold it. The answer to a prompt
     does not depend on the others.
 
     Args:
         model: the model.
         method: how to prune, from `place_method`.
-        prompts: each with one image, or none of them with any.
-        images: all of them, on the host: before the tower where no two prompts share one, else
-            behind it.
+        prompts: prompts with one image each, or all without images.
+        images: all images, on the host: before the tower if no two prompts share one, otherwise
+            after it.
         options: how the model is run, and the longest answer.
         batching: sizes.
-        ranking: from `rank_all`, for these prompts.
-        report: called with the number of prompts done at each batch.
+        ranking: result of `rank_all` for these prompts.
+        report: called with the number of prompts done after each batch.
 
     Returns:
         The answers, in the order of the prompts.
 
     Raises:
-        ValueError: the model's logits are not finite; the message has the number of the prompt.
+        ValueError: the model's logits are not finite; the message gives the prompt's number.
     """
     total, size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)

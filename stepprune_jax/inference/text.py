@@ -1,16 +1,16 @@
-"""Text of tokens as they come."""
+"""Text of tokens as they are generated."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# What a decoder writes for bytes that are no character (yet).
+# Written by a decoder for bytes that are not (yet) a character.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of an answer: special tokens dropped, both ends stripped of white space.
+    """Decodes an answer, without special tokens and surrounding white space.
 
     Args:
         tokenizer: a `transformers` tokenizer.
@@ -23,8 +23,8 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text without special tokens."""
-    # Cleaning up would rewrite what was said before, depending on what follows.
+    """Decodes ids without special tokens."""
+    # Cleaning up would rewrite earlier text depending on what follows.
     return tokenizer.decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -33,13 +33,13 @@ def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 class TextStream:
     """Turns tokens into pieces of text that concatenate to `answer_text` of all of them.
 
-    What a later token could still change is held back: white space at the end, which may turn out
-    to be the end of the answer; incomplete characters; and a run of byte tokens, which is decoded
-    as a whole (one bad byte makes all of them unknown).
+    Text that a later token could still change is held back: white space at the end, which may turn
+    out to be the end of the answer; incomplete characters; and a run of byte tokens, which is
+    decoded as a whole (one bad byte makes all of them unknown).
     """
 
     def __init__(self, tokenizer: Any):
-        """Starts with nothing said; `tokenizer` is a `transformers` tokenizer."""
+        """Starts an empty stream; `tokenizer` is a `transformers` tokenizer."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._settled = 0
@@ -52,23 +52,23 @@ class TextStream:
             token: its id.
 
         Returns:
-            The text that is now certain and was not before; often empty.
+            The text that has become final; often empty.
         """
         self._ids.append(token)
         name = self._tokenizer.convert_ids_to_tokens(token)
         is_byte = isinstance(name, str) and _BYTE.fullmatch(name)
-        # Tokens without text of their own, such as special ones, do not end a run of bytes.
+        # Tokens without text, such as special ones, do not end a run of bytes.
         if not is_byte and _decode(self._tokenizer, [token]):
             self._settled = len(self._ids)
         text = answer_text(self._tokenizer, self._ids[: self._settled])
         return self._advance(text.rstrip(_UNKNOWN).rstrip())
 
     def finish(self) -> str:
-        """The rest of the text, once no token follows."""
+        """Returns the rest of the text, once no token follows."""
         return self._advance(answer_text(self._tokenizer, self._ids))
 
     def _advance(self, text: str) -> str:
-        """The part of `text` not written yet."""
+        """Returns the part of `text` that has not been written yet."""
         if not text.startswith(self._written):
             return ""
         piece = text[len(self._written) :]

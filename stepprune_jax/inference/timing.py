@@ -1,4 +1,4 @@
-"""Time that programs take once they are compiled."""
+"""Run time of programs without compilation."""
 
 import time
 from collections.abc import Callable
@@ -8,15 +8,15 @@ T = TypeVar("T")
 
 
 def timed(run: Callable[[], T], *num_compiled: Callable[[], int]) -> tuple[T, float]:
-    """Runs something and takes its time without compilation.
+    """Runs a function and measures its time without compilation.
 
     Args:
-        run: what to run; it waits for its result. If it compiles a program it is run again, so it
-            must do no more than compute.
-        *num_compiled: say how many programs have been compiled so far.
+        run: the function, which waits for its result. It is run again if it compiles a program, and
+            so must have no side effects.
+        *num_compiled: functions that return the number of programs compiled so far.
 
     Returns:
-        The result, and seconds.
+        The result, and the time in seconds.
     """
     while True:
         before, begin = [count() for count in num_compiled], time.perf_counter()

@@ -10,17 +10,17 @@ from typing import Any
 
 from stepprune_jax.settings import is_count, is_number
 
-# Far beyond any model. Sizes are read before the tensors that they are compared with, and a list of
-# the tensors of 10**9 layers would fill the memory.
+# Far beyond any model. Sizes are read before the tensors they are compared with, and a list of the
+# tensors of 10**9 layers would exhaust memory.
 MOST, MOST_LAYERS = 1 << 24, 1024
 
-LONGEST_SIDE = 8192  # in pixels, of what a tower takes: 20 times that of the largest
+LONGEST_SIDE = 8192  # largest input of a tower in pixels, 20 times that of any model
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def checked(config: dict[str, Any], field: str, default: Any, supported: tuple, where: str) -> Any:
-    """The value of a field that must be one of a few, else an error that lists them."""
+    """Reads a field that must have one of a few values; the error lists them."""
     value = config.get(field, default)
     if value not in supported:
         listed = ", ".join(map(repr, supported))
@@ -29,17 +29,17 @@ def checked(config: dict[str, Any], field: str, default: Any, supported: tuple, 
 
 
 def positive(config: dict[str, Any], field: str, default: int, where: str, most: int = MOST) -> int:
-    """A field that must be a positive integer, of a size that a model can have."""
+    """Reads a field that must be a positive integer, of a size that a model can have."""
     value = config.get(field)
     value = default if value is None else value
     if not is_count(value) or value > most:
-        limit = f", {most:,} at most" if is_count(value) else ""
+        limit = f" of at most {most:,}" if is_count(value) else ""
         raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer{limit}")
     return value
 
 
 def real(config: dict[str, Any], field: str, default: float, where: str) -> float:
-    """A field that must be a finite number above 0."""
+    """Reads a field that must be a finite number above 0."""
     value = config.get(field)
     value = default if value is None else value
     if not (is_number(value) and value > 0):
@@ -48,7 +48,7 @@ def real(config: dict[str, Any], field: str, default: float, where: str) -> floa
 
 
 def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
-    """A side length, given as one integer or as a pair of equal integers."""
+    """Reads a side length, given as one integer or as a pair of equal integers."""
     value = config.get(field, default)
     if isinstance(value, list | tuple):
         if not value or any(side != value[0] for side in value):
@@ -58,14 +58,14 @@ def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
 
 
 def token_id(value: Any, field: str, where: str) -> int | None:
-    """A token id field that may be absent."""
+    """Reads a token id that may be absent."""
     if not (value is None or is_count(value, 0)):
         raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
     return value
 
 
 def token_ids(value: Any, field: str, where: str) -> tuple[int, ...]:
-    """A token id field that may be absent, one id or several, as a tuple."""
+    """Reads one or several token ids, which may be absent, as a tuple."""
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
@@ -80,8 +80,8 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" (all frequencies divided by `factor`) or "llama3" (only those whose wave is
-            long against the pretrained length, with a smooth passage between).
-        factor: how many times longer the context is made.
+            long compared with the pretrained length, with a smooth transition).
+        factor: factor by which the context is extended.
         low_freq_factor: "llama3": waves longer than length / low_freq_factor are stretched fully.
         high_freq_factor: "llama3": waves shorter than length / high_freq_factor are left alone.
         original_max_positions: "llama3": the pretrained length.
@@ -98,7 +98,7 @@ def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
     """Reads base and scaling of the rotary embedding, from either generation of field names.
 
     Raises:
-        ValueError: an unsupported kind of scaling, or a field that is missing or no such value.
+        ValueError: an unsupported kind of scaling, or a field that is missing or malformed.
     """
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
@@ -135,7 +135,7 @@ def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a language model of Llama's kind.
+    """Shape of a Llama-like language model.
 
     Attributes:
         vocab_size: number v of token embeddings.
@@ -149,9 +149,9 @@ class LlamaConfig:
         rms_norm_eps: added to mean squares.
         max_positions: pretrained length in tokens.
         tie_embeddings: the output head is the transposed embedding.
-        rope_scaling: None or a supported stretching.
-        rope_sections: for tokens with several position ids, how many pairs of channels each of them
-            turns; empty for one id.
+        rope_scaling: a supported scaling, or None.
+        rope_sections: for tokens with several position ids, the number of channel pairs that each
+            rotates; empty for one id.
         qkv_bias: whether the projections to queries, keys and values have biases.
     """
 
@@ -189,7 +189,7 @@ class LlamaConfig:
         """Builds the config from a parsed Llama `config.json` or the `text_config` of a LLaVA.
 
         Args:
-            config: the parsed dict; of both generations of RoPE fields (`rope_theta` with
+            config: the parsed dict, with either generation of RoPE fields (`rope_theta` with
                 `rope_scaling`, or `rope_parameters`).
 
         Returns:

@@ -1,8 +1,8 @@
-"""A language model of Llama's kind in stages of layers, as pure functions over stacked weights.
+"""A Llama-like language model in stages of layers, as pure functions over stacked weights.
 
-Touvron and others, "Llama 2" (https://arxiv.org/abs/2307.09288): pre-norm blocks with rotary
-positions (https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. Biases of queries,
-keys and values, and several position ids a token, are options of the configuration.
+Touvron et al., "Llama 2" (https://arxiv.org/abs/2307.09288): pre-norm blocks with rotary positions
+(https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. Biases of queries, keys and
+values, and several position ids per token, are options of the configuration.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ class Rows(NamedTuple):
     Attributes:
         hidden: [b, s, e] the residual stream.
         position: [b, s] int32 position ids, or [b, p, s] where a token has p of them.
-        valid: [b, s] True = token. Must be a prefix of each row when a cache is made or extended
-            and for the fused kernels, which see the causal order only.
-        segment: [b, s] packs several continuations of one prefix into a row: tokens see those of
-            segment 0 and of their own. Needs attention "matmul" and no cache.
+        valid: [b, s] True = token. Must be a prefix of each row when a cache is created or extended
+            and for the fused kernels, which apply the causal mask only.
+        segment: [b, s] packs several continuations of one prefix into a row: tokens see segment 0
+            and their own. Needs attention "matmul" and no cache.
     """
 
     hidden: Float[Array, "b s e"]
@@ -55,16 +55,16 @@ class Rows(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a stage of layers shall return besides its hidden states.
+    """Results of a stage of layers that are returned in addition to its hidden states.
 
     Attributes:
-        capacity: slots of a cache to be made, at least s; None makes none.
-        taps: "hidden" [b, s, e] before a layer of the stage or behind its last; "normed" [b, s, e]
-            the same behind the model's last norm; "mlp_input" [b, s, e] what the block's MLP reads;
-            "attention": float32 softmax weights of the queries at `query_index`, heads kept, [b, h,
-            q, t], t the cache's slots (if any) and then the s own; without a cache also those that
-            the block behind the stage would give to its result; "keys" [b, h_kv, s, c] after rotary
-            positions; "rotary" [2, b, s, c] cosine and sine of the angles, whatever the layer.
+        capacity: slots of a new cache, at least s; None creates none.
+        taps: "hidden" [b, s, e] before a layer of the stage or after its last; "normed" [b, s, e]
+            the same after the model's final norm; "mlp_input" [b, s, e] input of the block's MLP;
+            "attention": float32 softmax weights of the queries at `query_index`, per head, [b, h,
+            q, t], t being the cache's slots (if any) followed by the stage's s; without a cache
+            also those of the block after the stage; "keys" [b, h_kv, s, c] after rotary positions;
+            "rotary" [2, b, s, c] cosine and sine of the angles, the same for every layer.
         query_index: [b, q] indices into s, for "attention" taps.
     """
 
@@ -94,7 +94,7 @@ class Stage(NamedTuple):
 
     Attributes:
         hidden: [b, s, e] the residual stream after the last block run, not normalised.
-        cache: this stage's keys and values, or None if none was asked for.
+        cache: this stage's keys and values, or None if not requested.
         taps: intermediates by name.
     """
 
@@ -104,12 +104,12 @@ class Stage(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every block of a stage reads besides its weights and the residual stream.
+    """Inputs shared by all blocks of a stage.
 
     Attributes:
-        cosine: [b, s, c] of the rotary angles.
-        sine: [b, s, c] likewise.
-        mask: [b, s, s] which of the stage's own tokens each attends to.
+        cosine: [b, s, c] cosine of the rotary angles.
+        sine: [b, s, c] sine of the rotary angles.
+        mask: [b, s, s] which of the stage's tokens each token attends to.
         cached_mask: [b, 1, capacity] which cached slots are filled, or None without a cache.
     """
 
@@ -119,7 +119,7 @@ class Context(NamedTuple):
     cached_mask: Bool[Array, "b 1 capacity"] | None
 
     def past(self, cached: tuple[Array, Array] | None) -> list[Segment]:
-        """Returns what may be attended to of a layer's cached keys and values."""
+        """Returns a layer's cached keys and values, masked to the filled slots."""
         return [] if cached is None else [Segment(*cached, self.cached_mask)]
 
 
@@ -194,14 +194,14 @@ class LlamaBlock(nn.Module):
 
 
 def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
-    """Random float32 weights of the language model.
+    """Draws float32 weights of the language model.
 
     Args:
         key: PRNG key; consumed.
         config: the model's shape.
 
     Returns:
-        The tree under "language" of the whole model's parameters; no "head" when tied.
+        The tree under "language" of the whole model's parameters; without "head" if tied.
     """
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     e, v, c = config.hidden_size, config.vocab_size, config.head_dim
@@ -223,14 +223,14 @@ def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
 def init_cache(
     config: LlamaConfig, num_layers: int, batch_size: int, capacity: int, dtype: Any
 ) -> Cache:
-    """Makes an empty cache.
+    """Creates an empty cache.
 
     Args:
         config: the model's shape.
         num_layers: layers of the stage.
-        batch_size: rows.
+        batch_size: number of rows.
         capacity: slots of each row.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
 
     Returns:
         The cache, of length 0.
@@ -243,8 +243,8 @@ def init_cache(
 def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput) -> Cache:
     """Writes a layer's keys and values to the first slots.
 
-    In place, layer by layer: stacking the outputs of a scan would need padding afterwards, and so a
-    second copy of the cache.
+    This is done in place, layer by layer: stacking the outputs of a scan would need padding
+    afterwards, and so a second copy of the cache.
     """
     start = (layer, 0, 0, 0, 0)
     key = jax.lax.dynamic_update_slice(cache.key, output.key[None], start)
@@ -253,9 +253,9 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
 
 
 def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b s e"]) -> Cache:
-    """Appends what was written to an earlier cache, or makes it one, counting its tokens.
+    """Appends new keys and values to an earlier cache, if there is one, and updates its length.
 
-    Each row is written at its own length; what lies beyond the capacity is lost. `hidden` is the
+    Each row is written at its own length; tokens beyond the capacity are dropped. `hidden` is the
     result of the last layer.
     """
     count = rows.valid.sum(-1, dtype=jnp.int32)
@@ -264,8 +264,8 @@ def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b
     if cache is None:
         return Cache(new.key, new.value, count, following)
     slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
-    # Plus 0, unless it is NaN: the compiler cannot know, and so writes the cache after the last
-    # layer has read it. Else XLA on a CPU copies all of it first.
+    # Adds 0, or 1 for NaN: the compiler cannot know which, and so writes the cache after the last
+    # layer has read it. Otherwise XLA would copy all of it first on a CPU.
     slots += hidden[:, :1, 0] != hidden[:, :1, 0]
     return Cache(
         append_slots(cache.key, new.key, slots),
@@ -293,7 +293,7 @@ def _attention_rows(
     cached: tuple[Array, Array] | None,
     query_index: Int[Array, "b q"],
 ) -> Float[Array, "b h q t"]:
-    """Softmax weights of a block's queries at some slots."""
+    """Computes softmax weights of a block's queries at some slots."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
     mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
     own = Segment(output.key, output.value, mask)
@@ -307,7 +307,7 @@ def _attention_before(
     context: Context,
     layer: int,
 ) -> BlockOutput:
-    """Queries and keys of a block that is about to run, without the rest of it."""
+    """Computes queries and keys of the next block, without running the rest of it."""
     stack = {name: params["layers"][name] for name in ("norm1", "attention")}
     weights = take_layer(stack, layer)
     normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
@@ -327,19 +327,19 @@ def run_layers(
     """Runs some blocks as one stage with its own length and its own cache.
 
     Args:
-        params: the language model's weights; see `stack` for where those of layers lie.
+        params: the language model's weights; see `stack` for the layout of layers.
         config: the model's shape.
-        rows: what enters block `span[0]`.
-        span: first block, and the one to stop before.
+        rows: inputs of block `span[0]`.
+        span: first block, and the block to stop before.
         cache: this stage's earlier keys and values, to attend to and to extend.
-        wanted: what to return besides the hidden states.
+        wanted: additional results.
         execution: how the blocks are run.
 
     Returns:
         A `Stage`.
 
     Raises:
-        ValueError: layers, taps, capacity or segments that do not exist or do not fit.
+        ValueError: layers or taps that do not exist, or an unsuitable capacity or segments.
     """
     hidden, (first, last) = rows.hidden, span
     named = _check_stage(config, rows, span, cache, wanted, execution)
@@ -408,14 +408,14 @@ def _check_stage(
     wanted: Wanted,
     execution: Execution,
 ) -> dict[str, tuple[str, int]]:
-    """Refuses what `run_layers` cannot do; returns the taps as `resolve_taps` does."""
+    """Checks the arguments of `run_layers`; returns the taps as `resolve_taps` does."""
     (first, last), capacity = span, wanted.capacity
     if not 0 <= first < last <= config.num_layers:
         raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
     if capacity is not None and (cache is not None or capacity < rows.hidden.shape[1]):
         raise ValueError(
             f"capacity {capacity} for {rows.hidden.shape[1]} tokens: give it only where a cache is "
-            "made, and at least as large as the sequence"
+            "created, and at least as large as the sequence"
         )
     if cache is not None and cache.key.shape[0] != last - first:
         raise ValueError(
@@ -436,21 +436,21 @@ def _check_stage(
 
 
 def embed(params: dict[str, Any], ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:
-    """Embeddings of token ids; negative ids (image places) get that of id 0, to be replaced."""
+    """Embeds token ids; negative ids (image places) get the embedding of id 0, to be replaced."""
     return jnp.take(params["embed"]["embedding"], jnp.maximum(ids, 0), axis=0, mode="clip")
 
 
 def final_norm(
     params: dict[str, Any], config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b e"]:
-    """The norm after the last block, usable on any hidden state."""
+    """Applies the norm after the last block, to any hidden state."""
     return cast(Array, RmsNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
 
 
 def logits(
     params: dict[str, Any], config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
-    """Final norm and output head.
+    """Applies the final norm and the output head.
 
     Args:
         params: the language model's weights.

@@ -1,10 +1,10 @@
-"""What a model family provides: the protocol that pipelines, trainers and pruners rely on.
+"""The protocol of model families, on which pipelines, trainers and pruners rely.
 
 A family is a package of pure functions over a tree of frozen weights and a frozen configuration;
-`config.family` is that package. Nothing outside of it asks which family a model is of. How many
-visual tokens an image has, their grid, and how many position ids a token has are the family's to
-say, image by image: images of one model may differ in all of them. The language model is that of
-`models.decoder` in every family, with its weights under "language".
+`config.family` is that package. No other code depends on a model's family. The family decides,
+image by image, how many visual tokens an image has and their grid, and how many position ids a
+token has. The language model of every family is that of `models.decoder`, with its weights under
+"language".
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ from stepprune_jax.models.weights import Target
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """What every family's configuration offers; a frozen, hashable dataclass with more fields.
+    """Fields of every family's configuration, a frozen, hashable dataclass that may have more.
 
     Attributes:
-        text: shape of the language model. Read outside of the family: `num_layers`, `hidden_size`,
+        text: shape of the language model. Read outside the family: `num_layers`, `hidden_size`,
             `vocab_size`, `max_positions`, and for counting operations and planning memory also
             `num_heads`, `num_kv_heads`, `head_dim` and `intermediate_size`.
-        image_token_id: the vocabulary's own id for images, or None. Prompts have `IMAGE_TOKEN`.
+        image_token_id: the vocabulary's own id for images, or None. Prompts use `IMAGE_TOKEN`.
         bos_token_id: begin-of-sequence id, or None.
         eos_token_ids: ids that end an answer.
         pad_token_id: padding id, or None.
@@ -70,10 +70,10 @@ class ModelConfig(Protocol):
 
     @property
     def received_block(self) -> int | None:
-        """The tower's block that offers taps "received" and "keys", a value a visual token.
+        """The tower's block with taps "received" and "keys" per visual token; None without one.
 
-        None without one. "received" [i, n] is how much a token is attended to by all of its image;
-        "keys" [i, n, c] by what tokens are alike.
+        "received" [i, n] is the attention that a token receives from its whole image; "keys"
+        [i, n, c] measure the similarity of tokens.
         """
         ...
 
@@ -82,14 +82,14 @@ class ModelConfig(Protocol):
 class Family(Protocol):
     """Functions of a model family; `models.vlm` documents those that run on devices.
 
-    `raw` is a parsed ``config.json``. `settings` and pixels are of types that only the family
-    reads; pixels are an array, or a tuple of arrays, with a leading axis of images. Canonical names
-    are the weight names of the family's published files, which its other dialects are brought to.
+    `raw` is a parsed ``config.json``. `settings` and pixels have types that only the family reads;
+    pixels are an array, or a tuple of arrays, with a leading axis of images. Canonical names are
+    the weight names of the family's published files, to which other dialects are translated.
 
     Attributes:
-        SUPPORTED: what is supported, for the message about a folder that is not.
-        POSITION_AXES: p, position ids of a token: 1, or 3 for (time, row, column).
-        CONTEXT_LIMIT: the longest row that prompts are cut to, visual tokens counted.
+        SUPPORTED: description of the supported models, for error messages.
+        POSITION_AXES: p, position ids per token: 1, or 3 for (time, row, column).
+        CONTEXT_LIMIT: length that prompts are truncated to, including visual tokens.
         SHARDING_RULES: (pattern on the path, spec) of every weight, see `parallel.sharding`.
     """
 
@@ -101,15 +101,15 @@ class Family(Protocol):
     # Checkpoint folders.
 
     def matches(self, raw: dict[str, Any]) -> bool:
-        """Whether this family reads such a folder."""
+        """Returns whether this family reads such a folder."""
         ...
 
     def vision_folder(self, raw: dict[str, Any]) -> str | None:
-        """Names the folder or hub id of a tower that lies elsewhere.
+        """Returns the folder or hub id of a tower that is stored elsewhere.
 
         Returns:
-            None if the tower is part of the checkpoint, as is usual; "" if it lies elsewhere and
-            the file does not say where.
+            None if the tower is part of the checkpoint, as is usual; "" if it is stored elsewhere
+            and the file does not say where.
         """
         ...
 
@@ -117,7 +117,7 @@ class Family(Protocol):
         """Builds the configuration.
 
         Args:
-            raw: of the checkpoint.
+            raw: ``config.json`` of the checkpoint.
             vision: ``config.json`` of the tower's own folder, if it has one.
 
         Returns:
@@ -129,28 +129,28 @@ class Family(Protocol):
         ...
 
     def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
-        """Brings a weight's name to its canonical form; None for one that is to be passed over."""
+        """Returns the canonical form of a weight's name; None for a weight to skip."""
         ...
 
     def is_vision_name(self, name: str) -> bool:
-        """Whether a canonical name belongs to the tower."""
+        """Returns whether a canonical name belongs to the tower."""
         ...
 
     def is_harmless(self, name: str, config: ModelConfig) -> bool:
-        """Whether a canonical name that no weight has may lie in the files, such as a tied head."""
+        """Returns whether an unused canonical name may be in the files, such as a tied head."""
         ...
 
     def weight_targets(self, abstract: dict[str, Any], config: ModelConfig) -> list[Target]:
-        """Lists the tensors that each leaf of the weights is made of; see `weights.targets`."""
+        """Lists the tensors that make up each leaf of the weights; see `weights.targets`."""
         ...
 
     def complete_vocabulary(
         self, config: ModelConfig, tokenizer: Any | None
     ) -> tuple[ModelConfig, Any | None]:
-        """Adds to configuration and tokenizer what a saved folder needs beyond what was loaded.
+        """Adds tokens that a saved folder needs to configuration and tokenizer.
 
-        New rows of the vocabulary are filled with those of token 0. Most families return what they
-        were given.
+        New rows of the vocabulary are filled with those of token 0. Most families return their
+        arguments.
         """
         ...
 
@@ -165,10 +165,10 @@ class Family(Protocol):
     # Images, on the host.
 
     def image_settings(self, folder: str | Path) -> Any:
-        """Reads how images are processed.
+        """Reads the image processor's settings.
 
         Raises:
-            FileNotFoundError: the folder does not say.
+            FileNotFoundError: the folder has no image processor file.
             ValueError: it describes another kind of processor.
         """
         ...
@@ -180,29 +180,29 @@ class Family(Protocol):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> ModelConfig:
-        """Bounds the area of resized images as the folder's processor does, or the user.
+        """Bounds the area of resized images, by the folder's processor or the user.
 
         Args:
-            config: the model's.
-            folder: that says how images are processed; None for the bounds that the configuration
-                has.
-            min_pixels: least area, in place of the folder's.
-            max_pixels: largest area, in place of the folder's.
+            config: the model's configuration.
+            folder: folder with the image processor's file; None for the bounds of the
+                configuration.
+            min_pixels: smallest area, instead of the folder's.
+            max_pixels: largest area, instead of the folder's.
 
         Returns:
             The configuration, whose `max_image_tokens` follows.
 
         Raises:
-            FileNotFoundError: the folder does not say.
-            ValueError: bounds that no image meets, or bounds of images that all have one size.
+            FileNotFoundError: the folder has no image processor file.
+            ValueError: bounds that no image meets, or bounds for images of a fixed size.
         """
         ...
 
     def preprocess(self, config: ModelConfig, settings: Any, images: Sequence[Image.Image]) -> Any:
-        """Turns RGB images, whose sizes may differ, into pixels.
+        """Converts RGB images, whose sizes may differ, to pixels.
 
-        Images that give fewer tokens than others are padded here, so that pixels of one batch share
-        a shape; a family pads to few different shapes, as each is compiled for.
+        Images with fewer tokens than others are padded here, so that the pixels of a batch share a
+        shape; a family pads to few different shapes, as each needs a compilation.
 
         Raises:
             ValueError: no images, or one that the model cannot take.
@@ -210,7 +210,7 @@ class Family(Protocol):
         ...
 
     def seen(self, config: ModelConfig, settings: Any, image: Image.Image) -> Image.Image:
-        """Returns an RGB image as the tower sees it, which the grid of its tokens covers.
+        """Returns an RGB image as the tower sees it, covered by the grid of its tokens.
 
         Raises:
             ValueError: an image that the model cannot take.
@@ -222,19 +222,20 @@ class Family(Protocol):
     ) -> Callable[[Path], Any]:
         """Returns a function from an image file to its pixels, without the axis of images.
 
-        It gives what `preprocess` would, keeps the latest images up to `limit_bytes` of memory,
-        may be called by several threads, and begins empty when it is sent to another process.
+        The function returns the same as `preprocess`, caches the latest images up to `limit_bytes`
+        of memory, may be called by several threads, and is empty after being sent to another
+        process.
 
         Raises:
-            FileNotFoundError: when it is called, if there is no such file.
-            ValueError: when it is called, if the model cannot take the image.
+            FileNotFoundError: when called, if there is no such file.
+            ValueError: when called, if the model cannot take the image.
         """
         ...
 
     def max_pixels(self, config: ModelConfig, count: int) -> Any:
         """Returns the shapes of the pixels of `count` images of the largest size.
 
-        They are `jax.ShapeDtypeStruct`; memory is planned with them before any image is read.
+        They are `jax.ShapeDtypeStruct`s, used to plan memory before any image is read.
         """
         ...
 
@@ -251,7 +252,7 @@ class Family(Protocol):
         """Returns the number of visual tokens of unpruned images of these grids.
 
         Args:
-            config: the model's.
+            config: the model's configuration.
             grid: a numpy or a traced array.
         """
         ...
@@ -259,7 +260,7 @@ class Family(Protocol):
     # Prompts, on the host. `data.prompts` does the rest for all families.
 
     def place_images(self, message: str, num_images: int) -> str:
-        """Puts an `IMAGE_MARK` for each image where the model expects it in a first user turn.
+        """Puts an `IMAGE_MARK` for each image in the first user turn, where the model expects it.
 
         Raises:
             ValueError: the message has marks, but not one per image.
@@ -267,10 +268,10 @@ class Family(Protocol):
         ...
 
     def conversation(self, turns: Sequence[str | None]) -> str:
-        """Writes out a conversation, user first and then alternating, with its image marks.
+        """Formats a conversation, user first and then alternating, with its image marks.
 
-        A last user turn is followed by an open assistant turn. Each conversation begins with what
-        any shorter part of it gives, so that the text which a turn adds is that turn's.
+        A last user turn is followed by an open assistant turn. The text of a conversation's first
+        turns is a prefix of the whole, so that the text added by a turn belongs to it.
         """
         ...
 
@@ -288,11 +289,10 @@ class Family(Protocol):
         taps: Sequence[Tap],
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-        """Returns what a pruner chooses from, and intermediates of the tower by name.
+        """Returns the tokens that a pruner chooses from, and intermediates of the tower by name.
 
-        Tokens stand row by row of the image's grid, whatever order the tower works in; n is that of
-        the largest image that the pixels have room for, and the tokens of a smaller one are a
-        prefix, as long as `num_tokens` says.
+        Tokens are in raster order, whatever the tower's own order; n is that of the largest image
+        that fits the pixels, and the tokens of a smaller one are a prefix of length `num_tokens`.
         """
         ...
 
@@ -301,17 +301,17 @@ class Family(Protocol):
     ) -> Float[Array, "*b e"]:
         """Maps visual tokens to the language model's width, token by token.
 
-        A merger, which mixes neighbours, is part of `encode_image`; its last projection may be
-        here.
+        A merger, which mixes neighbours, is part of `encode_image`; its last projection may be part
+        of this function.
         """
         ...
 
     def image_positions(
         self, config: ModelConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
-        """Returns position ids relative to an image's first, and how many the whole image takes.
+        """Returns position ids relative to the image's first, and the image's extent.
 
-        Text has the same id on all axes, and what follows an image continues after its extent:
+        Text has the same id on all axes, and text after an image continues after its extent:
         n for consecutive ids, the longer side for (time, row, column).
         """
         ...

@@ -1,4 +1,4 @@
-"""What model families share of images: processor files, decoded bytes, batches of mixed sizes."""
+"""Image code shared by model families: processor files, cached bytes, batches of mixed sizes."""
 
 import abc
 import collections
@@ -22,17 +22,17 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
-    """Reads how a checkpoint folder says that images are processed.
+    """Reads the image processor of a checkpoint folder.
 
     Args:
-        folder: holds ``preprocessor_config.json``, or a ``processor_config.json`` with an
-            ``image_processor`` entry (where newer `transformers` put it).
+        folder: folder with ``preprocessor_config.json``, or with a ``processor_config.json`` that
+            has an ``image_processor`` entry (as newer `transformers` write it).
 
     Returns:
-        The image processor's JSON object, and the file that it is from.
+        The image processor's JSON object, and the file it is from.
 
     Raises:
-        FileNotFoundError: neither file is there.
+        FileNotFoundError: neither file exists.
         ValueError: a file is not a JSON object.
     """
     folder = Path(folder)
@@ -46,7 +46,7 @@ def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
             return processor, str(path)
     raise FileNotFoundError(
         f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
-        "image_processor entry), which says how images are resized and normalised"
+        "image_processor entry), which defines how images are resized and normalised"
     )
 
 
@@ -69,24 +69,24 @@ def read_filter(config: dict[str, Any], source: str) -> int:
 
 
 class ByteCache(abc.ABC):
-    """Resized images by path, the latest ones kept as bytes.
+    """A cache of resized images by path, stored as bytes.
 
-    Image processors resample to bytes and then scale and normalise each of them by itself. So bytes
-    are kept, a quarter of the memory of the pixels that are made of them. May be used by several
-    threads.
+    Image processors resample to bytes and then scale and normalise each of them separately. So
+    bytes are cached, which take a quarter of the memory of the resulting pixels. May be used by
+    several threads.
     """
 
     def __init__(self, limit_bytes: int):
         """Starts empty.
 
         Args:
-            limit_bytes: images beyond this are dropped, the least recently used first.
+            limit_bytes: size of the cache; the least recently used images are dropped.
         """
         self._limit = limit_bytes
         self._clear()
 
     def __getstate__(self):
-        # Another process begins empty, with a lock of its own.
+        # Another process begins with an empty cache and its own lock.
         own = ("_kept", "_size", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -104,7 +104,7 @@ class ByteCache(abc.ABC):
         """Decodes and resizes an image."""
 
     def _bytes(self, path: Path) -> UInt8[np.ndarray, "3 height width"]:
-        """Returns an image that is kept, or decodes it."""
+        """Returns a cached image, or decodes it."""
         with self._lock:
             pixels = self._kept.get(path)
             if pixels is not None:
@@ -127,10 +127,10 @@ def join_images(parts: Sequence[Any]) -> Any:
     """Joins arrays of images whose sizes may differ, padded with zeros to the largest.
 
     Args:
-        parts: trees of one structure of arrays [i, ...]; i may differ, too.
+        parts: trees of equal structure of arrays [i, ...]; i may differ, too.
 
     Returns:
-        The tree of arrays [sum of i, ...].
+        A tree of arrays [sum of i, ...].
     """
     return jax.tree.map(lambda *arrays: _concatenate(arrays), *parts)
 

@@ -1,8 +1,8 @@
-"""Norms, projections, activations, attention, caches and taps of blocks, shared by the backbones.
+"""Norms, projections, activations, attention, caches and taps, shared by the backbones.
 
-Heads stand before time, [b, h, t, c], so that both attention products are batched matrix products
-with leading batch axes, which run on a CPU without transposing keys and values first.
-Norms and softmax are computed in float32 whatever the dtype of the weights.
+Heads come before time, [b, h, t, c], so that both attention products are batched matrix products
+with leading batch axes, which run on a CPU without transposing keys and values first. Norms and
+softmax are computed in float32 whatever the dtype of the weights.
 """
 
 import functools
@@ -16,18 +16,18 @@ from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-# Kinds of taps that stand between blocks; the others belong to a block.
+# Kinds of taps between blocks; the others belong to a block.
 STATES = ("hidden", "normed")
 
 
 class Tap(NamedTuple):
-    """Names one intermediate that a forward pass shall return besides its result.
+    """An intermediate that a forward pass returns in addition to its result.
 
     Attributes:
         kind: "hidden", "keys", "attention", or another that the backbone offers.
-        layer: for "hidden" and "normed" the number of blocks run before it, 0 to L; for the others
-            the block, 0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of
-            the last block, -2 that of the one before.
+        layer: for "hidden" and "normed" the number of blocks before it, 0 to L; for the others the
+            block, 0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of the
+            last block, -2 that of the one before.
     """
 
     kind: str
@@ -35,15 +35,15 @@ class Tap(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What a block computes; results that nobody reads are removed by the compiler.
+    """Results of a block; the compiler removes those that are not used.
 
     Attributes:
         hidden: [b, t, width] the residual stream after the block.
-        query: [b, h, t, c] queries (after rotary positions where there are such).
+        query: [b, h, t, c] queries (after rotary positions, if any).
         key: [b, h_kv, t, c] keys, likewise.
         value: [b, h_kv, t, c] values.
-        mlp_input: [b, t, width] the residual stream behind the attention, normed; None where the
-            backbone does not offer it.
+        mlp_input: [b, t, width] the residual stream after attention, normalised; None if the
+            backbone does not provide it.
     """
 
     hidden: Float[Array, "b t width"]
@@ -57,9 +57,9 @@ class Segment(NamedTuple):
     """Keys that may be attended to.
 
     Attributes:
-        key: [b, h_kv, t, c].
-        value: [b, h_kv, t, c].
-        mask: [b or 1, q or 1, t], True = attend; None = attend to all.
+        key: [b, h_kv, t, c] keys.
+        value: [b, h_kv, t, c] values.
+        mask: [b or 1, q or 1, t] True = attend; None = attend to all.
     """
 
     key: Float[Array, "b g t c"]
@@ -70,20 +70,20 @@ class Segment(NamedTuple):
 def wide_product(
     x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Float[Array, "n k"], axis: int = 0
 ) -> Float[Array, "*b n"]:
-    """Product of rows with a matrix, summed in float32 and not rounded.
+    """Multiplies rows with a matrix, summed in float32 and not rounded.
 
     Args:
         x: [..., k] rows.
         kernel: [k, n], or [n, k] with axis 1.
-        axis: of the kernel that is summed over.
+        axis: axis of the kernel that is summed over.
 
     Returns:
         [..., n] float32.
     """
     rows, lead = x.reshape(-1, x.shape[-1]) if x.size == x.shape[-1] else x, x.shape[:-1]
     if x.size == x.shape[-1] and kernel.dtype != jnp.float32:
-        # On a CPU, XLA widens all of a narrow matrix to float32 before it multiplies it with a
-        # single row, which takes ten times as long; two rows it multiplies without.
+        # On a CPU, XLA converts all of a narrow matrix to float32 before multiplying it with a
+        # single row, which takes ten times as long; with two rows it does not.
         rows = jnp.broadcast_to(rows, (2, x.size))
     dims = (((rows.ndim - 1,), (axis,)), ((), ()))
     result = jax.lax.dot_general(rows, kernel, dims, preferred_element_type=jnp.float32)
@@ -92,10 +92,10 @@ def wide_product(
 
 @jax.custom_jvp
 def _narrow_product(x, kernel):
-    """`x @ kernel`, summed in float32 and rounded to the dtype of x."""
+    """Computes `x @ kernel`, summed in float32 and rounded to the dtype of x."""
 
     def rounded(x, kernel):
-        # Asked for a narrow result, XLA on a CPU would widen all of the matrix to float32.
+        # For a narrow result, XLA on a CPU would convert all of the matrix to float32.
         return wide_product(x, kernel).astype(x.dtype)
 
     return jax.lax.platform_dependent(x, kernel, cpu=rounded, default=jnp.matmul)
@@ -105,7 +105,7 @@ def _narrow_product_jvp(primals, tangents):
     (x, kernel), (along_x, along_kernel) = primals, tangents
     result = _narrow_product(x, kernel)
     slope = jnp.zeros_like(result)
-    # A frozen matrix has no tangent, and must get no gradient: it would be a product as dear.
+    # A frozen matrix has no tangent and must get no gradient, a product of the same cost.
     if not isinstance(along_x, SymbolicZero):
         slope = slope + along_x @ kernel
     if not isinstance(along_kernel, SymbolicZero):
@@ -117,7 +117,7 @@ _narrow_product.defjvp(_narrow_product_jvp, symbolic_zeros=True)
 
 
 def product(x: Float[Array, "*b k"], kernel: Float[Array, "k n"]) -> Float[Array, "*b n"]:
-    """Product of rows with a matrix, summed in float32 and rounded to the dtype of the rows."""
+    """Multiplies rows with a matrix, summed in float32 and rounded to the dtype of the rows."""
     return x @ kernel if x.dtype == jnp.float32 else _narrow_product(x, kernel)
 
 
@@ -184,7 +184,7 @@ def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t width"]:
 
 
 def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: Any) -> Array:
-    """Product over one axis of each, with the two leading axes as batch."""
+    """Contracts one axis of each, with the two leading axes as batch."""
     dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
@@ -192,7 +192,7 @@ def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: Any) -
 def attention_weights(
     query: Float[Array, "b h q c"], segments: Sequence[Segment]
 ) -> Float[Array, "b h q t"]:
-    """Softmax attention over the concatenated keys of all segments.
+    """Computes softmax attention weights over the concatenated keys of all segments.
 
     Grouped queries are folded into the query axis, so that keys are never repeated.
 
@@ -220,7 +220,7 @@ def attention_weights(
 
 
 def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
-    """Attention of queries to one or several segments of keys.
+    """Attends from queries to one or several segments of keys.
 
     Args:
         query: [b, h, q, c] queries.
@@ -249,17 +249,17 @@ def fused_attend(
     implementation: str,
     length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Attention of a sequence to itself by `jax.nn.dot_product_attention`.
+    """Computes self-attention by `jax.nn.dot_product_attention`.
 
     Args:
         query: [b, h, t, c] queries.
         key: [b, h_kv, t, c] keys.
         value: [b, h_kv, t, c] values.
-        causal: attend to the own and earlier slots only. No other mask is applied: with padding at
-            the right end the causal order alone keeps valid tokens clear of it.
+        causal: attend to own and earlier slots only. No other mask is applied: with padding at the
+            right end, the causal mask alone hides it from valid tokens.
         implementation: "xla", or "cudnn" for the fused kernel (GPU, bfloat16 or float16).
-        length: [b] slots of each row that may be attended to; None for all. What stands behind
-            them has no meaning in the result.
+        length: [b] slots of each row that may be attended to; None for all. Later slots of the
+            result are undefined.
 
     Returns:
         [b, h, t, c].
@@ -286,13 +286,13 @@ def append_slots(
 
     Args:
         buffer: [layers, b, h_kv, capacity, c] keys or values; donate it.
-        new: [layers, b, h_kv, s, c] those of the new tokens.
-        slots: [b, s] where they go; slots beyond the capacity are dropped.
+        new: [layers, b, h_kv, s, c] keys or values of the new tokens.
+        slots: [b, s] slots to write; those beyond the capacity are dropped.
 
     Returns:
         The extended buffer.
     """
-    # The batch is declared as such, so that on a mesh each device writes its own rows.
+    # The batch is declared as a batch axis, so that on a mesh each device writes its own rows.
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3, 4),
         inserted_window_dims=(3,),
@@ -314,7 +314,7 @@ def append_slots(
 
     if buffer.dtype.itemsize == 4:
         return write(buffer, new)
-    # As integers on a CPU, where XLA would widen all of a bfloat16 buffer to float32 and back.
+    # As integers on a CPU, where XLA would convert all of a bfloat16 buffer to float32 and back.
     return jax.lax.platform_dependent(buffer, new, cpu=write_bits, default=write)
 
 
@@ -324,13 +324,13 @@ def resolve_taps(
     """Names taps and makes their layers absolute.
 
     Args:
-        taps: the intermediates asked for.
+        taps: the requested intermediates.
         num_layers: L.
-        kinds: those the backbone offers.
+        kinds: the kinds that the backbone provides.
 
     Returns:
-        From the tap's name as the caller wrote it, such as "hidden.-2", to its kind and its layer
-        counted from the start.
+        A dict from the tap's name as the caller wrote it, such as "hidden.-2", to its kind and its
+        layer counted from the start.
 
     Raises:
         ValueError: an unknown kind, or a layer that does not exist.
@@ -338,9 +338,9 @@ def resolve_taps(
     resolved = {}
     for kind, layer in taps:
         if kind not in kinds:
-            raise ValueError(f"tap kind {kind!r} is not offered here; supported: {tuple(kinds)}")
+            raise ValueError(f"tap kind {kind!r} is not available; supported: {tuple(kinds)}")
         count = num_layers + (kind in STATES)
         if not -count <= layer < count:
-            raise ValueError(f"tap {kind!r} of layer {layer}: there are {count} of these")
+            raise ValueError(f"tap {kind!r} of layer {layer}: there are only {count}")
         resolved[f"{kind}.{layer}"] = (kind, layer % count)
     return resolved

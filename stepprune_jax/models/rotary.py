@@ -10,24 +10,24 @@ from stepprune_jax.models.config import LlamaConfig
 
 
 def inverse_powers(base: float, channels: int) -> np.ndarray:
-    """Angle per position of each of `channels / 2` pairs of channels, unstretched.
+    """Computes the angle per position of each of `channels / 2` channel pairs, unscaled.
 
     Args:
-        base: of the powers.
-        channels: c; pair i turns by base^(-2 i / c).
+        base: base of the powers.
+        channels: c; pair i rotates by base^(-2 i / c).
 
     Returns:
         [c / 2] float32 radians, from fast to slow.
     """
     exponent = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
-    # The reference raises to the power and inverts in float32; at position 600 one last bit of a
-    # frequency already turns the angle by 4e-5, so the same roundings are made here.
+    # The reference raises to the power and inverts in float32; at position 600 the last bit of a
+    # frequency already changes the angle by 4e-5, so the same rounding is applied here.
     power = (np.float64(base) ** exponent.astype(np.float64)).astype(np.float32)
     return np.float32(1) / power
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Angle per position of each pair of channels, with the config's stretching applied.
+    """Computes the angle per position of each channel pair, with the config's scaling.
 
     Args:
         config: the model's shape.
@@ -51,11 +51,11 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def rotary(
     config: LlamaConfig, position: Int[Array, "b *p s"]
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
-    """Cosine and sine of the rotary angles of integer positions.
+    """Computes cosine and sine of the rotary angles of integer positions.
 
     Args:
-        config: the model's shape; `rope_sections` says how many pairs of channels each of the p
-            position ids turns.
+        config: the model's shape; `rope_sections` are the numbers of channel pairs that each of the
+            p position ids rotates.
         position: [b, s], or [b, p, s] where a token has p ids.
 
     Returns:
@@ -63,18 +63,18 @@ def rotary(
     """
     if position.ndim == 2:
         position = position[:, None]
-    sections = np.cumsum(config.rope_sections)[:-1]  # without any, one part is all
+    sections = np.cumsum(config.rope_sections)[:-1]  # if empty, one part holds all
     return axial_rotary(np.split(rotary_frequencies(config), sections), position)
 
 
 def axial_rotary(
     frequencies: Sequence[np.ndarray], position: Int[Array, "b p s"]
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
-    """Cosine and sine of angles whose pairs of channels are shared out among position ids.
+    """Computes cosine and sine of angles whose channel pairs are divided among position ids.
 
     Args:
-        frequencies: of the pairs that each of the p ids turns, in the order of the channels.
-        position: [b, p, s].
+        frequencies: frequencies of the pairs that each of the p ids rotates, in channel order.
+        position: [b, p, s] position ids.
 
     Returns:
         Float32 [b, s, c] each, c twice the number of frequencies.
@@ -88,10 +88,10 @@ def axial_rotary(
 def rotate(
     x: Float[Array, "b h s c"], cosine: Float[Array, "b s c"], sine: Float[Array, "b s c"]
 ) -> Float[Array, "b h s c"]:
-    """Turns channel pairs (i, i + c/2) of queries or keys by their position's angles.
+    """Rotates channel pairs (i, i + c/2) of queries or keys by their position's angles.
 
     Args:
-        x: [b, h, s, c].
+        x: [b, h, s, c] queries or keys.
         cosine: [b, s, c] float32.
         sine: [b, s, c] float32.
 

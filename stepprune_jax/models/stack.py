@@ -1,10 +1,10 @@
-"""Stacks of equal blocks: where their weights lie, and how they are run one after the other.
+"""Stacks of equal blocks: the layout of their weights, and how they are run.
 
-Weights of layers lie either stacked, each leaf with a leading axis of layers, or apart, as a dict
-of layers "0", "1", and so on. Stacked layers are run as one scan: a program that compiles fast, and
-the one to differentiate through. But on GPUs and CPUs a slice of a stack is a copy: a pass then
-moves every weight three times. Layers that lie apart are written out one after the other and read
-in place, which is what large models want for inference there.
+Weights of layers are either stacked, each leaf with a leading axis of layers, or apart, as a dict
+of layers "0", "1", and so on. Stacked layers are run as one scan, which compiles fast and is the
+one to differentiate through. But on GPUs and CPUs a slice of a stack is a copy: a pass then moves
+every weight three times. Layers that are apart are unrolled and read in place, which suits large
+models at inference there.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 ATTENTIONS = ("matmul", "xla", "cudnn")
 LAYOUTS = ("auto", "stacked", "apart")
 
-# Bytes of a layer from which on its copies cost more than a longer compilation is worth.
+# Bytes of a layer above which copying it costs more than a longer compilation.
 _LARGE = 1 << 25
 
 
@@ -27,7 +27,7 @@ _LARGE = 1 << 25
 class Execution:
     """How the blocks of a tower or a language model are run; static.
 
-    It decides on speed and memory. Results differ by rounding alone.
+    It affects speed and memory; results differ only by rounding.
 
     Attributes:
         attention: "matmul", two batched products; or, where there is no cache to read,
@@ -48,7 +48,7 @@ class Execution:
             raise ValueError(f"attention is {self.attention!r}; supported: {supported}")
 
     def check_backend(self) -> None:
-        """Raises a ValueError if the device that jax uses cannot run it."""
+        """Raises a ValueError if jax's default device cannot run it."""
         if self.attention == "cudnn" and jax.default_backend() != "gpu":
             raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
 
@@ -56,16 +56,16 @@ class Execution:
 def lay_out(
     params: dict[str, Any], layout: str = "auto", platform: str | None = None
 ) -> dict[str, Any]:
-    """Takes stacked layers apart, or leaves them as they are.
+    """Splits stacked layers, or leaves them stacked.
 
     Args:
-        params: of a model, with all layers stacked.
-        layout: "stacked" to change nothing; "apart"; or "auto", apart if some layers are large, but
-            on a TPU, whose compiler reads the slices of a scan in place.
-        platform: that the programs are for; None for that of jax's default devices.
+        params: weights of a model, with all layers stacked.
+        layout: "stacked" to change nothing; "apart"; or "auto", which is apart if some layers are
+            large, except on a TPU, whose compiler reads the slices of a scan in place.
+        platform: platform of the programs; None for that of jax's default devices.
 
     Returns:
-        The same weights; stacks that are taken apart are copied.
+        The same weights; stacks that are split are copied.
 
     Raises:
         ValueError: an unknown layout.
@@ -87,30 +87,30 @@ def lay_out(
 
 
 def layout_of(params: dict[str, Any]) -> str:
-    """Where the layers of a model's weights lie, "stacked" or "apart"."""
+    """Returns the layout of a model's layers, "stacked" or "apart"."""
     return "apart" if any(map(is_apart, _stacks(params).values())) else "stacked"
 
 
 def is_apart(layers: dict[str, Any]) -> bool:
-    """Whether weights of layers lie apart."""
+    """Returns whether weights of layers are apart."""
     return "0" in layers
 
 
 def _stacks(params: dict[str, Any]) -> dict[str, Any]:
-    """The weights of layers of each part of a model that has some."""
+    """Returns the layers' weights of each part of a model that has layers."""
     return {name: part["layers"] for name, part in params.items() if "layers" in part}
 
 
 def _layer_bytes(layers: dict[str, Any]) -> int:
-    """Size of one of some stacked layers."""
+    """Returns the size in bytes of one of the stacked layers."""
     return sum(leaf[0].size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
 def take_layer(layers: Any, index: Int[Array, ""] | int) -> Any:
-    """One layer's weights.
+    """Returns one layer's weights.
 
     Args:
-        layers: of the stack; or any tree whose leaves have a leading axis of layers.
+        layers: the stack, or any tree whose leaves have a leading axis of layers.
         index: the layer; may be traced if they are stacked.
 
     Returns:
@@ -133,16 +133,16 @@ def run_stack(
     *,
     apart: bool,
 ) -> tuple[Any, dict[int, Any], dict[int, Any]]:
-    """Runs blocks one after the other, interrupted where an intermediate is asked for.
+    """Runs blocks one after the other, interrupted where an intermediate is requested.
 
     Args:
-        body: maps (carry, layer) to (carry, what may be watched).
-        carry: what passes from block to block.
-        span: first block to run, and the one to stop before.
-        watched: blocks whose second result is wanted; each is run on its own.
-        cuts: layers before which the carry is wanted.
-        apart: whether blocks are written out one after the other, their numbers being Python's;
-            else they are run as scans.
+        body: maps (carry, layer) to (carry, watchable result).
+        carry: value passed from block to block.
+        span: first block to run, and the block to stop before.
+        watched: blocks whose second result is returned; each is run on its own.
+        cuts: layers before which the carry is returned.
+        apart: whether blocks are unrolled, with Python integers as numbers; otherwise they are run
+            as scans.
 
     Returns:
         The last carry; the watched results by block; the carries by layer.
@@ -167,7 +167,7 @@ def run_stack(
 
 
 def _save_all_but_weights(primitive: Any, *_, **__) -> bool:
-    """Whether a forward result is stored for the backward pass when nothing is recomputed.
+    """Returns whether a forward result is stored for the backward pass without recomputation.
 
     A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
     again costs nothing.
@@ -184,8 +184,8 @@ def checkpoint_layer(body: Callable, remat: bool) -> Callable:
             stores the block's intermediates, yet never its weights.
 
     Returns:
-        A function with the same results and gradients. Inference is not changed by it, nor are
-        layers that lie apart, whose numbers are Python's.
+        A function with the same results and gradients. It does not affect inference, nor layers
+        that are apart, whose numbers are Python integers.
     """
     policy = None if remat else _save_all_but_weights
     saving = jax.checkpoint(body, prevent_cse=False, policy=policy)

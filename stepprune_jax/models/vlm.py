@@ -1,11 +1,11 @@
 """One interface to a vision-language model: image, projector, text, prefill, decode.
 
 Everything is a pure function of (params, config, arrays); `config` is static under `jax.jit` and
-the frozen weights are an argument, never a closure. What depends on the model family is done by
-`config.family` (see `models.family`); the language model of all of them is `models.decoder`, its
-shape `config.text` and its weights `params["language"]`. Sequences may hold any pruned visual
-prefix, and may be cut again between layers: rows differ in length, padding stands at the right end
-only and never changes a result.
+the frozen weights are an argument, never a closure. Work that depends on the model family is done
+by `config.family` (see `models.family`); the language model of all families is `models.decoder`,
+its shape `config.text` and its weights `params["language"]`. Sequences may hold any pruned visual
+tokens, and may be pruned again between layers: rows differ in length, and padding is at the right
+end only and never changes a result.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class Visual(NamedTuple):
     Attributes:
         tokens: [b, j, k, e] projected tokens of each row's images in order of their sentinels.
         valid: [b, j, k] True = token; a prefix of each image.
-        index: [b, j, k] int32 index of each token among its image's n; -1 for one that is none of
-            them, because it was merged or added.
-        place: [b, j, k] int32 the token of the image whose position ids each one has.
+        index: [b, j, k] int32 index of each token among its image's n; -1 for merged and added
+            tokens.
+        place: [b, j, k] int32 index of the image token whose position ids each one has.
         grid: [b, j, 2] int32 rows and columns of each unpruned image.
     """
 
@@ -54,11 +54,10 @@ class Sequence(NamedTuple):
         position: [b, p, s] int32 position ids; 0 in the padding.
         length: [b] int32 number of tokens, a prefix of each row.
         next_position: [b] int32 position id of the first generated token.
-        image: [b, s] int32 which of the row's images a token belongs to; -1 for text and padding.
+        image: [b, s] int32 number of a token's image in its row; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
-        note: [b, s] what was noted of each token at a cut, for the cuts behind it; None for
-            nothing.
+        note: [b, s] per-token values recorded at a cut for later cuts; None if there are none.
         grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
     """
 
@@ -73,7 +72,7 @@ class Sequence(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The sequence as it enters a layer."""
+        """Returns the sequence as the input of a layer."""
         valid = jnp.arange(self.hidden.shape[1]) < self.length[:, None]
         return Rows(self.hidden, self.position, valid)
 
@@ -83,13 +82,12 @@ class Cut(NamedTuple):
 
     Attributes:
         layer: number of layers run before the cut, at least 1.
-        slots: static length of the rows behind it.
-        drop: from the rows before it and the taps by name to the rows, whose visual tokens may have
-            been merged, and which slots are left. Tokens that are not visual must be left.
+        slots: static length of the rows after it.
+        drop: maps the rows before it and the taps by name to the rows, whose visual tokens may have
+            been merged, and the mask of slots that remain. Tokens that are not visual must remain.
         taps: intermediates of the stage before it that the choice depends on; see `Wanted`.
-        rows: queries of "attention" taps: those of the last so many tokens of each row, at
-            `last_slots`.
-        renumber: whether what is left gets the position ids 0, 1, 2, ...
+        rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
+        renumber: whether remaining tokens get the position ids 0, 1, 2, ...
     """
 
     layer: int
@@ -104,10 +102,10 @@ class Prefill(NamedTuple):
     """Result of `prefill`.
 
     Attributes:
-        logits: float32, [b, v] at each row's last token, or [b, s, v] if all were asked for.
-        cache: keys and values of all layers, with room for the tokens to come; with cuts, a tuple
-            with the cache of each stage.
-        cuts: the rows behind each cut.
+        logits: float32, [b, v] at each row's last token, or [b, s, v] if all were requested.
+        cache: keys and values of all layers, with room for new tokens; with cuts, a tuple with the
+            cache of each stage.
+        cuts: the rows after each cut.
     """
 
     logits: Float[Array, "b *s v"]
@@ -116,12 +114,12 @@ class Prefill(NamedTuple):
 
 
 def init_params(key: Array, config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Random weights of the whole model.
+    """Draws weights of the whole model.
 
     Args:
         key: PRNG key; consumed.
         config: the model's shape.
-        dtype: of every leaf.
+        dtype: dtype of every leaf.
 
     Returns:
         A plain nested dict; kernels are [in, out], weights of layers are stacked along a leading
@@ -137,13 +135,13 @@ def abstract_params(
     layers: str = "stacked",
     platform: str | None = None,
 ) -> dict[str, Any]:
-    """The tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating anything.
+    """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating arrays.
 
     Args:
         config: the model's shape.
-        dtype: of every leaf.
-        layers: where those of layers lie: "stacked", "apart" or "auto"; see `stack.lay_out`.
-        platform: as there.
+        dtype: dtype of every leaf.
+        layers: layout of layers: "stacked", "apart" or "auto"; see `stack.lay_out`.
+        platform: as in `stack.lay_out`.
 
     Returns:
         The tree.
@@ -159,20 +157,20 @@ def encode_image(
     taps: Ordered[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-    """Visual features before the projector.
+    """Computes visual features before the projector.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        pixels: what the family's preprocessing returned; for LLaVA [i, 3, H, W] normalised images.
+        pixels: result of the family's preprocessing; for LLaVA [i, 3, H, W] normalised images.
         taps: intermediates of the tower.
         execution: how the tower's blocks are run.
 
     Returns:
-        [i, n, d] features, patches row by row; and the taps by name.
+        [i, n, d] features, patches in raster order; and the taps by name.
 
     Raises:
-        ValueError: images of another size, unknown tap.
+        ValueError: images of another size, or an unknown tap.
     """
     return config.family.encode_image(params, config, pixels, taps, execution)
 
@@ -187,13 +185,13 @@ def project(
 def embed_text(
     params: dict[str, Any], config: ModelConfig, ids: Int[Array, "b l"]
 ) -> Float[Array, "b l e"]:
-    """Token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
+    """Returns token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
     del config
     return decoder.embed(params["language"], ids)
 
 
 class _Places(NamedTuple):
-    """What stands at each id: a text token, an image that was given, or nothing."""
+    """Meaning of each id: a text token, a given image, or nothing."""
 
     text: Bool[Array, "b l"]
     shown: Bool[Array, "b l"]
@@ -201,7 +199,7 @@ class _Places(NamedTuple):
 
 
 def _places(ids: Array, text_length: Array, num_images: int) -> _Places:
-    """Reads text, images and padding off the ids; `image` is 0 where there is none."""
+    """Identifies text, images and padding from the ids; `image` is 0 where there is none."""
     present = jnp.arange(ids.shape[1]) < text_length[:, None]
     sentinel = (ids == IMAGE_TOKEN) & present
     image = jnp.cumsum(sentinel, axis=1) - 1
@@ -210,7 +208,7 @@ def _places(ids: Array, text_length: Array, num_images: int) -> _Places:
 
 
 def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Array]:
-    """Where each id [b, l] and each image [b, j] begins, and the end [b], if images span `span`."""
+    """Returns the starts of ids [b, l] and images [b, j], and the end [b], for image spans."""
     (b, j), (text, shown, image) = span.shape, places
     width = text.astype(jnp.int32)
     if j:
@@ -231,25 +229,25 @@ def assemble(
     positions: str = "original",
     capacity: int | None = None,
 ) -> Sequence:
-    """Puts each image's kept tokens in the place of its sentinel, and pads at the right end.
+    """Puts each image's kept tokens in place of its sentinel, and pads at the right end.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        ids: [b, l] token ids with -200 where an image stands, right-padded with anything.
-        text_length: [b] ids of each row, sentinels counted as one.
+        ids: [b, l] token ids with -200 in place of an image, right-padded with anything.
+        text_length: [b] number of ids of each row, with sentinels counted as one.
         visual: the kept tokens.
-        positions: "original": position ids of the sequence with all tokens of every image; what
-            follows an image continues from its full extent. "compact": 0, 1, 2, ... over what is
-            there.
-        capacity: static length s of the result; by default l + j * k, which always suffices. Rows
-            that are longer are cut at the right end.
+        positions: "original": position ids of the sequence with all tokens of every image; text
+            after an image continues from its full extent. "compact": 0, 1, 2, ... over the present
+            tokens.
+        capacity: static length s of the result; by default l + j * k, which always suffices. Longer
+            rows are truncated at the right end.
 
     Returns:
-        A `Sequence`. Images without a sentinel are ignored, a sentinel without an image vanishes.
+        A `Sequence`. Images without a sentinel and sentinels without an image are dropped.
 
     Raises:
-        ValueError: `positions` is not one of the two.
+        ValueError: `positions` is neither of the two.
     """
     check_positions(positions)
     (b, l), (j, k) = ids.shape, visual.tokens.shape[1:3]
@@ -269,7 +267,7 @@ def assemble(
     visual_position = jnp.broadcast_to(visual_position, (b, j, p, k))
     visual_position = visual_position.swapaxes(1, 2).reshape(b, p, j * k)
     used = jnp.arange(j) < places.shown.sum(1)[:, None]
-    # Every source gets the slot it goes to; what is absent goes to slot s, which is dropped.
+    # Every source gets its target slot; absent ones get slot s, which is dropped.
     slot = jnp.concatenate(
         [
             jnp.where(places.text, text_slot, s),
@@ -296,7 +294,7 @@ def assemble(
         part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
         return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)
 
-    # A row that was cut continues after what is left of it.
+    # A truncated row continues after its last remaining token.
     following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(
         hidden=jnp.where(filled[..., None], hidden, 0),
@@ -312,12 +310,12 @@ def assemble(
 def from_embeddings(
     config: ModelConfig, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
 ) -> Sequence:
-    """Rows of embeddings without visual tokens, at positions 0, 1, 2, ...
+    """Builds rows of embeddings without visual tokens, at positions 0, 1, 2, ...
 
     Args:
         config: the model's shape.
         hidden: [b, s, e] embeddings.
-        length: [b] how many are tokens; the rest is padding.
+        length: [b] number of tokens; the rest is padding.
 
     Returns:
         A `Sequence`.
@@ -339,12 +337,12 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
     """Moves the kept tokens of each row to its left end.
 
     Args:
-        sequence: rows.
-        keep: [b, s] True = stays; padding never does.
-        slots: static length of the result. Rows that are longer are cut at the right end.
+        sequence: the rows.
+        keep: [b, s] True = kept; padding never is.
+        slots: static length of the result. Longer rows are truncated at the right end.
 
     Returns:
-        The shorter rows; position ids stay as they are.
+        The shorter rows, with unchanged position ids.
     """
     b, s = keep.shape
     keep &= jnp.arange(s) < sequence.length[:, None]
@@ -379,7 +377,7 @@ def renumber(sequence: Sequence) -> Sequence:
 
 
 def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
-    """Slots of the last `count` tokens of each row; 0 in front of those of a shorter row."""
+    """Returns slots of the last `count` tokens of each row; 0 in front of a shorter row's."""
     return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
@@ -397,10 +395,10 @@ def run_layers(
     Args:
         params: the model's weights.
         config: the model's shape.
-        rows: what enters the first layer, with position ids [b, p, s].
-        span: first layer, and the one to stop before.
+        rows: inputs of the first layer, with position ids [b, p, s].
+        span: first layer, and the layer to stop before.
         cache: the stage's cache to read and extend, or None.
-        wanted: what to return besides the hidden states.
+        wanted: additional results.
         execution: how the layers are run.
 
     Returns:
@@ -412,7 +410,7 @@ def run_layers(
 def logits(
     params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
-    """Float32 logits [..., v] of last-layer hidden states [..., e]: final norm and head."""
+    """Computes float32 logits [..., v] of last-layer hidden states [..., e]: norm and head."""
     return decoder.logits(params["language"], config.text, hidden)
 
 
@@ -430,12 +428,12 @@ def prefill(
     Args:
         params: the model's weights.
         config: the model's shape.
-        sequence: from `assemble`.
+        sequence: result of `assemble`.
         max_new_tokens: slots to leave free in the cache; a token generated beyond them would not
             be seen by later ones.
         cuts: places between layers where tokens are dropped, in ascending order of layers. Each
             stage between them has its own length and its own cache.
-        all_logits: logits of all slots, for losses and tests, instead of each row's last.
+        all_logits: whether to return logits of all slots, as losses need, not only the last.
         execution: how the layers are run.
 
     Returns:
@@ -449,7 +447,7 @@ def prefill(
     def run(sequence, span, taps=(), query_index=None):
         wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens, taps, query_index)
         stage = run_layers(params, config, sequence.rows, span, None, wanted, execution)
-        assert stage.cache is not None  # `Wanted` asks for one
+        assert stage.cache is not None  # requested through `Wanted`
         caches.append(stage.cache._replace(next_position=sequence.next_position))
         return sequence._replace(hidden=stage.hidden), stage.taps
 
@@ -490,7 +488,7 @@ def decode_step(
         [b, v] float32 logits and the extended cache, of the same kind.
 
     Raises:
-        ValueError: the caches together do not have the model's layers.
+        ValueError: the caches together do not hold the model's layers.
     """
     stages = (cache,) if isinstance(cache, Cache) else tuple(cache)
     depth = sum(stage.key.shape[0] for stage in stages)

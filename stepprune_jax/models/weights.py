@@ -1,4 +1,4 @@
-"""Trees of weights by path, and the rules between their leaves and the tensors of a checkpoint."""
+"""Trees of weights by path, and rules that map tensors of a checkpoint to their leaves."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ Transform = Literal["copy", "transpose", "patches"]
 
 
 class Rule(NamedTuple):
-    """One weight of ours and where it comes from.
+    """A weight and its source.
 
     Attributes:
         path: our path, joined by slashes.
-        name: canonical file name; ``{}`` stands for the layer.
+        name: canonical name in the file; ``{}`` stands for the layer.
         transform: "copy"; "transpose" of an `[out, in]` matrix; "patches": a convolution without
             overlap `[d, channels, *window]` to `[window * channels, d]`, channels fastest.
         window: sides of the window of "patches".
@@ -26,13 +26,13 @@ class Rule(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A weight of ours with the tensors that make it up.
+    """A weight with the tensors that make it up.
 
     Attributes:
         path: our path, joined by slashes.
         shape: our shape; with a leading layer axis when stacked.
         names: canonical names, one per layer or a single one.
-        tensor_shape: the shape each of those tensors must have in the file.
+        tensor_shape: required shape of each of those tensors in the file.
         transform: as in `Rule`.
         stacked: whether the leading axis counts layers.
     """
@@ -52,10 +52,10 @@ def linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
 
 
 def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
-    """Returns the rules of a language model of Llama's kind, whose files name it as Llama's do.
+    """Returns the rules of a Llama-like language model, with Llama's names.
 
     Args:
-        model: what the names of all its weights but the head's begin with, as "model.".
+        model: prefix of all its weights' names but the head's, such as "model.".
         head: name of the output head without ".weight".
         qkv_bias: whether queries, keys and values have biases.
     """
@@ -77,11 +77,11 @@ def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replaces the first of some prefixes that a name has; a name with none stays as it is.
+    """Replaces the first matching prefix of a name; a name without a match is unchanged.
 
     Args:
-        name: of a weight.
-        prefixes: each with what replaces it, a longer one before the shorter one it starts with.
+        name: name of a weight.
+        prefixes: prefixes with their replacements, longer ones before shorter ones.
     """
     for prefix, other in prefixes:
         if name.startswith(prefix):
@@ -96,7 +96,7 @@ def flatten(tree: Mapping) -> dict[str, Any]:
         tree: nested dicts.
 
     Returns:
-        Path to leaf, in the tree's own order.
+        A dict from path to leaf, in the tree's own order.
     """
     flat: dict[str, object] = {}
     for key, value in tree.items():
@@ -111,7 +111,7 @@ def unflatten(flat: Mapping[str, object]) -> dict:
     """The inverse of `flatten`.
 
     Args:
-        flat: path to leaf.
+        flat: leaves by path.
 
     Returns:
         Nested dicts.
@@ -130,11 +130,11 @@ def targets(abstract: Mapping[str, Any], rules: Sequence[Rule]) -> list[Target]:
     """Lists every weight of a model with the tensors that make it up.
 
     Args:
-        abstract: the model's tree, of anything with a shape.
-        rules: one for each leaf; those of leaves that the model does not have are passed over.
+        abstract: the model's tree, with leaves that have a shape.
+        rules: one for each leaf; those of absent leaves are ignored.
 
     Returns:
-        One target per leaf, in the order of the rules; one for each layer where layers lie apart.
+        One target per leaf, in the order of the rules; one per layer if layers are apart.
 
     Raises:
         ValueError: the tree has a leaf without a rule.
@@ -152,7 +152,7 @@ def targets(abstract: Mapping[str, Any], rules: Sequence[Rule]) -> list[Target]:
 
 
 def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
-    """A rule for each layer of a weight whose layers lie apart."""
+    """Yields a rule for each layer of a weight whose layers are apart."""
     for index in itertools.count():
         path = rule.path.replace("/layers/", f"/layers/{index}/")
         if path not in flat:

@@ -1,7 +1,7 @@
 """The StepPrune policy: pure functions over dicts of arrays, after arXiv:2606.16067.
 
 Nothing here knows where features come from or what consumes the kept tokens: no Flax, no files, no
-globals. The folder imports nothing of the rest of the package and can be lifted out.
+globals. It imports nothing from the rest of the package and can be used on its own.
 """
 
 from stepprune_jax.policy.budget import (

@@ -1,4 +1,4 @@
-"""How many tokens: budgets of a training batch, k of SoftTopK, and the price of a token."""
+"""Token budgets: limits of a training batch, k of SoftTopK, and the price of a token."""
 
 import math
 
@@ -18,12 +18,12 @@ def draw_limits(
     num_tokens: Int[Array, "b"],
     steps: Int[Array, "b"] | int,
 ) -> tuple[Limits, Bool[Array, "b"]]:
-    """Limits of a training batch for `config.batch_budget`, and which rows stop by themselves.
+    """Draws the limits of a training batch, and which of its rows stop by themselves.
 
-    `"own"` leaves the count to the policy. `"random"` gives every row an exact budget, log-uniform
-    over `config.random_budget` times N: it teaches the order at every budget. `"mix"` does so for
-    every other row, so that order and stop are learned together; `"probe"` for all, and
-    all count as stopping by themselves.
+    `config.batch_budget` is the rule. `"own"` leaves the count to the policy. `"random"` gives
+    every row an exact budget, log-uniform over `config.random_budget` times N, which teaches the
+    order at every budget. `"mix"` does so for every other row, so that order and stop are learned
+    together. `"probe"` does so for all rows and counts all of them as stopping by themselves.
 
     Args:
       key: PRNG key; consumed.
@@ -47,11 +47,11 @@ def draw_limits(
 
 
 def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> Float[Array, "b"]:
-    """Logarithm of each row's price of a token, over lambda: uniform in +-`config.price_range`.
+    """Draws the log of each row's token price over lambda, uniform in +-`config.price_range`.
 
-    The same number is added to the row's stop logits. Where the stop is at rest, the gain of
-    the next token is its price; so its margin learns minus the logarithm of that gain, and a stop
-    bias at inference means a price.
+    The same number is added to the row's stop logits. At the stop's optimum the gain of the next
+    token equals its price, so the margin learns minus the logarithm of that gain, and a stop bias
+    at inference acts as a price.
 
     Args:
       key: PRNG key; consumed.
@@ -65,12 +65,12 @@ def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> 
 def update_running_count(
     running: ArrayLike, count: Int[Array, "b"], own: Bool[Array, "b"], decay: ArrayLike = 0.9
 ) -> Float[Array, ""]:
-    """Running mean of the hard count over the rows that stop by themselves, Eq. (12).
+    """Updates the running mean of the hard count of rows that stop by themselves, Eq. (12).
 
     Args:
-      running: Mean so far; NaN-free, and 0 before the first update, which then takes the batch.
+      running: Mean so far, never NaN; 0 before the first update, which takes the batch's mean.
       count: K of each row.
-      own: Rows that count.
+      own: Rows to include.
       decay: Weight of the past.
     """
     running, rows = jnp.asarray(running), jnp.sum(own)
@@ -80,15 +80,15 @@ def update_running_count(
 
 
 def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b"]:
-    """What stands for the count in gradients: E[K], or for a probe the decisions before its budget.
+    """Returns a surrogate of the count for gradients: E[K], or a probe's last decisions.
 
-    These are the probabilities to go on, sigmoid(-margin / stop_temperature), averaged over the
-    last `config.probe_window` of the budget, times `config.probe_weight`. Their gradient is
-    (dL/dk + price), the cost of one more token at the budget: a policy learns to go on where the
-    language-model loss falls by more than the price, then or, with a window of 1/2, up to twice as
-    far on. (Where the gain of tokens grows at first, as in a vote, the next token alone is never
-    worth it.) No row need stop there by itself: all counts are visited, also by a policy that would
-    never reach them.
+    The latter are the probabilities of continuing, sigmoid(-margin / stop_temperature), averaged
+    over the last `config.probe_window` of the budget, times `config.probe_weight`. Their gradient
+    is (dL/dk + price), the cost of one more token at the budget: a policy learns to continue where
+    the language-model loss falls by more than the price, at that count or, with a window of 1/2, at
+    up to twice that count. (Where the gain of tokens grows at first, as in a vote, the next token
+    alone is never worth its price.) Every count is probed, including those the policy would never
+    reach.
     """
     if config.batch_budget != "probe":
         return expected_count(trajectory.stop_prob)
@@ -103,7 +103,7 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
 
 @jax.custom_vjp
 def bound_gradient(x: Float[Array, "*b"], bound: ArrayLike) -> Float[Array, "*b"]:
-    """x, whose gradient is clipped to +-`bound`, element by element."""
+    """Returns x, with its gradient clipped elementwise to +-`bound`."""
     del bound
     return x
 
@@ -121,13 +121,13 @@ def soft_budget(
     running: ArrayLike,
     num_tokens: Int[Array, "b"],
 ) -> Float[Array, "b"]:
-    """k of Eq. (12) for each row; rows at an exact budget always use that budget.
+    """Returns k of Eq. (12) for each row; rows with an exact budget always use that budget.
 
     Args:
       config: Policy configuration. `soft_budget="straight_through"` lets the language-model loss
-        say what one more token is worth for this image; `"per_sample"` is the same value without
-        gradient; `"batch_mean"` is the paper's running mean, at least 1, for which the loss has no
-        say in any single count.
+        tell what one more token is worth for this image; `"per_sample"` is the same value without
+        gradient; `"batch_mean"` is the paper's running mean, at least 1, through which the loss
+        cannot change any single count.
       trajectory: Selection of the batch.
       own: Rows that stop by themselves.
       running: From `update_running_count`.
@@ -135,7 +135,7 @@ def soft_budget(
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
     soft = differentiable_count(config, trajectory)
-    # What a token is worth has heavy tails: a few rows that the model gets wrong outweigh the rest.
+    # The value of a token is heavy-tailed: a few rows that the model gets wrong outweigh the rest.
     rows = jnp.maximum(num_tokens, 1) * num_tokens.shape[0]
     through = bound_gradient(soft - jax.lax.stop_gradient(soft), config.gain_bound / rows)
     own_budget = {
@@ -154,7 +154,7 @@ def dual_ascent(
     num_tokens: int,
     rate: ArrayLike = 1.0,
 ) -> Float[Array, ""]:
-    """One step of dual ascent on lambda towards a target mean count.
+    """Takes one step of dual ascent on lambda towards a target mean count.
 
     lambda <- max(0, lambda + rate (mean K - target) / N): the price rises while the policy spends
     more than the target.
@@ -162,7 +162,7 @@ def dual_ascent(
     Args:
       length_weight: lambda.
       mean_count: Mean K of the batch.
-      target: Mean K wanted.
+      target: Target mean K.
       num_tokens: N.
       rate: Step size.
     """
@@ -176,14 +176,14 @@ def calibrate_stop_bias(
     min_tokens: int = 1,
     max_bias: ArrayLike = 100.0,
 ) -> Float[Array, ""]:
-    """The stop bias at which the mean count meets `target`, by bisection on recorded margins.
+    """Finds the stop bias at which the mean count meets `target`, bisecting recorded margins.
 
-    The mean count falls as the bias grows, in steps: the result meets the target as nearly as the
-    sample allows. A target below or above what the policy can do gives the nearer bound.
+    The mean count falls in steps as the bias grows: the result meets the target as closely as the
+    sample allows. A target outside the policy's range gives the nearer bound.
 
     Args:
       margin: `Trajectory.margin` of rollouts on a validation split, without an exact budget.
-      target: Mean K wanted.
+      target: Target mean K.
       min_tokens: As in `select`.
       max_bias: Bound on the magnitude of the result.
     """

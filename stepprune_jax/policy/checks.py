@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-# An array of either kind: what ArrayLike is without scalars.
+# A jax or numpy array: ArrayLike without scalars.
 AnyArray = jax.Array | np.ndarray
 _REAL = (jnp.floating, jnp.integer)
 
 
 def is_static(value: Any) -> bool:
-    """Whether `value` can be read now, that is, it is not traced by a JAX transformation."""
+    """Returns whether `value` can be read now, that is, whether it is not traced by JAX."""
     return not isinstance(value, Tracer)
 
 
@@ -35,7 +35,7 @@ def require_finite(name: str, value: Any, mask: Any = None):
     """Raises if a static array holds NaN or infinity where `mask` is true; traced values pass."""
     if not (is_static(value) and is_static(mask)):
         return
-    # Reduced where the array lies, now and outside any trace: only a count reaches the host.
+    # Reduced on the array's device, now and outside any trace: only a count reaches the host.
     with jax.ensure_compile_time_eval():
         bad = ~jnp.isfinite(value)
         count = int(jnp.sum(bad if mask is None else bad & jnp.asarray(mask)[..., None]))
@@ -53,11 +53,11 @@ def _nonfinite(leaves: list[Any]) -> jax.Array:
 
 
 def require_finite_tree(name: str, tree: Any):
-    """`require_finite` for the leaves of a tree, in one program; the first broken one is named."""
+    """Applies `require_finite` to all leaves in one program; names the first non-finite one."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves or not all(is_static(leaf) for _, leaf in leaves):
         return
-    # One look at the device, however many leaves there are.
+    # One transfer from the device, however many leaves there are.
     counts = np.asarray(_nonfinite([leaf for _, leaf in leaves])).tolist()
     for (path, leaf), count in zip(leaves, counts, strict=True):
         require(
@@ -69,12 +69,12 @@ def require_finite_tree(name: str, tree: Any):
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer of Python's or numpy's; truth values are not."""
+    """Returns whether `value` is a Python or numpy integer; booleans are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number of Python's or numpy's; truth values are not."""
+    """Returns whether `value` is a finite Python or numpy number; booleans are not."""
     real = isinstance(value, int | float | np.integer | np.floating)
     return real and not isinstance(value, bool) and math.isfinite(value)
 
@@ -97,7 +97,7 @@ def require_row_numbers(name: str, value: Any, batch: int):
 
 
 def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
-    """A count per row, `int32[batch]`; raises unless within `[low, high]` where it can be read."""
+    """Returns a count per row, `int32[batch]`; raises if readable and not in `[low, high]`."""
     if is_static(value):
         found = np.asarray(value)
         require(

@@ -7,7 +7,7 @@ import jax
 
 from stepprune_jax.policy.checks import is_integer, is_number
 
-# Values of each field that names a reading; what they mean is said at the field.
+# Allowed values of each field that names a reading; the field's documentation explains them.
 CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
     "text_gate": ("attention", "norm", "printed"),
@@ -23,7 +23,7 @@ CHOICES = {
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
-# Least value of each field that counts something.
+# Smallest value of each integer field.
 _INTEGERS = {
     "feature_width": 1,
     "text_width": 0,
@@ -52,11 +52,11 @@ Number = float | int
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """Shape and reading of a StepPrune policy; static under `jax.jit`, as an argument or in one.
+    """Shapes and readings of a StepPrune policy; static under `jax.jit`, also inside arguments.
 
     The defaults are the readings that learn to order *and* to stop, at the shapes of
-    LLaVA-v1.5-7B. `PolicyConfig.literal` gives the paper to the letter. `docs/paper.md` says for
-    each field what is printed, what is open, and why the default is what it is.
+    LLaVA-v1.5-7B. `PolicyConfig.literal` gives the paper to the letter. `docs/paper.md` explains
+    for each field what the paper prints, what it leaves open, and the reason for the default.
 
     Attributes:
       feature_width: Width of the image tokens (1024 for CLIP-L, the LLM's for Qwen2.5-VL).
@@ -76,15 +76,15 @@ class PolicyConfig:
         has as many steps as tokens.
       min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
       temperature: tau of the pointer softmax, Eq. (6).
-      group: Tokens taken from one pointer distribution, best first; see `select`. 1 looks at the
+      group: Tokens taken from one pointer distribution, best first; see `select`. 1 attends to the
         history before every token.
       stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
         sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
         `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its own
-        that reads what the pointer reads without changing it: order and stop do not disturb each
-        other.
+        that reads the pointer's inputs without a gradient to them, so that order and stop do not
+        interfere.
       stop_temperature: Temperature of the aligned stop and of the hazard.
-      stop_bias: Constant added to every stop logit, so that episodes start out long.
+      stop_bias: Constant added to every stop logit; below 0, episodes are long at first.
       estimator: How `gate` differentiates the selection. `"straight_through"` carries gradients
         through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
         steps in one causal pass.
@@ -96,17 +96,17 @@ class PolicyConfig:
       polarisation: SoftTopK backend.
       polarisation_temperature: tau of Eq. (12), at the end of its annealing.
       polarisation_start: tau at the start of training. A gate that is sharp from the start shows
-        the language model nothing but the first guesses, so that no other token is ever tried.
-      polarisation_share: Share of training over which tau anneals, by a cosine; 0 does not anneal.
+        the language model only the first guesses, so that no other token is ever tried.
+      polarisation_share: Share of training over which tau is annealed, by a cosine; 0 for none.
       soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
         `"straight_through"` K_b with the gradient of its expectation.
       batch_budget: Rows trained at their own count, at a random budget, or half and half (`"mix"`).
-        With `"probe"` every row has a random budget, and the stop learns before its end: whether
-        it was worth the price to go on (`differentiable_count`).
-      probe_window: Share of the budget, its last steps, whose decisions are probed.
+        With `"probe"` every row has a random budget, and the stop learns from its last decisions
+        whether continuing was worth the price (`differentiable_count`).
+      probe_window: Share of the budget, counted from its end, whose decisions are probed.
       probe_weight: Factor on the gradient of those decisions.
-      gain_bound: Bound on a row's dL_LM/dk as the straight-through count receives it, in nats per
-        N tokens, as lambda is. The loss is taken to be the mean over the rows.
+      gain_bound: Bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens
+        like lambda. The loss is assumed to be the mean over rows.
       random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
       gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
       length_weight: lambda of Eq. (15).
@@ -114,11 +114,11 @@ class PolicyConfig:
         u uniform in +-price_range, and with u added to their stop logits. The stop logit then
         learns the logarithm of what the next token is worth, and one policy stops well at every
         stop bias; 0 trains at lambda alone.
-      price_growth: Power of the count that the price of a token grows with, from lambda at a tenth
-        of the tokens on: 1 is a length penalty in K^2. Where the next tokens are worth little, a
-        constant price is met anywhere or nowhere, and counts are an accident.
-      dtype: Compute dtype of encoder, decoder and denoiser; `None` is that of the features, float32
-        at least. Scores, probabilities and losses are float32 at least, whatever this says.
+      price_growth: Power of the count with which a token's price grows; the price is lambda at a
+        tenth of the tokens, and 1 makes the length penalty quadratic in K. Where further tokens are
+        worth little, a constant price is met anywhere or nowhere, and counts are arbitrary.
+      dtype: Compute dtype of encoder, decoder and denoiser; `None` takes that of the features, but
+        at least float32. Scores, probabilities and losses are at least float32 in any case.
     """
 
     feature_width: int = 1024
@@ -208,13 +208,13 @@ class PolicyConfig:
         return self.feature_width if self.width is None else self.width
 
     def steps(self, num_tokens: int) -> int:
-        """T_max for `num_tokens` image tokens, N at most (Sec. 4.1 of the paper: floor(N/2))."""
+        """Returns T_max for N = `num_tokens`, at most N (Sec. 4.1 of the paper: floor(N/2))."""
         wanted = num_tokens // 2 if self.max_steps is None else min(self.max_steps, num_tokens)
         return max(1, wanted)
 
     @classmethod
     def literal(cls, **overrides: Any) -> "PolicyConfig":
-        """The paper to the letter wherever it is explicit; `overrides` replace single fields."""
+        """Returns the paper's explicit choices to the letter; `overrides` replace single fields."""
         printed: dict[str, Any] = dict(
             decoder_layers=2,
             text_gate="printed",

@@ -2,7 +2,7 @@
 
 A decoder is three functions that `select` takes as arguments:
 
-* `init_fn(params, config, memory, memory_mask, steps) -> Decoder`: the first query, what is
+* `init_fn(params, config, memory, memory_mask, steps) -> Decoder`: the first query, the quantities
   computed once from the memory, and an empty cache;
 * `step_fn(params, config, context, query, cache, step) -> (logits [b, m], cache)`: one step. It is
   *append-only*: step t reads no row of the cache after t and writes row t alone, so that a step can
@@ -24,7 +24,7 @@ from stepprune_jax.policy.params import Params
 
 
 class Context(NamedTuple):
-    """What the decoder computes once from the memory.
+    """Quantities the decoder computes once from the memory.
 
     Attributes:
       pointer_key: Keys of the pointer logits.
@@ -61,7 +61,7 @@ class Decoder(NamedTuple):
 
 
 def empty_history(config: PolicyConfig, memory: Float[Array, "b m d"], rows: int) -> History:
-    """Room for the keys and values of so many queries."""
+    """Allocates keys and values for `rows` queries."""
     b, _, d = memory.shape
     empty = jnp.zeros((b, config.num_heads, rows, d // config.num_heads), memory.dtype)
     return History(empty, empty)
@@ -117,7 +117,7 @@ def history_attention(params: Params, config: PolicyConfig, x, past: History, fi
 
 
 def finish_layer(layer: Params, config: PolicyConfig, context: Context, i: int, x):
-    """A decoder layer after its history: cross-attention to the slots, number `i`, and MLP."""
+    """Applies a decoder layer after its history: cross-attention number `i`, and the MLP."""
     weights = layer["cross"]["attention"]
     q = layers.dense(weights["query"], layers.layer_norm(layer["cross"]["norm"], x))
     q = layers.split_heads(q, config.num_heads)
@@ -130,16 +130,16 @@ def finish_layer(layer: Params, config: PolicyConfig, context: Context, i: int, 
 def decoder_layer(
     layer: Params, config: PolicyConfig, context: Context, i: int, x, past: History, first, skip=0
 ):
-    """A whole decoder layer, number `i` of those with cross-attention."""
+    """Applies a whole decoder layer, number `i` of those with cross-attention."""
     x, past = history_attention(layer["history"], config, x, past, first, skip)
     return finish_layer(layer, config, context, i, x), past
 
 
 def hazard_logits(params: Params, config: PolicyConfig, context: Context, x, past: History, first):
-    """Stop logits [b, t] of queries `first, first + 1, ...`, and the hazard's history with them.
+    """Returns stop logits [b, t] of queries `first, first + 1, ...` and the hazard's new history.
 
-    It sees queries and memory without a gradient to them. The stop slot is its readout, and the
-    step a clock, since attention over a history does not tell how long it is.
+    No gradient reaches queries or memory. The stop slot is the readout, and the step serves as a
+    clock, since attention over a history does not reveal its length.
     """
     layer = params["decoder"]["hazard"]
     wide = layers.score_dtype(x.dtype)
@@ -151,7 +151,7 @@ def hazard_logits(params: Params, config: PolicyConfig, context: Context, x, pas
 
 
 def _decode(params, config, context, queries, cache, first):
-    """Pointer logits of queries `[b, t, d]` at steps `first, first + 1, ...`."""
+    """Computes pointer logits of queries `[b, t, d]` at steps `first, first + 1, ...`."""
     weights, x = params["decoder"], queries
     histories = []
     for i in range(config.decoder_layers - 1):
@@ -161,7 +161,7 @@ def _decode(params, config, context, queries, cache, first):
     pointer = weights["pointer"]
     x, history = history_attention(pointer["history"], config, x, cache[-1], first)
     query = layers.dense(pointer["query"], layers.layer_norm(pointer["norm"], x))
-    # Full float32 also where the hardware would round products: near-ties decide the selection.
+    # Full float32 even where the hardware would round products: near-ties decide the selection.
     logits = jnp.matmul(
         query,
         context.pointer_key.swapaxes(-1, -2),
@@ -185,7 +185,7 @@ def pointer_step(
     cache: Cache,
     step: Int[Array, ""],
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """One step of the pointer decoder, Eq. (5) without its mask; a `step_fn`.
+    """Runs one step of the pointer decoder, Eq. (5) without its mask; a `step_fn`.
 
     Causal self-attention over the queries so far, then cross-attention to the memory, whose logits
     in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits.
@@ -194,12 +194,12 @@ def pointer_step(
       params: Policy weights.
       config: Policy configuration.
       context: From `pointer_init`.
-      query: q_t, the embedding chosen at the step before.
+      query: q_t, the embedding chosen at the previous step.
       cache: Keys and values of earlier queries.
       step: t, counted from 0.
 
     Returns:
-      Unmasked pointer logits in float32 at least (slot n is the stop), and the cache with row
+      Unmasked pointer logits in at least float32 (slot n is the stop), and the cache with row
       `step` written.
     """
     logits, cache = _decode(params, config, context, query[:, None], cache, step)
@@ -213,5 +213,5 @@ def pointer_sequence(
     queries: Float[Array, "b t d"],
     cache: Cache,
 ) -> Float[Array, "b t m"]:
-    """`pointer_step` for all steps in one causal pass, given their queries; a `sequence_fn`."""
+    """Runs `pointer_step` for all steps in one causal pass, given the queries; a `sequence_fn`."""
     return _decode(params, config, context, queries, cache, 0)[0]

@@ -20,7 +20,7 @@ def _block(
     bias: Float[Array, "1 1 1 s"] | None,
     row_scale: Float[Array, "s 1"] | None,
 ) -> Float[Array, "b r d"]:
-    """A pre-norm transformer block that returns the first `rows` positions only."""
+    """Applies a pre-norm transformer block and returns its first `rows` positions."""
     y = layers.layer_norm(params["norm1"], x)
     if row_scale is not None:
         y = y * row_scale.astype(y.dtype)
@@ -34,14 +34,14 @@ def _block(
 
 
 def _project_text(params: Params, config: PolicyConfig, text, text_gate):
-    """LN(W_p E), times g_txt where the gate is read as printed."""
+    """Returns LN(W_p E), times g_txt where the gate is read as printed."""
     projection = params["encoder"]["text_projection"]
     text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
     return text * text_gate.astype(text.dtype) if config.text_gate == "printed" else text
 
 
 def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 s s"]:
-    """Who may look at whom: padding is never seen; the causal ablation orders image tokens."""
+    """Builds the attention mask: no padding; the causal ablation orders image tokens."""
     n, l = image_mask.shape[1], text_mask.shape[1]
     keys = jnp.concatenate([image_mask, text_mask], axis=1)
     allowed = jnp.ones((n + l, n + l), bool)
@@ -70,7 +70,7 @@ def encode(
       image: Image tokens X of any floating dtype.
       text: Word embeddings E of the question (never of the answer); `None` encodes the image
         alone.
-      image_mask: True at real image tokens; padding can be anything and never reaches a result.
+      image_mask: True at real image tokens; padding may hold anything and affects no result.
       text_mask: True at real text tokens.
       text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
 
@@ -110,7 +110,7 @@ def encode(
     if text.shape[1]:
         text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
         text = _project_text(params, config, text, gate)
-        # Not a concatenation, as in the decoder: XLA's CUDA backend may fail to compile it.
+        # Not a concatenation, for the same reason as in the decoder.
         x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
         is_text = jnp.arange(x.shape[1]) >= n
         if config.text_gate == "attention":

@@ -1,4 +1,4 @@
-"""What an episode is asked to do: its arguments, checked, in full shape."""
+"""Arguments of an episode, checked and broadcast to full shape."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from stepprune_jax.policy.trajectory import Limits
 
 
 class Bounds(NamedTuple):
-    """Bounds of an episode as `select` is given them, see there; None for those left out."""
+    """Bounds of an episode as passed to `select`; None where not given."""
 
     max_steps: int | None = None
     min_tokens: ArrayLike | None = None
@@ -34,10 +34,10 @@ class Bounds(NamedTuple):
     group: int | None = None
 
     def steps(self, config: PolicyConfig, num_tokens: int) -> int:
-        """T_max, N at most.
+        """Returns T_max, at most N.
 
         Raises:
-          ValueError: Fewer than one.
+          ValueError: T_max is below 1.
         """
         steps = config.steps(num_tokens) if self.max_steps is None else self.max_steps
         good = is_integer(steps) and steps > 0
@@ -45,11 +45,11 @@ class Bounds(NamedTuple):
         return min(int(steps), num_tokens)
 
     def read(self, config: PolicyConfig, batch: int, num_tokens: int) -> tuple[int, Limits]:
-        """T_max and the limits of each row.
+        """Returns T_max and the limits of each row.
 
         Raises:
           ValueError: T_max below 1, a count out of range where it can be read, `min_tokens` above
-            `max_tokens`, or a budget beside another bound.
+            `max_tokens`, or a budget together with another bound.
         """
         n, budget = num_tokens, self.budget
         steps = self.steps(config, n)
@@ -73,10 +73,10 @@ class Bounds(NamedTuple):
         return steps, Limits(least, most)
 
     def tokens_a_step(self, config: PolicyConfig, num_tokens: int) -> int:
-        """Tokens taken from one pointer distribution, N at most.
+        """Returns the number of tokens taken from one pointer distribution, at most N.
 
         Raises:
-          ValueError: Fewer than one.
+          ValueError: The group is below 1.
         """
         group = config.group if self.group is None else self.group
         require(is_integer(group) and group >= 1, "group", repr(group), "an integer from 1")
@@ -84,13 +84,13 @@ class Bounds(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """Arguments of an episode, checked and given full shape.
+    """Arguments of an episode, checked and broadcast to full shape.
 
     Attributes:
       decoder: From `init_fn`.
-      slots: M, zero in its padding.
+      slots: M, zero in the padding.
       image_mask: True at real tokens.
-      limits: Bounds on the count, at most the tokens that a row has.
+      limits: Bounds on the count, at most the row's number of tokens.
       stop_bias: Added to the stop logits.
       steps: T_max.
       group: Tokens taken from one pointer distribution.
@@ -114,7 +114,7 @@ def prepare(
     stop_bias: ArrayLike,
     init_fn: Callable[..., Decoder],
 ) -> Episode:
-    """Checks the arguments of `select` and prepares its decoder; see there.
+    """Checks the arguments of `select` and prepares its decoder.
 
     Raises:
       ValueError: As `select`.
@@ -129,7 +129,7 @@ def prepare(
     require_finite("memory", memory, memory_mask)
     steps, limits = bounds.read(config, b, n)
     group = bounds.tokens_a_step(config, n)
-    # A row cannot keep more tokens than it has, whatever it was asked for.
+    # A row cannot keep more tokens than it has, whatever the budget.
     most = jnp.minimum(limits.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
     limits = Limits(jnp.minimum(limits.min_tokens, most), most)
     require_row_numbers("stop_bias", stop_bias, b)

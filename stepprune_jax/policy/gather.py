@@ -32,10 +32,10 @@ class Pruned(NamedTuple):
 
 
 def bucket_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
-    """Bucket sizes up to `max_tokens`, each at most 1.5 times the one before.
+    """Returns bucket sizes up to `max_tokens`, each at most 1.5 times the one before.
 
-    16, 24, 32, 48, 64, 96, 128, 192, ...: a program compiled once per bucket serves every count
-    with at most half as many padded entries again.
+    16, 24, 32, 48, 64, 96, 128, 192, ...: programs compiled once per bucket serve every count, and
+    padding adds at most half as many entries again.
     """
     require(max_tokens > 0, "max_tokens", max_tokens, "at least 1")
     sizes, power = [], smallest
@@ -46,7 +46,7 @@ def bucket_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
 
 
 def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
-    """The smallest bucket of `ladder` that holds every row; runs on the host.
+    """Returns the smallest bucket of `ladder` that holds every row; runs on the host.
 
     Raises:
       ValueError: The largest bucket is too small.
@@ -68,10 +68,10 @@ def gather(
     """Gathers the kept tokens X_S into a bucket.
 
     Args:
-      selection: What `select` or `pick` returned.
+      selection: Result of `select` or `pick`.
       features: Tokens to gather from, N per row (before or after the projector: it is token-wise).
-      capacity: Bucket size. If a row keeps more (which is an error where the count can be read),
-        its first `capacity` picks stay.
+      capacity: Bucket size. If a row keeps more (an error where the count can be read), its first
+        `capacity` picks remain.
       order: `"raster"` keeps the spatial order the language model was trained on; `"pick"` is the
         order of selection.
 
@@ -79,7 +79,7 @@ def gather(
       The pruned prefix, differentiable in `features`.
 
     Raises:
-      ValueError: A capacity outside [1, N] or below a count that can be read, an unknown order.
+      ValueError: A capacity outside [1, N] or below a count that can be read, or an unknown order.
     """
     features = jnp.asarray(features)
     n, steps = features.shape[1], selection.action.shape[1]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.params import Params
 
-# Stands for minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
+# Replaces minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
 # where everything is masked, and small enough that sums over hundreds of steps stay finite.
 MASKED = -1e9
 
@@ -17,17 +17,17 @@ NORM_EPSILON = 1e-5
 
 
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Dtype of scores and softmaxes for activations of `dtype`: float32 at least."""
+    """Returns the dtype of scores and softmaxes for activations of `dtype`: at least float32."""
     return jnp.promote_types(jnp.float32, dtype)
 
 
 def compute_dtype(config: PolicyConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Dtype of activations for features of `dtype`."""
+    """Returns the dtype of activations for features of `dtype`."""
     return jnp.dtype(config.dtype) if config.dtype else score_dtype(dtype)
 
 
 def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """Layer normalisation over the last axis, in float32 at least; `bias` is optional."""
+    """Normalises over the last axis, in at least float32; `bias` is optional."""
     wide = x.astype(score_dtype(x.dtype))
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + NORM_EPSILON)
@@ -36,18 +36,18 @@ def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
 
 
 def dense(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
-    """`x @ kernel (+ bias)` in the dtype of `x`."""
+    """Computes `x @ kernel (+ bias)` in the dtype of `x`."""
     y = x @ params["kernel"].astype(x.dtype)
     return y + params["bias"].astype(x.dtype) if "bias" in params else y
 
 
 def mlp(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """Two dense layers with a GELU between."""
+    """Applies two dense layers with a GELU between them."""
     return dense(params["down"], jax.nn.gelu(dense(params["up"], x)))
 
 
 def split_heads(x: Float[Array, "b t d"], num_heads: int) -> Float[Array, "b h t c"]:
-    """Splits the last axis into heads, heads first: products then are plain batched matmuls."""
+    """Splits the last axis into heads, heads first, so that products are batched matmuls."""
     b, t, d = x.shape
     return x.reshape(b, t, num_heads, d // num_heads).swapaxes(1, 2)
 
@@ -65,17 +65,17 @@ def attention(
     mask: Bool[Array, "#b 1 #t s"],
     bias: Float[Array, "#b 1 1 s"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Scaled dot-product attention with a softmax in float32 at least.
+    """Computes scaled dot-product attention with a softmax in at least float32.
 
     Args:
       query: Queries.
       key: Keys.
       value: Values.
-      mask: True where a query may look.
+      mask: True where a query may attend.
       bias: Added to the logits of each key.
 
     Returns:
-      The attended values. A query that may look nowhere gets the mean of all values, never NaN.
+      The attended values. A fully masked query gets the mean of all values, never NaN.
     """
     wide = score_dtype(query.dtype)
     logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=wide)

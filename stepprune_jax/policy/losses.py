@@ -17,7 +17,7 @@ def length_penalty(
     where: Bool[AnyArray, "b"] | None = None,
     price: Float[AnyArray, "b"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean of K/N, with the gradient of E[K]/N.
+    """Returns the mean of K/N, with the gradient of E[K]/N.
 
     The hard count has no gradient; the expected one carries it through every stop probability.
 
@@ -25,8 +25,8 @@ def length_penalty(
       count: K, hard.
       expected: E[K] from `expected_count`.
       num_tokens: N, a number or one per row.
-      where: Rows that count, default all; with none, the penalty is 0.
-      price: Factor on each row's share, default 1.
+      where: Rows to include, all by default; with none, the penalty is 0.
+      price: Factor on each row's share, 1 by default.
     """
     expected = jnp.asarray(expected)
     soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
@@ -39,6 +39,6 @@ def length_penalty(
 def total_loss(
     lm_loss: Float[Array, ""], penalty: Float[Array, ""], length_weight: ArrayLike
 ) -> Float[Array, ""]:
-    """L = L_LM + lambda K/N, Eq. (15), in float32 at least."""
+    """L = L_LM + lambda K/N, Eq. (15), in at least float32."""
     wide = jnp.promote_types(jnp.float32, lm_loss.dtype)
     return lm_loss.astype(wide) + length_weight * penalty.astype(wide)

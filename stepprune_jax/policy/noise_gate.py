@@ -14,7 +14,7 @@ from stepprune_jax.policy.layers import score_dtype
 def _bounded_sqrt(x: Array) -> Array:
     """sqrt on [0, 1] whose derivative is that of sqrt(max(x, 1e-6)): at most 500.
 
-    Written as a rule of its own because `sqrt(1 - alpha + eps)` does not survive compilation: XLA
+    It has a custom rule because `sqrt(1 - alpha + eps)` does not survive compilation: XLA
     folds 1 + eps to 1 in float32, and alpha = 1 then gives inf * 0.
     """
     return jnp.sqrt(jnp.clip(x, 0, 1))
@@ -46,7 +46,7 @@ def noise_gate(
       noise: eps ~ N(0, I); drawn from `key` by default.
 
     Returns:
-      Gated tokens in the dtype of `x`, mixed in float32 at least.
+      Gated tokens in the dtype of `x`, mixed in at least float32.
     """
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
     wide = score_dtype(x.dtype)
@@ -72,7 +72,7 @@ def gumbel_gate(
     Args:
       key: PRNG key; consumed.
       x: Tokens.
-      alpha: Probability to keep each token.
+      alpha: Probability of keeping each token.
     """
     clipped = jnp.clip(alpha, 1e-6, 1 - 1e-6)
     logit = jnp.log(clipped) - jnp.log1p(-clipped)
@@ -84,7 +84,7 @@ def gumbel_gate(
 def apply_gate(
     gate: str, key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
 ) -> Float[Array, "b n d"]:
-    """The gate that `PolicyConfig.gate` names; `key` is consumed."""
+    """Applies the gate that `PolicyConfig.gate` names; `key` is consumed."""
     if gate == "vp":
         return noise_gate(key, x, alpha)
     return scale_gate(x, alpha) if gate == "scale" else gumbel_gate(key, x, alpha)
@@ -109,7 +109,7 @@ class FeatureStats(NamedTuple):
 
     @classmethod
     def start(cls, width: int) -> "FeatureStats":
-        """Statistics of nothing: mean 0 and variance 1 until the first update."""
+        """Returns empty statistics: mean 0 and variance 1 until the first update."""
         return cls(jnp.zeros(width), jnp.ones(width), jnp.zeros(()))
 
 
@@ -143,7 +143,7 @@ def update_stats(
 def standardise(x: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
     """(x - mean) / std per channel, in float32; a constant channel stays finite.
 
-    Without statistics the features are returned as they are.
+    Without statistics the features are returned unchanged.
     """
     if stats is None:
         return x

@@ -1,4 +1,4 @@
-"""The two ways through the policy: soft for training (`gate`), hard for inference (`prune`)."""
+"""The policy's two pathways: soft for training (`gate`), hard for inference (`prune`)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ from stepprune_jax.policy.trajectory import Trajectory, count_at_bias, log_price
 
 
 class Gated(NamedTuple):
-    """The training pathway: all N tokens, each as clear as the policy wants it.
+    """Result of the training pathway: all N tokens, each as noisy as the policy decides.
 
     Attributes:
       tokens: X^, full length, in the space of the given features.
@@ -52,7 +52,7 @@ class Gated(NamedTuple):
       own: Rows that stopped by themselves; the others had an exact budget.
       price: Factor on lambda for each row at its count, see `PolicyConfig.price_range` and
         `price_growth`.
-      stopped: Count at which a row stops by itself; under a probe, would at price 1.
+      stopped: Count at which a row stops by itself; under a probe, the one at a price factor of 1.
       running_count: Updated running mean of K.
     """
 
@@ -67,7 +67,7 @@ class Gated(NamedTuple):
 
 
 def _encoded(params, config, image, text, image_mask, text_mask, text_gate, stats):
-    """Memory over standardised tokens, and those tokens."""
+    """Returns the memory over standardised tokens, and those tokens."""
     x = standardise(jnp.asarray(image), stats)
     encoded = encode(
         params, config, x, text, image_mask=image_mask, text_mask=text_mask, text_gate=text_gate
@@ -84,17 +84,17 @@ def gate_tokens(
     real: Bool[Array, "b n"],
     stats: FeatureStats | None,
 ) -> Float[Array, "b n d"]:
-    """Gates tokens with noise, denoises them, and brings them back to the space of the features.
+    """Gates tokens with noise, denoises them, and maps them back to the space of the features.
 
     Eqs. (13) and (14).
 
     Args:
-      params: Weights, of which the denoiser's are used.
-      config: Its shape, and the kind of gate.
+      params: Policy weights; the denoiser's are used.
+      config: Policy configuration.
       key: PRNG key; consumed.
       x: Standardised tokens.
       alpha: Gate of each token.
-      real: True at real tokens; what stands in the padding does not matter.
+      real: True at real tokens; padding may hold anything.
       stats: Statistics that `x` was standardised with, or `None`.
 
     Returns:
@@ -139,17 +139,17 @@ def gate(
       image_mask: True at real image tokens.
       text_mask: True at real text tokens.
       text_gate: g_txt.
-      stats: Statistics of the features; `None` gates them as they are.
+      stats: Statistics of the features; `None` skips standardisation.
       running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
       stop_bias: Added to the stop logits.
-      max_steps: T_max, N at most; default `config.steps` of each row's real tokens.
+      max_steps: T_max, at most N; default `config.steps` of each row's real tokens.
       progress: Share of training done, in [0, 1]; sets the temperature of SoftTopK where
         `config.polarisation_share` is above 0.
-      init_fn: Prepares the decoder; with a decoder of your own, `params["decoder"]` is yours, too.
+      init_fn: Prepares the decoder; a custom decoder also defines `params["decoder"]`.
       step_fn: Pointer logits of one step.
-      sequence_fn: Those of all steps, for the estimator `"parallel"`. Without one, that estimator
-        differentiates the loop of a decoder of your own, with the same gradient.
-      feedback_fn: As in `select`, which is then differentiated whatever the estimator; default
+      sequence_fn: Pointer logits of all steps, for the estimator `"parallel"`. Without one, that
+        estimator differentiates the loop of a custom decoder, with the same gradient.
+      feedback_fn: As in `select`, whose loop is then differentiated whatever the estimator; default
         `straight_through` or, for `"parallel"`, `hard_feedback`.
 
     Returns:
@@ -164,7 +164,7 @@ def gate(
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     steps = Bounds(max_steps).steps(config, n)
     count = jnp.sum(real, axis=1)
-    # T_max of a smaller image is that of its own tokens.
+    # T_max of a smaller image follows from its own tokens.
     halved = max_steps is None and config.max_steps is None
     longest = jnp.maximum(1, count // 2) if halved else steps
     limits, own = draw_limits(budget_key, config, count, longest)
@@ -218,7 +218,7 @@ def train_loss(
     length_weight: ArrayLike | None = None,
     **arguments: Any,
 ) -> tuple[Float[Array, ""], Gated]:
-    """The training objective in front of any differentiable consumer of tokens, Eq. (15).
+    """Computes the training objective for any differentiable consumer of tokens, Eq. (15).
 
     Args:
       params: Policy weights; differentiate with respect to these alone.
@@ -251,10 +251,10 @@ def train_loss(
 def policy_metrics(
     gated: Gated, image_mask: Bool[Array, "b n"] | None = None
 ) -> dict[str, Float[Array, ""]]:
-    """What tells whether a policy learns, as scalars.
+    """Returns scalars that show whether a policy learns.
 
     `k_mean`, `k_std`: hard count over the rows that stop by themselves. `k_soft`: their expected
-    count. `k_cap`: their share stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
+    count. `k_cap`: share of them stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
     outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
     of the pointer over alive steps.
     """
@@ -302,12 +302,12 @@ def choose(
     init_fn: Callable[..., Decoder] = pointer_init,
     step_fn: Callable[..., Any] = pointer_step,
 ) -> Picks:
-    """Chooses the tokens of a batch: `prune` before it gathers, all of it on the device.
+    """Chooses the tokens of a batch, entirely on the device: `prune` before it gathers.
 
-    Every shape is static, so that it may stand in a jitted function, with
-    `gather(picks, image, capacity)` behind it.
+    Every shape is static, so that it can be called inside a jitted function, followed by
+    `gather(picks, image, capacity)`.
 
-    Args, returns and raises: as `prune` and `pick`.
+    Args, returns and raises as `prune` and `pick`.
     """
     slots, _ = _encoded(params, config, image, text, image_mask, text_mask, 1.0, stats)
     return pick(
@@ -353,9 +353,10 @@ def prune(
 ) -> Pruned:
     """Prunes a batch of image tokens for its questions: the inference pathway.
 
-    Runs in two compiled programs: one selects, the host reads the largest count and chooses a
-    bucket, the other gathers. Compiles once per shape, and once per bucket. No noise, no denoiser.
-    Inside a jitted function, where no count can be read, call `choose` and `gather`.
+    Runs two compiled programs: one selects; the host reads the largest count and chooses a bucket;
+    the other gathers. The first is compiled once per shape, the second once per bucket. There is no
+    noise and no denoiser. Inside a jitted function, where no count can be read, call `choose` and
+    `gather`.
 
     Args:
       params: Policy weights.
@@ -366,10 +367,10 @@ def prune(
       text_mask: True at real text tokens.
       stats: The statistics the policy was trained with.
       budget: Exact count, at most T_max; an integer or one per row.
-      min_tokens: Least count of a row.
+      min_tokens: Smallest count of a row.
       max_tokens: Largest count of a row.
       stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
-      max_steps: T_max, N at most; default `config.steps(n)`.
+      max_steps: T_max, at most N; default `config.steps(n)`.
       group: Tokens taken from one pointer distribution; default `config.group`.
       ladder: Bucket sizes; default `bucket_ladder(T_max)`.
       order: Order of the kept tokens, as in `gather`.
@@ -380,9 +381,9 @@ def prune(
       The kept tokens in the smallest bucket that holds every row.
 
     Raises:
-      ValueError: As `encode` and `select`, or weights that are not the configuration's or not
+      ValueError: As `encode` and `select`, or weights that do not fit the configuration or are not
         finite, before anything is compiled; as `choose_bucket`, once the counts are known.
-      TypeError: It is called inside a jitted function.
+      TypeError: Called inside a jitted function.
     """
     if not all(map(is_static, jax.tree.leaves((params, image, text)))):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""One table of parameter specifications: initial values, abstract shapes and sharding axes."""
+"""A single table of parameter specifications: initial values, shapes and sharding axes."""
 
 import math
 import re
@@ -22,7 +22,7 @@ class ParamSpec(NamedTuple):
     """One weight: its shape, logical axes (for sharding) and initialiser.
 
     Attributes:
-      shape: Sizes.
+      shape: Shape of the array.
       axes: A logical name or `None` per dimension; see `partition_rules`.
       init: `"fan_in"` (normal, variance 1 / fan-in), `"token"` (normal, std .02), `"ones"`,
         `"zeros"`.
@@ -121,7 +121,7 @@ def _denoiser_specs(config: PolicyConfig, d: int, hidden: int):
 
 
 def param_specs(config: PolicyConfig) -> dict[str, Any]:
-    """The table: a nested dict of `ParamSpec`, the single source for everything below."""
+    """Returns the table, a nested dict of `ParamSpec`: the single source of what follows."""
     d = config.policy_width
     hidden = config.mlp_ratio * d
     return {
@@ -157,7 +157,7 @@ def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32)
     Args:
       key: PRNG key; consumed.
       specs: A nested dict of `ParamSpec`.
-      dtype: Of every leaf.
+      dtype: Dtype of every leaf.
 
     Returns:
       A dict of arrays of the same structure.
@@ -175,17 +175,17 @@ def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32)
 
 
 def abstract_policy(config: PolicyConfig) -> Params:
-    """Shapes and dtypes of `init_policy`, as `jax.ShapeDtypeStruct`s, without allocating."""
+    """Returns shapes and dtypes of `init_policy`, as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
 
 
 def check_params(params: Params, config: PolicyConfig, parts: Sequence[str] = PARTS) -> None:
-    """Refuses weights of another shape than the configuration's, at no cost in a compiled program.
+    """Checks weights against the configuration's shapes, at no cost in a compiled program.
 
     Args:
-      params: Weights; more of them than the configuration has are ignored.
+      params: Weights; extra ones are ignored.
       config: Shapes and readings.
-      parts: The parts that are used, of `PARTS`.
+      parts: Parts to check, of `PARTS`.
 
     Raises:
       ValueError: A weight is missing or has another shape; the message names the first one.
@@ -212,15 +212,15 @@ def _check_part(params: Any, spec: Any, path: tuple[str, ...]) -> None:
 def cast_weights(params: Params, dtype: Any) -> Params:
     """Casts a policy's dense layers once, for inference, so that no program does so in each step.
 
-    Results do not change by a bit: `layers.dense` casts kernel and bias to the dtype of its input
-    anyway. Norms, the clock and single tokens are read in full precision and stay as they are.
+    Results are bitwise the same: `layers.dense` casts kernel and bias to the dtype of its input
+    anyway. Norms, the clock and single tokens are read in full precision and are not cast.
 
     Args:
-      params: Weights, or a part of them.
+      params: Weights, or a subtree of them.
       dtype: The compute dtype, `config.dtype`; `None` changes nothing.
 
     Returns:
-      The weights, new where they were cast.
+      The weights, with copies of those that were cast.
     """
     if dtype is None:
         return params
@@ -231,7 +231,7 @@ def cast_weights(params: Params, dtype: Any) -> Params:
 
 
 def param_paths(tree: Params) -> list[str]:
-    """The `/`-joined path of every leaf, in the order of `jax.tree.leaves`."""
+    """Returns the `/`-joined path of every leaf, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     return ["/".join(entry.key for entry in path) for path, _ in flat]
 
@@ -239,7 +239,7 @@ def param_paths(tree: Params) -> list[str]:
 def partition_rules(
     config: PolicyConfig, mesh_axes: dict[str, str | None]
 ) -> list[tuple[str, PartitionSpec]]:
-    """Path rules for sharding a policy: `(regular expression, PartitionSpec)`, one per weight.
+    """Returns sharding rules by path: one `(regular expression, PartitionSpec)` per weight.
 
     Args:
       config: Shapes and readings.

@@ -23,8 +23,8 @@ from stepprune_jax.policy.rollout import best_token, best_tokens, grouped, hard_
 from stepprune_jax.policy.tables import Walk, start_walk, tabulate, take_rows, walk_logits
 from stepprune_jax.policy.trajectory import biased_stop, first_true, stop_margin
 
-# Tokens between two looks at the stop. After the last row has stopped, the rest of them is wasted;
-# at each look the hazard's weights are read.
+# Tokens between two checks of the stop. Those after the last row has stopped are wasted; each check
+# reads the hazard's weights.
 BLOCK = 16
 # Steps compiled as one body with one decoder layer: on a GPU a step is six kernels then, and the
 # loop itself three or four. With more layers a step is thirty.
@@ -35,7 +35,7 @@ class Picks(NamedTuple):
     """The decisions of a `Trajectory`, without its probabilities.
 
     Attributes:
-      action: a_t; n from the step on at which the row stopped.
+      action: a_t; n from the step at which the row stopped.
       count: K, the number of tokens kept.
       selected: Whether token i is kept.
     """
@@ -58,10 +58,10 @@ class Ranked(NamedTuple):
 
 
 class Walker(NamedTuple):
-    """A way through an episode, block by block.
+    """A walk through an episode, block by block.
 
     Attributes:
-      start: State at the start.
+      start: Initial state.
       advance: `(state, first) -> (state, choice [k, b], margin [k, b] or None)`: the next k tokens,
         from number `first` on, and the stop's margins before each.
       block: k.
@@ -75,7 +75,7 @@ class Walker(NamedTuple):
 def step_by_step(
     params: Params, config: PolicyConfig, episode: Episode, step_fn: Callable[..., Any]
 ) -> Walker:
-    """Walks with a `step_fn`, one token a block: the reference, and for decoders of your own."""
+    """Walks with a `step_fn`, one token per block: the reference, and for custom decoders."""
     query, context, cache = episode.decoder
     n = episode.image_mask.shape[1]
 
@@ -92,21 +92,21 @@ def step_by_step(
 
 
 def has_tables(init_fn: Callable[..., Decoder], step_fn: Callable[..., Any]) -> bool:
-    """Whether a decoder is the built-in one, whose slots can be tabulated."""
+    """Returns whether a decoder is the built-in one, whose slots can be tabulated."""
     return init_fn is pointer_init and step_fn is pointer_step
 
 
 def by_tables(
     params: Params, config: PolicyConfig, episode: Episode, block: int, margins: bool
 ) -> Walker:
-    """Walks with tables over slots, several steps a block.
+    """Walks with tables over slots, several steps per block.
 
     Args:
       params: Policy weights.
       config: Policy configuration.
-      episode: Whose decoder is from `pointer_init`.
-      block: Tokens a block, at least; rounded up to whole groups.
-      margins: Whether the stop's margins are wanted.
+      episode: Episode whose decoder is from `pointer_init`.
+      block: Minimum number of tokens per block; rounded up to whole groups.
+      margins: Whether to compute the stop's margins.
     """
     group, n = episode.group, episode.image_mask.shape[1]
     pointer_steps = -(-block // group)
@@ -168,12 +168,12 @@ def pick(
     init_fn: Callable[..., Decoder] = pointer_init,
     step_fn: Callable[..., Any] = pointer_step,
 ) -> Picks:
-    """The decisions of `select` with `hard_feedback`, for inference.
+    """Makes the decisions of `select` with `hard_feedback`, for inference.
 
-    A `lax.while_loop` that ends with the last row instead of T_max, with no host round trip; not
-    differentiable. With the built-in decoder it reads tables over slots (`tables.py`) and looks at
-    the stop every `BLOCK` tokens, or, given a `budget`, never. With another one it goes step by
-    step, max_b K_b + 1 steps at most.
+    Runs a `lax.while_loop` that ends with the last row instead of at T_max, without a host round
+    trip; not differentiable. With the built-in decoder it reads tables over slots (`tables.py`) and
+    checks the stop every `BLOCK` tokens, or, given a `budget`, never. Any other decoder is run step
+    by step, for at most max_b K_b + 1 steps.
 
     Args, returns and raises as `select`; the result holds no probabilities.
     """
@@ -197,13 +197,13 @@ def pick(
         step = first + jnp.arange(walker.block)[:, None]
         now = step >= most
         if budget is None:
-            assert margin is not None  # as asked of the walker
+            assert margin is not None  # requested above
             now = now | ((step >= least) & (margin > 0))
         choice, stop = (
             jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
             for whole, part in ((choice, chosen), (stop, now))
         )
-        # Rows that are full need no further step to say so.
+        # Rows that are full need no further step to stop.
         alive = alive & ~jnp.any(now, axis=0) & (first + walker.block < most)
         return first + walker.block, alive, state, choice, stop
 
@@ -233,7 +233,7 @@ def rank(
     stop_bias: ArrayLike = 0.0,
     group: int | None = None,
 ) -> Ranked:
-    """Order and margins of `select` with `hard_feedback`: every count and every stop bias in one.
+    """Computes order and margins of `select` with `hard_feedback`, for all counts and stop biases.
 
     No episode is cut, and probabilities are not computed; not differentiable. A prefix of the order
     is what `pick` keeps at that budget, and `count_at_bias` finds where an episode stops.
@@ -241,11 +241,11 @@ def rank(
     Args and raises as `select`.
 
     Returns:
-      The order and its margins. Where a row has no token left they mean nothing.
+      The order and its margins; undefined where a row has no token left.
     """
     bounds = Bounds(max_steps=max_steps, group=group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, pointer_init)
     walker = by_tables(params, config, episode, episode.steps, margins=True)
     _, choice, margin = walker.advance(walker.start, jnp.int32(0))
-    assert margin is not None  # as asked of the walker
+    assert margin is not None  # requested above
     return Ranked(choice[: episode.steps].T, margin[: episode.steps].T)

@@ -1,7 +1,7 @@
 """The autoregressive loop: which token is pointed at in each step, and its gradient.
 
-The loop runs all `steps` whatever the stop says: the pointer always moves on to the best token that
-is left, so that a token's score exists at every step. Where the episode ends is decided afterwards,
+The loop runs all `steps` regardless of the stop: the pointer always moves on to the best remaining
+token, so that a token's score exists at every step. Where the episode ends is decided afterwards,
 from the same logits (`trajectory.py`).
 """
 
@@ -22,7 +22,7 @@ from stepprune_jax.policy.trajectory import Limits, step_distribution
 
 
 class Loop(NamedTuple):
-    """The static half of a rollout: configuration, the pieces it is made of, and its length."""
+    """The static half of a rollout: configuration, functions and length."""
 
     config: PolicyConfig
     step_fn: Callable
@@ -43,27 +43,27 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, episode: Episode) -> "Operands":
-        """The operands of an episode."""
+        """Collects the operands of an episode."""
         query, context, cache = episode.decoder
         return cls(params, context, episode.slots, query, cache, episode.stop_bias)
 
 
 class Rollout(NamedTuple):
-    """What the loop records: unmasked logits and the token pointed at, time first."""
+    """The loop's record: unmasked logits and the token pointed at, time first."""
 
     logits: Float[Array, "t b m"]
     choice: Int[Array, "t b"]
 
 
 def best_token(logits: Float[Array, "*b m"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:
-    """Masked argmax over the image slots; ties go to the lowest index."""
+    """Returns the masked argmax over the image slots; ties go to the lowest index."""
     return jnp.argmax(_left(logits, available), axis=-1).astype(jnp.int32)
 
 
 def best_tokens(
     logits: Float[Array, "b m"], available: Bool[Array, "b n"], group: int
 ) -> tuple[Int[Array, "b g"], Float[Array, "b g"]]:
-    """The `group` best image slots, best first, and their logits; ties as in `best_token`."""
+    """Returns the `group` best image slots, best first, and their logits."""
     left = _left(logits, available)
     if group == 1:
         return best_token(logits, available)[:, None], jnp.max(left, axis=-1, keepdims=True)
@@ -110,7 +110,7 @@ straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def pick_step(choice: Int[Array, "t b"], num_tokens: int) -> Int[Array, "b n"]:
-    """The first step at which each token was pointed at; `t` where it never was."""
+    """Returns the first step at which each token was pointed at; `t` where it never was."""
     steps, b = choice.shape
     step = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32)[:, None], (steps, b))
     never = jnp.full((b, num_tokens), steps, jnp.int32)
@@ -127,7 +127,7 @@ def hold(config: PolicyConfig, logits: Float[Array, "b t m"], group: int) -> Flo
 
 
 def grouped(episode: Episode, step_fn: Callable[..., Any]) -> tuple[Episode, Callable[..., Any]]:
-    """An episode whose steps point with the logits of their group's first step.
+    """Makes the steps of an episode use the logits of their group's first step.
 
     The logits of all steps are one more leaf of the decoder's cache, written and read as an
     append-only `step_fn` may.
@@ -153,7 +153,7 @@ def grouped(episode: Episode, step_fn: Callable[..., Any]) -> tuple[Episode, Cal
 
 
 def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, choice):
-    """The next query from one step's logits."""
+    """Computes the next query from one step's logits."""
     p = step_distribution(loop.config, logits, available, step, limits, stop_bias)
     prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
     return loop.feedback_fn(memory, prob, choice)
@@ -162,7 +162,7 @@ def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, ch
 def plain_rollout(
     loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: Limits
 ) -> Rollout:
-    """The loop as one `lax.scan` that JAX differentiates itself; a `rollout_fn`.
+    """Runs the loop as one `lax.scan` that JAX differentiates itself; a `rollout_fn`.
 
     Its backward pass keeps one copy of the cache per step: memory grows as the square of `steps`.
     Kept as the reference for `saved_rollout`.
@@ -193,7 +193,7 @@ def _scan(loop: Loop, operands: Operands, image_mask, limits):
 def saved_rollout(
     loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: Limits
 ) -> Rollout:
-    """The same loop with a backward pass whose memory is linear in `steps`; a `rollout_fn`.
+    """Runs the same loop with a backward pass whose memory is linear in `steps`; a `rollout_fn`.
 
     The forward pass saves each step's query and logits, and the final cache once. The backward
     pass walks the steps in reverse, recomputes a step from the final cache (a `step_fn` is
@@ -234,7 +234,7 @@ def _saved_bwd(loop, residuals, cotangents):
         return (jax.tree.map(jnp.add, totals, here), query_bar, cache_bar), None
 
     primals = (operands.params, operands.context, operands.memory, operands.stop_bias)
-    # Sums over hundreds of steps are kept in float32 at least, whatever the compute dtype.
+    # Sums over hundreds of steps are kept in at least float32, whatever the compute dtype.
     totals = jax.tree.map(lambda x: jnp.zeros(x.shape, score_dtype(x.dtype)), _floats(primals))
     start = (totals, *jax.tree.map(jnp.zeros_like, (operands.query, cache)))
     steps = jnp.arange(loop.steps, dtype=jnp.int32)
@@ -248,7 +248,7 @@ def _saved_bwd(loop, residuals, cotangents):
 
 
 def _floats(tree: Any) -> Any:
-    """`tree` with `None` in place of leaves that carry no gradient, such as masks."""
+    """Replaces leaves that carry no gradient, such as masks, by `None`."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
 

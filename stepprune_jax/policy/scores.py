@@ -12,13 +12,13 @@ from stepprune_jax.policy.trajectory import Trajectory
 
 
 def _exclusive(x: Float[Array, "b t"], first: float) -> Float[Array, "b t"]:
-    """Shifts one step later, starting with `first`."""
+    """Shifts by one step, starting with `first`."""
     return jnp.concatenate([jnp.full_like(x[:, :1], first), x[:, :-1]], axis=1)
 
 
 @checked
 def alive_probability(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b t"]:
-    """A_t = prod_{u < t} (1 - p_u(stop)), the probability to be alive before step t, Eq. (10)."""
+    """A_t = prod_{u < t} (1 - p_u(stop)), the probability of reaching step t, Eq. (10)."""
     return jnp.cumprod(_exclusive(1 - jnp.asarray(stop_prob), 1.0), axis=1)
 
 
@@ -90,11 +90,11 @@ def log_soft_scores(
     """log of `soft_scores`, as a logsumexp over steps of log A_t + log p_t(i) + t log beta.
 
     No epsilon is added anywhere, so late tokens keep their order at any T_max. A token never
-    pointed at scores -1e9, with zero gradient. Where a `Trajectory` is at hand, prefer
-    `trajectory_scores`, which starts from exact log-probabilities.
+    pointed at scores -1e9, with zero gradient. Given a `Trajectory`, prefer `trajectory_scores`,
+    which starts from exact log-probabilities.
     """
     stop_prob = jnp.asarray(stop_prob)
-    # log1p, except at a certain stop.
+    # log1p, except where the stop is certain.
     sure = stop_prob >= 1
     log_continue = jnp.where(sure, MASKED, jnp.log1p(-jnp.where(sure, 0, stop_prob)))
     return _log_scores(_finite_log(jnp.asarray(prob)), log_continue, decay, aggregation)
@@ -111,7 +111,7 @@ def straight_through_credit(trajectory: Trajectory) -> Float[Array, "b t n"]:
 
 
 def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b n"]:
-    """Scores of a trajectory in the space and aggregation that `config` names.
+    """Computes scores of a trajectory in the space and aggregation that `config` names.
 
     Log scores come from the trajectory's own logarithms: neither a saturated stop nor an
     underflowing probability is lost.
@@ -127,13 +127,13 @@ def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Arr
 
 
 def cosine_anneal(start: float, end: float, progress: ArrayLike) -> Float[Array, ""]:
-    """From `start` at progress 0 to `end` at progress 1, and `end` from there on, by a cosine."""
+    """Anneals from `start` at progress 0 to `end` from progress 1 on, by a cosine."""
     progress = jnp.clip(jnp.asarray(progress, jnp.float32), 0, 1)
     return end + (start - end) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
 
 
 def polarisation_temperature(config: PolicyConfig, progress: ArrayLike) -> ArrayLike:
-    """tau of Eq. (12) at a share `progress` of training."""
+    """Returns tau of Eq. (12) at a share `progress` of training."""
     if not config.polarisation_share:
         return config.polarisation_temperature
     start, end = config.polarisation_start, config.polarisation_temperature

@@ -57,34 +57,34 @@ def select(
       params: Policy weights; only what `init_fn` and `step_fn` read.
       config: Policy configuration.
       memory: M = [H; s_stop] from `memory`; slot n is the stop.
-      image_mask: True at real tokens. A row keeps at most as many as it has, possibly none.
-      max_steps: T_max, N at most; default `config.steps(n)`.
+      image_mask: True at real tokens. A row keeps at most those, possibly none.
+      max_steps: T_max, at most N; default `config.steps(n)`.
       min_tokens: Tokens chosen before the stop is available; default `config.min_tokens`. Like
         the next two, an integer or one per row.
       max_tokens: Tokens after which a row is stopped.
-      budget: Exact count; replaces the two before.
+      budget: Exact count; replaces the two bounds.
       stop_bias: Added to the stop logit, a number or one per row.
       group: g, tokens taken from one pointer distribution; default `config.group`. Token t
-        (counted from 0) is the best one left by the logits of step g floor(t / g). The history gets
-        all g slots in order of choice and the next query is the last of them, as if they had been
-        taken one by one: the decoder sees nothing that it has not seen with g = 1, so that no
-        retraining is needed, and history and query remain a set of slots and a slot. All else is
-        read token by token: p_t(i) over the tokens left, the stop (a hazard before each token, the
+        (counted from 0) is the best remaining one by the logits of step g floor(t / g). All g slots
+        enter the history in order of choice and the last of them is the next query, as if they had
+        been taken one by one: the decoder sees nothing new compared with g = 1, so no retraining is
+        needed, and history and query remain a set of slots and a slot. Everything else is computed
+        token by token: p_t(i) over the remaining tokens, the stop (a hazard before each token, the
         other two by the group's logits), A_t and beta^t; the credit of each of the g tokens is a
         gradient to the group's logits. The last group is cut where the episode ends.
       init_fn: Prepares the decoder; see `decoder.py` for the three functions a decoder is made of.
       step_fn: Pointer logits of one step; append-only.
       feedback_fn: `(memory, prob [b, m], choice [b]) -> query [b, d]`: `straight_through` (paper),
-        `hard_feedback`, or your own.
+        `hard_feedback`, or a custom one.
       rollout_fn: `saved_rollout`, whose backward pass is linear in T_max, or `plain_rollout`.
-      unroll: Passed to `lax.scan`, where the loop goes step by step.
+      unroll: Passed to `lax.scan`, where the loop runs step by step.
 
     Returns:
-      The trajectory, its probabilities in float32 at least.
+      The trajectory, its probabilities in at least float32.
 
     Raises:
       ValueError: Wrong shapes or dtypes, T_max below 1, a count out of range, a group below 1,
-        non-finite memory; as far as they can be read before tracing.
+        non-finite memory, where these can be read before tracing.
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
@@ -120,11 +120,11 @@ def select_parallel(
     sequence_fn: Callable[..., Array] = pointer_sequence,
     unroll: int = 1,
 ) -> Trajectory:
-    """`select` with `hard_feedback`, its gradient taken in one causal pass instead of the loop.
+    """Runs `select` with `hard_feedback`, its gradient taken in one causal pass, not the loop.
 
-    The loop runs without gradient; then `sequence_fn` scores all steps at once, the chosen slots
-    being their queries. Value and gradient equal those of `select(feedback_fn=hard_feedback)` up
-    to rounding, at a fraction of time and memory, because nothing is differentiated step by step.
+    The loop runs without gradient; then `sequence_fn` scores all steps at once, with the chosen
+    slots as their queries. Value and gradient equal those of `select(feedback_fn=hard_feedback)` up
+    to rounding, in a fraction of the time and memory, as nothing is differentiated step by step.
 
     Args, returns and raises as `select`, and:
       sequence_fn: Pointer logits of all steps, given their queries.
@@ -148,7 +148,7 @@ def _order(
     step_fn: Callable[..., Any],
     unroll: int,
 ) -> Int[Array, "t b"]:
-    """The token pointed at in every step, with hard feedback and without gradient."""
+    """Returns the token pointed at in every step, with hard feedback and without gradient."""
     given = (params, episode.decoder, episode.slots)
     params, decoder, slots = jax.lax.stop_gradient(given)
     episode = episode._replace(decoder=decoder, slots=slots)

@@ -10,7 +10,7 @@ and q = l / sum(l), for either F
   d alpha_i / d k   = q_i
   d alpha_i / d tau = l_i (sum_j q_j s_j - s_i) / tau^2
 
-so the backward pass is O(n) and never looks into the search for b.
+so the backward pass is O(n) and does not differentiate the search for b.
 """
 
 import functools
@@ -43,7 +43,7 @@ def _log_density(backend: str, u: Array) -> Array:
 
 
 def _cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array, "*b n"]:
-    """Logarithms of the running sums of e^z along the last axis."""
+    """Returns logarithms of the running sums of e^z along the last axis."""
     axis = z.ndim - 1
 
     def scan(z):
@@ -52,7 +52,7 @@ def _cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array
     def window(z):
         return jax.lax.cumlogsumexp(z, axis=axis, reverse=reverse)
 
-    # As a window, fused with its neighbours, it takes XLA's TPU compiler minutes.
+    # The window form, fused with its neighbours, takes XLA's TPU compiler minutes.
     return jax.lax.platform_dependent(z, tpu=scan, default=window)
 
 
@@ -99,9 +99,9 @@ def _sigmoid_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Floa
 
 
 def _offsets(backend: str, scores, k, temperature, where) -> Float[Array, "*b n"]:
-    """u_i = s_i / tau - b; absent tokens far below."""
+    """u_i = s_i / tau - b; far below for absent tokens."""
     z = scores / temperature
-    # b is found relative to a score near it, for the sake of float32.
+    # b is found relative to a nearby score, for accuracy in float32.
     near = jnp.max(jnp.where(where, z, _ABSENT), axis=-1, keepdims=True)
     count = jnp.sum(where, axis=-1, keepdims=True)
     inside = (k > 0) & (k < count)
@@ -174,7 +174,7 @@ def soft_topk(
       where: True at tokens that take part; the others get exactly 0.
 
     Returns:
-      alpha in the dtype of the scores, float32 at least.
+      alpha in the dtype of the scores, at least float32.
 
     Raises:
       ValueError: An unknown backend, k outside [0, n] or temperature <= 0, where these can be read

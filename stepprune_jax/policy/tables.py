@@ -1,20 +1,20 @@
 """Tables over slots: pointer logits without the products that depend on the slots alone.
 
 With the chosen slot itself fed back, each query is an image slot or the start, so the m = n + 1
-queries that an episode can have are known beforehand. Attention over a history has no positions:
-what the first layer makes of a query depends on the *set* of slots chosen so far. So once an
-episode it is computed how each slot attends to each other one, and a step reads one row of that
-table, masked by the set.
+queries that an episode can have are known in advance. Attention over a history has no positions:
+the first layer's output for a query depends on the *set* of slots chosen so far. So the attention
+of each slot to each other one is computed once per episode, and a step reads one row of that table,
+masked by the set.
 
-With one decoder layer the pointer follows, whose logits are LN(z) W_q k_j / sqrt(d) with
+With one decoder layer the pointer comes next, whose logits are LN(z) W_q k_j / sqrt(d) with
 z = x_i + W_o mixed + b_o. Its projection and the norm's scale are folded into the keys,
 P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. The norm's mean drops out
 if x, W_o and b_o are centred over the width: l = (z P) / sigma(z) + c. So x_i P is a table over
 pairs, too, and W_o P one matrix, and a step is a masked softmax, three products with a vector, and
 an argmax. With more layers only the first history is a table, and the pointer has the folded keys.
 
-The logits are those of `pointer_step` up to rounding; equal slots have equal logits here and there
-as far as the products of the device give equal columns for equal inputs.
+The logits equal those of `pointer_step` up to rounding. In both, equal slots have equal logits as
+far as the device's matrix products give equal columns for equal inputs.
 """
 
 import functools
@@ -37,24 +37,24 @@ from stepprune_jax.policy.decoder import (
 )
 from stepprune_jax.policy.params import Params
 
-# Full float32 also where the hardware would round products: near-ties decide the selection.
+# Full float32 even where the hardware would round products: near-ties decide the selection.
 _exactly = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Tables(NamedTuple):
-    """What is computed once an episode; q and s run over the slots, the start in the stop's place.
+    """Tables computed once per episode.
 
-    What is read row by row is float32 at least, what each step reads as a whole is of the compute
-    dtype.
+    q and s run over the slots, with the start in place of the stop. Tables read row by row are at
+    least float32; those that each step reads as a whole have the compute dtype.
 
     Attributes:
       query: Embedding of each slot as a query.
       score: Attention logit of slot q's query for slot s, first layer.
-      value: What slot s contributes if it is attended to.
+      value: Contribution of slot s if it is attended to.
       residual: Query plus output bias of the first history; centred with one decoder layer.
       out: Output projection of the first history, [out, in]; centred likewise.
       key: Pointer keys with the pointer's norm and projection folded in.
-      offset: What the bias of the norm adds to the logit of each slot.
+      offset: Contribution of the norm's bias to the logit of each slot.
       row_logit: With one decoder layer: key times residual; else None.
       mixed_logit: With one decoder layer: key times out; else None.
     """
@@ -71,10 +71,10 @@ class Tables(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where an episode stands.
+    """State of an episode.
 
     Attributes:
-      at: Slots of the queries to be read: those chosen last, in order of choice.
+      at: Slots of the next queries: those chosen last, in order of choice.
       seen: Slots that were queries, the start (slot n) among them.
       cache: Histories of the layers after the first.
     """
@@ -105,7 +105,7 @@ def tabulate(
       start: The first query.
 
     Returns:
-      The tables, of m^2 (h + 1) + m (5 d + 1) + d^2 numbers a row with one decoder layer.
+      The tables; m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
     """
     weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
     pointer, direct = weights["pointer"], config.decoder_layers == 1
@@ -145,9 +145,9 @@ def tabulate(
 
 
 def start_walk(config: PolicyConfig, tables: Tables, steps: int, group: int) -> Walk:
-    """The start of an episode of `steps` steps, of which every `group` are taken at once."""
+    """Returns the state at the start of an episode of `steps` steps, taken `group` at a time."""
     b, m, _ = tables.query.shape
-    # The first step has one query. Those before it stand for nothing, in rows nobody sees.
+    # The first step has one query. Those before it are dummies, in rows that are never seen.
     past = empty_history(config, tables.query, steps + group - 1)
     return Walk(
         at=jnp.full((b, group), m - 1, jnp.int32),
@@ -157,13 +157,13 @@ def start_walk(config: PolicyConfig, tables: Tables, steps: int, group: int) -> 
 
 
 def take_rows(table: Float[Array, "b q *x"], at: Int[Array, "b g"]) -> Float[Array, "b g *x"]:
-    """The rows of some slots."""
+    """Gathers the rows of some slots."""
     at = at.reshape(at.shape + (1,) * (table.ndim - 2))
     return jnp.take_along_axis(table, at, axis=1, mode="promise_in_bounds")
 
 
 def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
-    """The first layer's history of some queries before its output projection, [b, g, e]."""
+    """Computes the first layer's history before its output projection, [b, g, e]."""
     score = jnp.where(seen[:, :, None], take_rows(tables.score, at), layers.MASKED)
     weights = jax.nn.softmax(score, axis=-1).astype(tables.value.dtype)
     mixed = jnp.einsum("bghs,bhcs->bghc", weights, tables.value)
@@ -173,15 +173,15 @@ def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
 def walk_logits(
     params: Params, config: PolicyConfig, context: Context, tables: Tables, walk: Walk, step
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """Pointer logits of the last query of a walk, and the cache with its queries in.
+    """Returns pointer logits of a walk's last query, and the cache with its queries written.
 
     Args:
-      params: Policy weights, of which those of the layers after the first history are read.
+      params: Policy weights; those of the layers after the first history are read.
       config: Policy configuration.
       context: From `pointer_init`.
       tables: From `tabulate`.
-      walk: Where the episode stands.
-      step: Steps before this one, all of them of as many tokens as `walk.at` has.
+      walk: State of the episode.
+      step: Number of steps before this one, each of as many tokens as `walk.at` has.
     """
     wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:

@@ -24,12 +24,12 @@ class Limits(NamedTuple):
 
 
 class StepDistribution(NamedTuple):
-    """What one step of one row says; `prob` and `stop_prob` sum to one while tokens are left.
+    """Distribution of one step; `prob` and `stop_prob` sum to one while tokens are left.
 
     Attributes:
       log_prob: log p_t(i), `MASKED` for tokens that cannot be chosen.
       prob: p_t(i), exactly zero for those.
-      stop_prob: p_t(stop): 0 before `min_tokens`, 1 from `max_tokens` on.
+      stop_prob: p_t(stop): 0 before `min_tokens`, 1 once `max_tokens` are chosen.
       log_continue: log(1 - stop_prob), computed without cancellation.
       margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop is
         `margin > 0`.
@@ -48,7 +48,7 @@ class Trajectory(NamedTuple):
     """A selection episode of T_max steps; slot n is the stop.
 
     Attributes:
-      action: a_t; n from the step on at which the row stopped.
+      action: a_t; n from the step at which the row stopped.
       choice: The token pointed at in every step, also after the stop.
       log_prob: log p_t(i), finite.
       prob: p_t(i).
@@ -75,11 +75,11 @@ class Trajectory(NamedTuple):
 def log_price_growth(
     config: PolicyConfig, count: Int[Array, "*#b"], num_tokens: Int[Array, "*#b"]
 ) -> Float[Array, "*b"]:
-    """Logarithm of what the `count`-th token costs, over what it costs at a tenth of N.
+    """Returns the logarithm of the `count`-th token's price over the price at a tenth of N.
 
     Args:
       config: Policy configuration; `price_growth` is the power.
-      count: Tokens kept, that one among them; 0 counts as 1.
+      count: Tokens kept, including that one; 0 counts as 1.
       num_tokens: N of each row, without its padding.
     """
     share = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
@@ -93,7 +93,7 @@ def biased_stop(
     num_tokens: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> Float[Array, "*b"]:
-    """The stop logit at `step` with all that is added to it, of rows of so many real tokens."""
+    """Returns the stop logit at `step` with all biases; `num_tokens` are each row's real tokens."""
     stop = logit + config.stop_bias + stop_bias
     if config.price_growth:
         stop = stop + log_price_growth(config, step + 1, num_tokens).astype(stop.dtype)
@@ -107,9 +107,9 @@ def stop_margin(
     step: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """Masked image logits, the biased stop logit, and its margin over the best token or 0."""
+    """Returns masked image logits, the stop logit, and its margin over the best token or 0."""
     image = jnp.where(available, logits[..., :-1], MASKED)
-    real = step + jnp.sum(available, axis=-1)  # a step takes one of them: padding has no say
+    real = step + jnp.sum(available, axis=-1)  # each step takes one; padding does not count
     stop = biased_stop(config, logits[..., -1], step, real, stop_bias)
     strongest = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
     return image, stop, stop - strongest
@@ -121,7 +121,7 @@ def hard_stop(
     step: Int[Array, "*#b"],
     limits: Limits,
 ) -> tuple[Bool[Array, "*b"], Bool[Array, "*b"], Bool[Array, "*b"]]:
-    """Whether a row stops at `step`, and whether it may not or must.
+    """Returns whether each row stops at `step`, whether it must not, and whether it must.
 
     A tie between stop and token keeps the token: the stop has the highest slot.
     """
@@ -138,9 +138,9 @@ def step_distribution(
     limits: Limits,
     stop_bias: Float[Array, "*#b"],
 ) -> StepDistribution:
-    """Pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
+    """Computes pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
 
-    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the tokens left. With `config.stop ==
+    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the remaining tokens. With `config.stop ==
     "softmax"`, p_t(stop) is the stop's share of the softmax over all N+1 slots and the product is
     that softmax; with `"aligned"` it is sigmoid((l_stop - max_i l_i) / stop_temperature), with
     `"hazard"` sigmoid(l_stop / stop_temperature).
@@ -211,7 +211,7 @@ def read_trajectory(
 
 
 def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
-    """Index of the first true flag of each row; t if there is none."""
+    """Returns the index of the first true flag of each row; t if there is none."""
     index = jnp.argmax(flags, axis=1)
     return jnp.where(jnp.any(flags, axis=1), index, flags.shape[1]).astype(jnp.int32)
 
@@ -219,10 +219,10 @@ def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
 def count_at_bias(
     margin: Float[Array, "b t"], bias: ArrayLike, min_tokens: int = 1
 ) -> Int[Array, "b"]:
-    """K of each row had `bias` been added to its stop logits: no second rollout is needed.
+    """Returns K of each row as if `bias` had been added to its stop logits.
 
-    Which token comes next does not depend on the stop, so the margins of one rollout decide the
-    count for every bias; bisection over `bias` meets any mean count.
+    The order of tokens does not depend on the stop, so the margins of one rollout determine the
+    count for every bias, without a second rollout; bisection over `bias` meets any mean count.
 
     Args:
       margin: `Trajectory.margin` of a rollout without an exact budget.

@@ -1,4 +1,8 @@
-"""Trains a small model: `python -m stepprune_jax.pretrain --config pretrain_shapes`."""
+"""Trains a small model: `stepprune-pretrain --config pretrain_shapes`.
+
+Any field of the configuration can be set by a flag, for example `--config.data.seed=7`. The same
+command resumes an interrupted run.
+"""
 
 from pathlib import Path
 

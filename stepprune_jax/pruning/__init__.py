@@ -1,4 +1,4 @@
-"""Ways to prune visual tokens behind one interface; `PRUNERS` names them all."""
+"""Methods of pruning visual tokens behind one interface; `PRUNERS` lists them all."""
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect, AutoSelectConfig

@@ -1,9 +1,9 @@
 """An AutoSelect-like baseline: every token scored once, the k best kept.
 
 After AutoSelect (https://arxiv.org/abs/2603.07135): the same noise gate and SoftTopK as StepPrune,
-but no sequence of choices and no stop. Where the two must be comparable, this one is given what
-StepPrune has: its encoder with the question, its denoiser, its feature statistics and its random
-budgets, so that what differs is how the order is made.
+but no sequence of choices and no stop. To make the two comparable, this one shares StepPrune's
+encoder with the question, its denoiser, its feature statistics and its random budgets, so that only
+the way of ordering tokens differs.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class AutoSelectConfig:
       mlp_ratio: Hidden width of each MLP over `width`.
       encoder_layers: Blocks of the encoder.
       temperature_start: tau of SoftTopK at the start of training.
-      temperature_end: tau at the end of the annealing, and from there on.
+      temperature_end: tau at the end of annealing and afterwards.
       temperature_steps: Share of training over which tau anneals, by a cosine.
       random_budget: Range of budgets as fractions of N, drawn log-uniformly for each row.
-      dtype: Compute dtype of encoder and denoiser; `None` is that of the features, float32 at
-        least. Scores are float32 at least, whatever this says.
+      dtype: Compute dtype of encoder and denoiser; `None` takes that of the features, but at least
+        float32. Scores are at least float32 in any case.
     """
 
     feature_width: int = 1024
@@ -77,7 +77,7 @@ class AutoSelectConfig:
 
     @property
     def shape(self) -> PolicyConfig:
-        """The StepPrune configuration whose encoder and denoiser this scorer has."""
+        """The StepPrune configuration with the same encoder and denoiser."""
         return PolicyConfig(
             feature_width=self.feature_width,
             text_width=self.text_width,
@@ -96,12 +96,12 @@ class AutoSelectConfig:
         return self.shape.policy_width
 
     def steps(self, num_tokens: int) -> int:
-        """Largest budget for `num_tokens` image tokens: all of them, since nothing is unrolled."""
+        """Returns the largest budget for `num_tokens` image tokens: all, as no loop is unrolled."""
         return num_tokens
 
 
 class Gated(NamedTuple):
-    """The training pathway: all N tokens, each as clear as the scorer wants it.
+    """Result of the training pathway: all N tokens, each as noisy as the scorer decides.
 
     Attributes:
       tokens: Denoised tokens, full length, in the space of the given features.
@@ -117,7 +117,7 @@ class Gated(NamedTuple):
 
 
 def param_specs(config: AutoSelectConfig) -> dict[str, Any]:
-    """The table of weights: StepPrune's encoder and denoiser, and a head of one logit."""
+    """Returns the table of weights: StepPrune's encoder and denoiser, and a head of one logit."""
     shared, d = policy.param_specs(config.shape), config.policy_width
     head = {
         # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
@@ -142,7 +142,7 @@ def init(key: Array, config: AutoSelectConfig) -> Params:
 
 
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
-    """tau at a share `progress` of training: a cosine from start to end, then constant."""
+    """Returns tau at a share `progress` of training: a cosine from start to end, then constant."""
     share = progress / config.temperature_steps
     return policy.cosine_anneal(config.temperature_start, config.temperature_end, share)
 
@@ -158,7 +158,7 @@ def scores(
     text_gate: ArrayLike = 1.0,
     stats: FeatureStats | None = None,
 ) -> Float[Array, "b n"]:
-    """One score per token, in float32 at least; padding scores lowest.
+    """Computes one score per token, in at least float32; padding scores lowest.
 
     Args:
       params: Weights.
@@ -205,9 +205,9 @@ def train_loss(
     text_gate: ArrayLike = 1.0,
     stats: FeatureStats | None = None,
 ) -> tuple[Float[Array, ""], Gated]:
-    """The training objective: the language-modelling loss on softly selected tokens.
+    """Computes the training objective: the language-modelling loss on softly selected tokens.
 
-    Every row gets a budget of its own, log-uniform over `config.random_budget`, so that one scorer
+    Every row draws its own budget, log-uniform over `config.random_budget`, so that one scorer
     serves all budgets.
 
     Args:
@@ -221,7 +221,7 @@ def train_loss(
       image_mask: True at real image tokens.
       text_mask: True at real text tokens.
       text_gate: g_txt.
-      stats: Statistics of the features; `None` gates them as they are.
+      stats: Statistics of the features; `None` skips standardisation.
 
     Returns:
       The loss, and the `Gated` behind it.
@@ -252,7 +252,7 @@ def train_loss(
 def metrics(
     gated: Gated, image_mask: Bool[Array, "b n"] | None = None
 ) -> dict[str, Float[Array, ""]]:
-    """What tells whether the scorer learns, as scalars.
+    """Returns scalars that show whether the scorer learns.
 
     `k_mean`: mean budget. `alpha_in`, `alpha_out`: mean gate inside and outside the hard top k.
     `iou`: agreement of {alpha > 1/2} with it.
@@ -275,16 +275,16 @@ def metrics(
 
 
 def order(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
-    """Tokens by score, best first; ties by position. The first k are the choice."""
+    """Orders tokens by score, best first, ties by position; the first k are the choice."""
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoSelect(Ranker):
-    """Keeps the tokens that a trained one-shot scorer likes best.
+    """Keeps the tokens that a trained one-shot scorer ranks best.
 
     Attributes:
-      config: Of the scorer.
+      config: Configuration of the scorer.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)

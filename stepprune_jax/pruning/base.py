@@ -1,9 +1,9 @@
-"""One interface to every way of pruning: what a method sees, what it keeps, and where.
+"""The interface of all pruning methods: what a method sees, what it keeps, and where.
 
 A `Pruner` is a frozen, hashable configuration with pure functions. It chooses before the language
 model (`select`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an order
-whose prefixes are its choices, so that one pass serves every budget. What a trained method has
-learned comes as an argument. Nothing outside this package asks which method it runs.
+whose prefixes are its choices, so that one pass serves every budget. The trained parameters of a
+method are arguments. No code outside this package depends on which method it runs.
 """
 
 import abc
@@ -21,21 +21,21 @@ from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning.budget import EXACT, Budget
 
-# Position ids of kept tokens that a user may ask for; "own" is `own_positions`.
+# Choices of position ids for kept tokens; "own" is `own_positions`.
 POSITIONS = (*vlm.POSITIONS, "own")
 
 
 class View(NamedTuple):
-    """What a pruner sees: one row is one (image, prompt).
+    """Inputs of a pruner; a row is an (image, prompt) pair.
 
     Attributes:
-        tokens: [r, n, d] visual tokens before the projector, row by row of the image's grid; behind
-            it for pruners that are `after_projector`.
+        tokens: [r, n, d] visual tokens in raster order, before the projector; after it for pruners
+            that are `after_projector`.
         valid: [r, n] True = token, a prefix of each row; None where all are.
         grid: [r, 2] int32 rows and columns of the image's patches.
-        text: [r, l, e] word embeddings of what the user said.
+        text: [r, l, e] word embeddings of the user's turns.
         text_valid: [r, l] True = word.
-        number: [r] int32 number of the row in its set, for draws that depend on nothing else.
+        number: [r] int32 number of the row in its set, the seed of its random draws.
         count: [r] int32 tokens to keep, where the budget is exact.
         taps: intermediates of the tower, in the order of `Pruner.taps`.
     """
@@ -56,7 +56,7 @@ class Kept(NamedTuple):
     Attributes:
         index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
             in the padding.
-        place: [r, k] int32 the token of the image whose position ids it has.
+        place: [r, k] int32 index of the image token whose position ids it has.
         tokens: [r, k, d] the tokens, of the same kind as those of the `View`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
@@ -86,7 +86,7 @@ class Ranking(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a trained pruner has learned: the `params` of its functions.
+    """Parameters of a trained pruner: the `params` of its functions.
 
     Attributes:
         weights: tree of arrays.
@@ -101,51 +101,51 @@ class Trained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pruner:
-    """A way to prune; the base class keeps everything.
+    """Base class of pruning methods, which keeps everything.
 
-    Subclasses add their options as fields and override what they do otherwise.
+    Subclasses add their options as fields and override the methods in which they differ.
 
     Attributes:
-        budget: tokens to keep of each image.
+        budget: tokens to keep per image.
     """
 
     budget: Budget = Budget()
 
     name: ClassVar[str]
-    # What tables call it.
+    # Its name in tables.
     label: ClassVar[str]
-    # Kinds of budgets that it can keep.
+    # Supported kinds of budgets.
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
     # The class of a policy's configuration, for trained methods.
     config_type: ClassVar[type | None] = None
-    # Raised when it keeps other tokens than before, so that answers are not mixed.
+    # Incremented when the choice of tokens changes, so that answers are not mixed.
     version: ClassVar[int] = 1
-    # Whether it looks at what the user said.
+    # Whether it reads the user's text.
     reads_text: ClassVar[bool] = False
-    # Whether it sees and returns projected tokens, in place of those before the projector.
+    # Whether it sees and returns projected tokens instead of those before the projector.
     after_projector: ClassVar[bool] = False
-    # Whether it is the unpruned model at a budget of all tokens.
+    # Whether a budget of all tokens gives the unpruned model.
     exact_when_full: ClassVar[bool] = True
-    # Options that say how many tokens are left, so that no budget has to.
+    # Options that set the number of tokens in place of a budget.
     schedules: ClassVar[tuple[str, ...]] = ()
-    # Position ids of kept tokens in its authors' program, where a token has one; see
+    # Position ids of kept tokens in the authors' program, for models with one id per token; see
     # `own_positions`.
     positions: ClassVar[str] = "original"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses what cannot work, before anything is loaded.
+        """Checks budget, options and model before anything is loaded.
 
         Args:
-            config: the model's.
+            config: the model's configuration.
             num_tokens: tokens of its largest image.
 
         Raises:
-            ValueError: a budget that it cannot keep, or a model without what it needs.
+            ValueError: an unsupported budget or option, or a model that lacks an intermediate.
         """
         del config
         if self.budget.kind not in self.budgets:
             raise ValueError(
-                f"{self.name} cannot keep a budget of kind {self.budget.kind!r}; it can keep "
+                f"{self.name} does not support a budget of kind {self.budget.kind!r}, only "
                 f"{', '.join(self.budgets)}"
             )
         most = self.most(num_tokens)
@@ -161,26 +161,27 @@ class Pruner:
             )
 
     def own_positions(self, config: ModelConfig) -> str:
-        """Returns the position ids of kept tokens in its authors' program for such a model.
+        """Returns how the authors' program sets the position ids of kept tokens for such a model.
 
-        They are those of `vlm.assemble`. Where a token has several ids, all programs keep them.
+        The values are those of `vlm.assemble`. Where a token has several ids, all programs keep
+        them.
         """
         return self.positions if config.family.POSITION_AXES == 1 else "original"
 
     def most(self, num_tokens: int) -> int:
-        """Returns the largest count that it can keep of an image of so many tokens."""
+        """Returns the largest count it can keep of an image with `num_tokens` tokens."""
         return num_tokens
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Names the intermediates of the tower that it needs to see."""
+        """Returns the intermediates of the tower that it needs."""
         del config
         return ()
 
     def program(self) -> "Pruner":
-        """Returns what its compiled program depends on: all but a number that it is given.
+        """Returns the pruner without its exact count, on which no compiled program depends.
 
-        `select` finds exact counts in the view, and `drop` has them as an argument, so that all
-        counts share programs. A method whose shapes follow from the number returns itself.
+        `select` reads exact counts from the view, and `drop` takes them as an argument, so that all
+        counts share programs. A method whose shapes depend on the count returns itself.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
@@ -188,7 +189,7 @@ class Pruner:
         """Returns the weights of a policy as its programs read them; runs once, when it is loaded.
 
         Args:
-            weights: as the policy's file has them.
+            weights: weights as in the policy's file.
         """
         return weights
 
@@ -196,26 +197,26 @@ class Pruner:
         """Chooses the tokens that enter the language model.
 
         Args:
-            params: what it has learned; a `Trained`, or an empty tuple.
-            view: what it sees.
+            params: trained parameters: a `Trained`, or an empty tuple.
+            view: inputs of the pruner.
             capacity: static size of the result; at least every row's count.
 
         Returns:
-            What is kept.
+            The kept tokens.
         """
         del params
         return keep_all(view, capacity)
 
     def entering(self, num_tokens: int) -> int | None:
-        """Returns how many tokens of an image enter the language model; None if that depends."""
+        """Returns how many tokens of an image enter the language model; None if data-dependent."""
         count = self.budget.count(num_tokens)
         return None if count is None else min(count, self.most(num_tokens))
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple["LayerCut", ...]:
-        """Names the layers of the language model before which it drops tokens.
+        """Returns the layers of the language model before which it drops tokens.
 
         Args:
-            config: the model's.
+            config: the model's configuration.
             num_tokens: tokens of its largest image.
 
         Returns:
@@ -225,14 +226,14 @@ class Pruner:
         return ()
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple["Survivors", ...]:
-        """Says how many tokens of an image are left behind each cut.
+        """Returns how many tokens of an image remain after each cut.
 
         Args:
-            config: the model's.
+            config: the model's configuration.
             num_tokens: tokens of the image that enter the language model.
 
         Returns:
-            One for each of `cuts`.
+            One entry for each of `cuts`.
         """
         del config, num_tokens
         return ()
@@ -241,8 +242,8 @@ class Pruner:
         """Counts the tokens of an image that enter each layer of the language model.
 
         Args:
-            config: the model's.
-            num_tokens: tokens of the image; with a learned stop, those that it kept.
+            config: the model's configuration.
+            num_tokens: tokens of the image; with a learned stop, those kept.
 
         Returns:
             A count for each layer, as `flops.llm_flops` takes them once the text is added.
@@ -259,11 +260,11 @@ class LayerCut(NamedTuple):
     """A place between layers where a pruner drops tokens.
 
     Attributes:
-        layer: layers run before it, at least 1.
+        layer: number of layers before it, at least 1.
         taps: intermediates of the language model that the choice depends on: of the layers since
-            the cut before this one, and the attention of the layer behind it.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "text", those
-            of as many last tokens as the longest text has, which are `vlm.last_slots`.
+            the previous cut, and the attention of the layer after it.
+        rows: queries of "attention" taps: "last", that of the prompt's last token, or "text", as
+            many last tokens as the longest text has, which are `vlm.last_slots`.
     """
 
     layer: int
@@ -272,11 +273,11 @@ class LayerCut(NamedTuple):
 
 
 class Survivors(NamedTuple):
-    """How many tokens of an image are left behind a cut.
+    """Number of tokens of an image that remain after a cut.
 
     Attributes:
-        kept: of those before it.
-        merged: further ones, which dropped tokens were merged into.
+        kept: tokens kept of those before it.
+        merged: additional tokens that dropped ones were merged into.
     """
 
     kept: int
@@ -284,7 +285,7 @@ class Survivors(NamedTuple):
 
 
 class LayerPruner(Pruner, abc.ABC):
-    """A pruner that lets all tokens into the language model, and drops some between its layers."""
+    """A pruner that passes all tokens to the language model and drops some between its layers."""
 
     def entering(self, num_tokens: int) -> int:
         """Returns n: all tokens enter."""
@@ -292,10 +293,10 @@ class LayerPruner(Pruner, abc.ABC):
 
     @abc.abstractmethod
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
-        """Names the places; as in `Pruner`, but there is one at least."""
+        """Returns the cuts; as in `Pruner`, but at least one."""
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the budget, behind a single cut."""
+        """Returns the budget, after a single cut."""
         del config
         return (Survivors(self.budget.exact_count(num_tokens)),)
 
@@ -308,18 +309,18 @@ class LayerPruner(Pruner, abc.ABC):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Chooses what stays behind a cut.
+        """Chooses the tokens that remain after a cut.
 
         Args:
-            params: what it has learned.
-            cut: which one.
+            params: trained parameters.
+            cut: the cut.
             sequence: the rows before it.
             taps: the cut's intermediates by name.
-            count: [b, j] tokens of each image that stay, those that others are merged into not
-                counted: `Survivors.kept`.
+            count: [b, j] tokens to keep of each image, not counting merged ones: `Survivors.kept`.
 
         Returns:
-            The rows, whose visual tokens may have been merged, and which slots stay. Text stays.
+            The rows, whose visual tokens may have been merged, and which slots remain; text always
+            does.
         """
 
 
@@ -331,24 +332,24 @@ class Ranker(Pruner, abc.ABC):
         """Puts the tokens of each row in an order.
 
         Args:
-            params: what it has learned.
-            view: what it sees.
+            params: trained parameters.
+            view: inputs of the pruner.
             steps: static length of the order.
 
         Returns:
-            The order, and stop margins if it has learned to stop.
+            The order, and the margins of a learned stop.
         """
 
     def counts(
         self, params: Any, ranking: Ranking, exact: Int[ArrayLike, "r"]
     ) -> Int[ArrayLike, "r"]:
-        """Returns how long a prefix of each row's order is kept; runs on the host.
+        """Returns the length of the prefix kept of each row's order; runs on the host.
 
         Args:
-            params: what it has learned.
+            params: trained parameters.
             ranking: the orders.
-            exact: [r] what `entering` returned for each row's image, and the image's own number of
-                tokens where a learned stop decides.
+            exact: [r] result of `entering` for each row's image, or the image's number of tokens
+                where a learned stop decides.
 
         Returns:
             [r] counts.
@@ -389,13 +390,13 @@ def take(
     """Gathers the first `count` tokens of an order, in raster order.
 
     Args:
-        tokens: [r, n, d] to gather from.
-        order: [r, t] indices in order of choice; what lies behind the count does not matter.
-        count: [r] how many of them.
+        tokens: [r, n, d] tokens to gather from.
+        order: [r, t] indices in order of choice; those past the count are ignored.
+        count: [r] number of tokens to keep.
         capacity: static size of the result.
 
     Returns:
-        What is kept. A row that keeps more than `capacity` keeps its first choices.
+        The kept tokens. A row that keeps more than `capacity` keeps its first choices.
     """
     n = tokens.shape[1]
     picks = order[:, :capacity]
@@ -421,7 +422,7 @@ def take_first(
     count: Int[Array, "r"],
     capacity: int,
 ) -> Kept:
-    """`take` of a ranking, whose order is part of the result."""
+    """Applies `take` to a ranking, and returns its order with the result."""
     kept = take(tokens, order, count, capacity)
     picks = order[:, :capacity]
     chosen = jnp.arange(picks.shape[1]) < kept.count[:, None]
@@ -439,15 +440,15 @@ def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> I
 def keep_best(
     scores: Float[Array, "b s"], image: Int[Array, "b s"], count: Int[Array, "b j"]
 ) -> Bool[Array, "b s"]:
-    """Keeps text, and of each image the tokens that score best.
+    """Keeps text, and the best-scoring tokens of each image.
 
     Args:
-        scores: [b, s] of every slot of the rows; those of text do not matter.
-        image: [b, s] which image of its row a slot belongs to; -1 for text.
-        count: [b, j] how many tokens of each image stay.
+        scores: [b, s] score of every slot; those of text are ignored.
+        image: [b, s] number of the slot's image in its row; -1 for text.
+        count: [b, j] tokens to keep of each image.
 
     Returns:
-        [b, s] True = stays. Ties go to the earlier token.
+        [b, s] True = kept. Ties go to the earlier token.
     """
     # Sorted by image, then by score: the rank within an image is the distance from its first.
     order = jnp.lexsort((-scores.astype(jnp.float32), image), axis=1)
@@ -462,11 +463,11 @@ def keep_best(
 
 
 def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "*r n"]:
-    """Picks tokens that lie evenly among those of a pool.
+    """Picks evenly spaced tokens from a pool.
 
     Args:
         pool: [..., n] True = may be picked; m of them.
-        wanted: [...] how many g to pick, at most m.
+        wanted: [...] number g to pick, at most m.
 
     Returns:
         [..., n] True = picked: the i-th is the floor(i m / g)-th of the pool.
@@ -479,31 +480,31 @@ def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "
 
 
 def ranking_block(config: ModelConfig, name: str) -> int:
-    """Finds the tower's block that tells which tokens matter, by its class token or without one.
+    """Finds the tower's block that ranks tokens, with or without a class token.
 
     Args:
-        config: the model's.
-        name: of the pruner that needs it, for the message.
+        config: the model's configuration.
+        name: name of the pruner, for the message.
 
     Returns:
         The block.
 
     Raises:
-        ValueError: the tower has neither a class token nor a block that offers what tokens receive.
+        ValueError: the tower has neither a class token nor a block with received attention.
     """
     received = config.received_block
     return tower_block(config, name) if received is None else received
 
 
 def tower_block(config: ModelConfig, name: str) -> int:
-    """Finds the tower's block whose output a model projects, if its class token ranks patches.
+    """Finds the tower's block whose output is projected, if its class token ranks patches.
 
     Args:
-        config: the model's.
-        name: of the pruner that needs it, for the message.
+        config: the model's configuration.
+        name: name of the pruner, for the message.
 
     Returns:
-        The block, as taps of kind "attention" and "keys" name it.
+        The block's number in taps of kind "attention" and "keys".
 
     Raises:
         ValueError: the tower has no class token, or no block attends before the features.

@@ -1,4 +1,4 @@
-"""How many tokens of an image to keep: a count, a share, or a mean that a learned stop meets."""
+"""Budgets of tokens per image: a count, a share, or a mean met by a learned stop."""
 
 import dataclasses
 import math
@@ -10,13 +10,13 @@ KINDS = ("all", *EXACT, "mean", "own")
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How many tokens of an image to keep.
+    """Number of tokens to keep per image.
 
     Attributes:
-        kind: "all"; "count", the same number of every image; "rate", a share of each image's
+        kind: "all"; "count", the same number for every image; "rate", a share of each image's
             tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
-            to a mean number; "own", as many as the method decides image by image, such as a learned
-            stop as it is.
+            to a mean number; "own", a number that the method decides image by image, such as an
+            uncalibrated learned stop.
         value: the number or the share; None for "all" and "own".
     """
 
@@ -53,7 +53,7 @@ class Budget:
             The budget. Shares are exact: a third of 576 tokens is 192.
 
         Raises:
-            ValueError: something else, or a number out of range.
+            ValueError: another form, or a number out of range.
         """
         text = "all" if text is None else str(text)
         if text in ("all", "own"):
@@ -79,13 +79,13 @@ class Budget:
 
     @property
     def number(self) -> int | float | Fraction:
-        """The value, of a kind that has one."""
+        """The value, for kinds that have one."""
         if self.value is None:
             raise ValueError(f"a budget of kind {self.kind!r} has no number")
         return self.value
 
     def count(self, num_tokens: int) -> int | None:
-        """Tokens kept of an image of so many; None if the method decides."""
+        """Returns the tokens kept of `num_tokens`; None if the method decides."""
         if self.kind == "all":
             return num_tokens
         if self.kind == "count":
@@ -97,14 +97,14 @@ class Budget:
         return None
 
     def exact_count(self, num_tokens: int) -> int:
-        """Tokens kept of an image of so many, where `is_exact`."""
+        """Returns the tokens kept of `num_tokens`, where `is_exact`."""
         count = self.count(num_tokens)
         if count is None:
             raise ValueError(f"budget is {self}, expected one that gives a number of tokens")
         return count
 
     def __str__(self) -> str:
-        """Returns what `parse` reads."""
+        """Returns the text that `parse` reads."""
         if self.kind == "rate":
             share = Fraction(self.number)
             return f"{share.numerator}/{share.denominator}"

@@ -1,4 +1,4 @@
-"""Which stop bias keeps how many tokens on average: a table that goes with a policy."""
+"""Calibration of a policy: the mean number of tokens kept at each stop bias."""
 
 import itertools
 import math
@@ -11,27 +11,27 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
 
-# Rows of the table, from the least count to T_max in equal ratios, before equal ones are merged.
+# Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
-# Of the questions, from which on a learned stop is hardly more than an exact budget.
+# Share of questions above which a learned stop is hardly more than an exact budget.
 _ALMOST_ALL = 0.9
-# Of a bias. An exact one is the margin of some question, whose count then hangs on the last bit of
-# a sum.
+# Decimals of a bias. An exact one would be the margin of some question, whose count would then
+# depend on the last bit of a sum.
 _DECIMALS = 3
 
 
 class Calibration(NamedTuple):
     """Mean counts of a policy at some stop biases, measured on questions of a validation split.
 
-    The four tables have a row each for a stop bias, by ascending mean count.
+    The four tables have one row per stop bias, by ascending mean count.
 
     Attributes:
         mean_count: mean K over the questions.
-        stop_bias: added to the policy's stop logits for it.
-        at_floor: share of the questions whose K is the least that the policy may keep.
+        stop_bias: number added to the policy's stop logits.
+        at_floor: share of the questions whose K is the policy's minimum.
         at_cap: share of the questions whose K is T_max.
         num_tokens: mean number of visual tokens of the questions' images.
-        questions: how many there were.
+        questions: number of questions.
     """
 
     mean_count: tuple[float, ...]
@@ -42,7 +42,7 @@ class Calibration(NamedTuple):
     questions: int
 
     def bias_at(self, mean: float | int) -> float:
-        """The stop bias for a mean count, between the rows by linear interpolation.
+        """Returns the stop bias for a mean count, interpolating linearly between rows.
 
         Args:
             mean: tokens to keep on average.
@@ -54,7 +54,7 @@ class Calibration(NamedTuple):
             ValueError: fewer or more tokens than the policy keeps at any bias.
 
         Warns:
-            UserWarning: nearly all counts would be the least one, or nearly all T_max.
+            UserWarning: nearly all counts would be the minimum, or nearly all T_max.
         """
         low, high = self.mean_count[0], self.mean_count[-1]
         if not low <= mean <= high:
@@ -70,14 +70,14 @@ class Calibration(NamedTuple):
         if share >= _ALMOST_ALL:
             warnings.warn(
                 f"at a mean of {mean:g} tokens the count of {share:.0%} of the calibration's "
-                f"questions is the {bound} that the policy may keep: it is hardly more than an "
+                f"questions is the {bound} that the policy may keep, little more than an "
                 "exact budget",
                 stacklevel=2,
             )
         return bias
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values by name, as `read_calibration` takes them."""
+        """Returns JSON values by name, as read by `read_calibration`."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
 
 
@@ -87,8 +87,8 @@ def calibrate(
     """Tabulates mean counts and stop biases.
 
     Args:
-        margin: stop margins before each step, of rollouts that do not stop; infinite from a
-            question's own T_max on.
+        margin: stop margins before each step, of rollouts that do not stop; infinite from each
+            question's T_max on.
         num_tokens: tokens of each question's image.
         min_tokens: tokens chosen before the stop is available.
 
@@ -114,20 +114,20 @@ def calibrate(
 
 
 def read_calibration(value: Any) -> Calibration:
-    """Reads what `Calibration.as_json` returned.
+    """Reads the result of `Calibration.as_json`.
 
     Raises:
-        ValueError: it is something else; the message names the field.
+        ValueError: it has another form; the message names the field.
     """
     if not isinstance(value, dict) or value.keys() != {*Calibration._fields}:
-        raise ValueError(f"the calibration has other fields than {', '.join(Calibration._fields)}")
+        raise ValueError(f"the calibration's fields are not {', '.join(Calibration._fields)}")
     for name, entry in value.items():
         listed = entry if isinstance(entry, list) else [entry]
         good = all(type(x) in (int, float) and math.isfinite(x) for x in listed)
         wanted = len(value["mean_count"]) if isinstance(value["mean_count"], list) else 0
         single = name in ("num_tokens", "questions")
         if not good or single == isinstance(entry, list) or not (single or len(entry) == wanted):
-            raise ValueError(f"the calibration's {name} is no table of finite numbers")
+            raise ValueError(f"the calibration's {name} is not a list of finite numbers")
     means = value["mean_count"]
     if not means or any(b <= a for a, b in itertools.pairwise(means)):
         raise ValueError("the calibration's mean_count does not ascend")

@@ -12,7 +12,7 @@ from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score, tower_bl
 
 @dataclasses.dataclass(frozen=True)
 class Cls(Ranker):
-    """Keeps the patches that the class token attends to most, in the mean over heads.
+    """Keeps the patches that the class token attends to most, averaged over heads.
 
     The attention is that of the block whose output the model projects.
     """
@@ -21,7 +21,7 @@ class Cls(Ranker):
     label = "[CLS] top-K"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses models without a class token, too."""
+        """Also rejects models without a class token."""
         super().check(config, num_tokens)
         tower_block(config, self.name)
 

@@ -1,9 +1,9 @@
-"""DART: visual tokens that repeat what a few pivots say leave the model after a few layers.
+"""DART: visual tokens that duplicate a few pivots are dropped after a few layers.
 
-Wen and others (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens, and the words
-behind the image, whose keys in layer K - 1 are largest. One pivot after the other takes the visual
-tokens that are least like it, by the cosine between states before layer K, normed as the model's
-last ones are. What was taken stays from layer K on, with the visual pivots, at its position ids.
+Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens, and the words after
+the image, whose keys in layer K - 1 are largest. The pivots take turns: each takes the visual
+tokens least similar to it, by the cosine between states before layer K, normalised by the model's
+final norm. The taken tokens and the visual pivots remain from layer K on, at their position ids.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ ORDERS = ("set", "norm")
 
 @dataclasses.dataclass(frozen=True)
 class Dart(LayerPruner):
-    """Keeps the visual tokens that are least like a few pivots.
+    """Keeps the visual tokens that are least similar to a few pivots.
 
-    A budget is what the authors call `max_num_trunction`: with P pivots of both kinds each takes
-    budget // P tokens, and the visual pivots are not counted. So 64 of 576 tokens leave 68.
+    A budget is the authors' `max_num_trunction`: with P pivots of both kinds, each takes
+    budget // P tokens, and the visual pivots are not counted. So a budget of 64 keeps 68 of 576.
 
     Attributes:
         layer: K, layers that see all tokens; the authors' `pruned_layer`.
         pivot_image_token: pivots among the tokens of an image.
-        pivot_text_token: pivots among the words behind it.
-        pivot_order: in which order pivots take their tokens. "norm": those of the image, then the
-            words, each the largest key first. "set": that in which CPython iterates over a set of
-            their places in the row, as the authors' program does.
+        pivot_text_token: pivots among the words after it.
+        pivot_order: order in which pivots take their tokens. "norm": those of the image, then the
+            words, each by descending key norm. "set": the order in which CPython iterates over a
+            set of their places in the row, as in the authors' program.
     """
 
     layer: int = 2
@@ -46,7 +46,7 @@ class Dart(LayerPruner):
     label = "DART"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses a layer that does not exist, no pivots, and an unknown order."""
+        """Rejects a layer that does not exist, an absence of pivots, and an unknown order."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
         if not 1 <= self.layer < depth:
@@ -54,7 +54,7 @@ class Dart(LayerPruner):
         if min(self.pivot_image_token, self.pivot_text_token) < 0 or not self._pivots:
             raise ValueError(
                 f"dart: pivot_image_token is {self.pivot_image_token} and pivot_text_token "
-                f"{self.pivot_text_token}, expected numbers from 0, and one pivot at least"
+                f"{self.pivot_text_token}, expected non-negative numbers and at least one pivot"
             )
         if self.pivot_order not in ORDERS:
             raise ValueError(
@@ -71,7 +71,7 @@ class Dart(LayerPruner):
         return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns what the pivots take, and those of the image."""
+        """Returns the number of tokens taken, plus the visual pivots."""
         del config
         budget = self.budget.exact_count(num_tokens)
         if budget >= num_tokens:
@@ -87,7 +87,7 @@ class Dart(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the visual pivots and what pivots take; if these are too few, the first others."""
+        """Keeps the visual pivots and the taken tokens; if too few, also the first others."""
         del params
         keys, features = (taps[f"{tap.kind}.{tap.layer}"] for tap in cut.taps)
         size = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
@@ -105,7 +105,7 @@ class Dart(LayerPruner):
         is_pivot = of_image & jnp.any(slots[:, None] == visual[:, :, None], axis=3)
         share = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
         turn = take_in_turn(_cosines(features, pivots), present, of_image & ~is_pivot, share)
-        # The pivots of the image first, then by turns; what nobody took has the last turn.
+        # The visual pivots first, then tokens by turn; those never taken come last.
         score = -jnp.where(is_pivot, -1, turn).astype(jnp.float32)
         score = jnp.sum(jnp.where(of_image, score, 0), axis=1)
         return sequence, keep_best(score, sequence.image, count)
@@ -114,7 +114,7 @@ class Dart(LayerPruner):
 def _largest(
     size: Float[Array, "b 1 s"], mask: Bool[Array, "b j s"], number: int
 ) -> tuple[Int[Array, "b j p"], Bool[Array, "b j p"]]:
-    """Slots of the largest under a mask, largest first, and which of them there are."""
+    """Returns the slots of the largest values under a mask, in order, and which are real."""
     best, slots = jax.lax.top_k(jnp.where(mask, size, -1), min(number, mask.shape[2]))
     return slots, best >= 0
 
@@ -122,7 +122,7 @@ def _largest(
 def _cosines(
     features: Float[Array, "b s e"], pivots: Int[Array, "b j p"]
 ) -> Float[Array, "b j p s"]:
-    """Cosines of all features with those of the pivots."""
+    """Computes the cosines of all features with those of the pivots."""
     features = features.astype(jnp.float32)
     norm = jnp.linalg.norm(features, axis=2, keepdims=True)
     unit = features / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
@@ -136,16 +136,16 @@ def take_in_turn(
     pool: Bool[Array, "b j s"],
     share: Int[Array, "b j"],
 ) -> Int[Array, "b j s"]:
-    """Lets one pivot after the other take the tokens that are least like it.
+    """Lets each pivot in turn take the tokens least similar to it.
 
     Args:
-        likeness: [b, j, p, s] of tokens to each pivot, in the order of their turns.
-        present: [b, j, p] True = there is such a pivot; others take nothing.
+        likeness: [b, j, p, s] similarity of tokens to each pivot, in the order of turns.
+        present: [b, j, p] True = the pivot exists; others take nothing.
         pool: [b, j, s] tokens that may be taken.
-        share: [b, j] how many each pivot takes. Ties go to the earlier token.
+        share: [b, j] number each pivot takes. Ties go to the earlier token.
 
     Returns:
-        [b, j, s] int32 in whose turn a token was taken; p if in none.
+        [b, j, s] int32 turn in which a token was taken; p if in none.
     """
     p = likeness.shape[2]
 
@@ -165,10 +165,10 @@ def take_in_turn(
 def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
     """Returns the order in which CPython iterates over a copy of a set of numbers.
 
-    A set is an open hash table of a power of two slots. An integer's hash is the integer; where its
-    slot is taken, the next nine are tried if they do not reach beyond the end, then a slot that the
-    higher bits of the hash decide. When three fifths are filled, all move to a table with more than
-    four times as many slots as there are numbers; a copy has more than twice as many.
+    A set is an open hash table with a power of two slots. An integer's hash is the integer; if its
+    slot is taken, the next nine are tried if they do not reach past the end, then a slot given by
+    the higher bits of the hash. When three fifths are filled, all entries move to a table with more
+    than four times as many slots as numbers; a copy has more than twice as many.
 
     Args:
         numbers: [p] distinct and not negative, in the order in which they were added.
@@ -196,12 +196,12 @@ _LEAST, _NEXT, _SHIFT = 8, 9, 5
 
 
 def _grown(least: int) -> int:
-    """The smallest table with more than so many slots."""
+    """Returns the size of the smallest table with more than `least` slots."""
     return max(_LEAST, 1 << least.bit_length())
 
 
 def _hashed(entries: Int[Array, "m"], numbers: Int[Array, "p"], size: int) -> Int[Array, "size"]:
-    """A table with entries added one after the other; -1 is no entry and an empty slot."""
+    """Returns a table with entries added one by one; -1 is no entry and an empty slot."""
     slots, hashes = jnp.arange(size), numbers.astype(jnp.uint32)
 
     def window(table, slot):

@@ -1,8 +1,8 @@
-"""FastV: tokens that the prompt's last token does not attend to leave the model after a few layers.
+"""FastV: visual tokens that the prompt's last token ignores are dropped after a few layers.
 
-Chen and others (https://arxiv.org/abs/2403.06764). The attention of layer K - 1, averaged over
-heads, from the prompt's last token to the visual tokens ranks them; from layer K on the best stay,
-at the position ids they had. The caches of the first K layers keep all tokens.
+Chen et al. (https://arxiv.org/abs/2403.06764). Visual tokens are ranked by the attention of layer
+K - 1, averaged over heads, from the prompt's last token. The best remain from layer K on, at their
+position ids. The caches of the first K layers keep all tokens.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class FastV(LayerPruner):
 
     Attributes:
         layer: K, layers that see all tokens.
-        average: whether the budget is the mean over all layers, as some tables count, in place of
-            the tokens that stay from layer K on. Of these there are then as many as give the mean,
-            rounded half up.
+        average: whether the budget is the mean over all layers, as in some tables, instead of the
+            number that remains from layer K on, which is then chosen to give that mean, rounded
+            half up.
     """
 
     layer: int = 2
@@ -36,7 +36,7 @@ class FastV(LayerPruner):
     label = "FastV"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses a layer that does not exist, and averages below what the first layers take."""
+        """Rejects a layer that does not exist, and averages that the first layers exceed."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
         if not 1 <= self.layer < depth:
@@ -48,7 +48,7 @@ class FastV(LayerPruner):
             )
 
     def program(self) -> "FastV":
-        """Drops how the number is counted as well."""
+        """Also removes `average`."""
         return dataclasses.replace(self, budget=Budget(), average=False)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
@@ -57,13 +57,13 @@ class FastV(LayerPruner):
         return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns what stays from layer K on."""
+        """Returns the number of tokens from layer K on."""
         budget = self._budget(config, num_tokens) if self.average else self.budget
-        assert budget is not None  # `check` has refused it
+        assert budget is not None  # rejected by `check`
         return (Survivors(budget.exact_count(num_tokens)),)
 
     def _budget(self, config: ModelConfig, num_tokens: int) -> Budget | None:
-        """What has to stay from layer K on for the budget to be the mean; None if nothing may."""
+        """Returns the budget from layer K on that gives the mean; None if there is none."""
         depth, share = (
             config.text.num_layers,
             Fraction(self.budget.exact_count(num_tokens), num_tokens),

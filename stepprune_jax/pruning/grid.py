@@ -11,7 +11,7 @@ from stepprune_jax.pruning.base import Kept, Pruner, View, take
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Pruner):
-    """Keeps tokens that lie evenly over rows and columns."""
+    """Keeps tokens spread evenly over rows and columns."""
 
     name = "grid"
     label = "grid"
@@ -20,7 +20,7 @@ class Grid(Pruner):
         """Keeps `view.count` tokens of each row."""
         del params
         patches = view.grid[:, 0] * view.grid[:, 1]
-        # A class token among the features stands in front, and is the last to be kept.
+        # A class token among the features comes first, and is the last to be kept.
         n = view.tokens.shape[1] if view.valid is None else view.valid.sum(1)
         extra = n - patches
         count = jnp.minimum(view.count, patches)
@@ -35,9 +35,9 @@ def grid_indices(
 ) -> Int[Array, "r k"]:
     """Spreads exactly `count` tokens evenly over each grid, in raster order.
 
-    The rows of the selection, about sqrt(k height / width) of them, lie evenly over the height.
-    Each holds its share of the tokens (shares differ by one at most), evenly over the width; where
-    two columns are equally near to a place, every other row takes the left one.
+    About sqrt(k height / width) rows are used, spread evenly over the height. Each holds its share
+    of the tokens (shares differ by at most one), spread evenly over the width; where two columns
+    are equally near, every other row takes the left one.
 
     Args:
         grid: [r, 2] rows and columns.
@@ -45,8 +45,7 @@ def grid_indices(
         capacity: static size of the result.
 
     Returns:
-        [r, k] int32 indices row * columns + column, ascending; what stands behind the count does
-        not matter.
+        [r, k] int32 indices row * columns + column, ascending; undefined past the count.
     """
     height, width, count = (x[:, None] for x in (grid[:, 0], grid[:, 1], count))
     slot = jnp.arange(capacity)

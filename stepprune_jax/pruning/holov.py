@@ -1,12 +1,13 @@
-"""HoloV: every part of an image keeps tokens, more where much is seen and little repeated.
+"""HoloV: every part of an image keeps tokens, more where attention is high and tokens are diverse.
 
-Zou and others (https://arxiv.org/abs/2510.02912), as in the authors' program for LLaVA. The raster
-sequence of projected tokens is split into crops. A token's score is the class token's attention and
-how much its likeness to the others of its crop varies; a crop's share of the budget is that of its
-mean score. Within a crop the tokens that the class token attends to most are kept.
+Zou et al. (https://arxiv.org/abs/2510.02912), following the authors' program for LLaVA. The raster
+sequence of projected tokens is split into crops. A token's score adds the class token's attention
+and the variance of its similarity to the others of its crop; the budget is divided among crops in
+proportion to their mean scores. Within a crop the tokens that the class token attends to most are
+kept.
 
-In a model without a class token, what the image attends to takes its place. There the kept tokens
-stand in raster order, and what a crop does not have is given to the next best ones, in place of the
+In a model without a class token, the attention that tokens receive takes its place. The kept tokens
+are then in raster order, and the surplus of a full crop goes to the next best ones, unlike in the
 authors' program, which leaves scores in the order of the tower's windows.
 """
 
@@ -30,16 +31,16 @@ _SMALL = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class HoloV(Pruner):
-    """Shares the budget out among crops of the image.
+    """Divides the budget among crops of the image.
 
-    With a class token it is not the unpruned model at any budget: tokens that a crop does not have
-    are made up for by zero vectors, and the others stand crop by crop in the order of attention.
+    With a class token it is not the unpruned model at any budget: where a crop has too few tokens,
+    zero vectors take their place, and tokens are ordered by crop and then by attention.
 
     Attributes:
-        crops: parts of the sequence, the first ones one token longer where it does not divide; the
-            authors' `num_patches`. In a model without a class token there are 16 / 9 of n / k,
-            rounded down, as the authors have it there.
-        alpha: weight of the likeness's variance.
+        crops: number of parts of the sequence; the first ones are one token longer if it does not
+            divide evenly. The authors' `num_patches`. In a model without a class token it is 16 / 9
+            of n / k, rounded down, as in the authors' program.
+        alpha: weight of the variance of similarity.
     """
 
     crops: int = 16
@@ -53,19 +54,19 @@ class HoloV(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses models that do not rank patches, and no crops."""
+        """Rejects models that do not rank patches, and fewer than one crop."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         if self.crops < 1:
             raise ValueError(f"holov: crops is {self.crops}, expected an integer from 1")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the class token's row of attention, or what tokens receive."""
+        """Returns the class token's row of attention, or the attention that tokens receive."""
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
-        """Returns the tokens crop by crop, in each by attention; then zero vectors.
+        """Returns the tokens by crop, in each by attention; then zero vectors.
 
         Without a class token, the tokens in raster order.
         """
@@ -107,14 +108,14 @@ def keep_in_crops(
     count: Int[Array, "r"],
     alpha: float,
 ) -> Bool[Array, "r n"]:
-    """Shares a count out among crops of images of any size, and chooses in each.
+    """Divides a count among crops of images of any size, and chooses in each.
 
     Args:
         tokens: [r, n, e] the tokens.
-        received: [r, n] attention that each receives.
+        received: [r, n] attention that each token receives.
         real: [r, n] True = token, a prefix of each row.
-        count: [r] tokens to keep, at most as many as there are.
-        alpha: weight of the likeness's variance.
+        count: [r] tokens to keep, at most the number of real ones.
+        alpha: weight of the variance of similarity.
 
     Returns:
         [r, n] True = kept, `count` of each row.
@@ -124,7 +125,7 @@ def keep_in_crops(
     size = jnp.sum(member, axis=1)
 
     def over_crop(values, whole):
-        """Means of a value over each crop, or over the crop of each token."""
+        """Averages a value over each crop, or over the crop of each token."""
         sums = jnp.einsum("rn,rnc->rc", values, member.astype(jnp.float32), precision=_EXACT)
         mean = sums / jnp.maximum(size, 1)
         return mean if whole else jnp.take_along_axis(mean, jnp.minimum(crop, n - 1), axis=1)
@@ -141,10 +142,10 @@ def keep_in_crops(
     received = jnp.where(real, received.astype(jnp.float32), 0)
     factor = over_crop(1000 * received, False) / (over_crop(variance, False) + _SMALL)
     scores = over_crop(1000 * received + alpha * factor * variance, True)
-    # A crop of one token has its attention as it is.
+    # The score of a crop of one token is its attention.
     scores = jnp.where(size > 1, scores, over_crop(received, True))
     share = jnp.minimum(_allotted(jnp.where(size > 0, scores, 0), count), size)
-    # What full crops leave over goes to the best of those with room.
+    # The surplus of full crops goes to the best crops with room.
     by_crop = jnp.argsort(-jnp.where(size > 0, scores, -1), axis=1, stable=True)
     room = jnp.take_along_axis(size - share, by_crop, axis=1)
     left = (count - share.sum(1))[:, None]
@@ -154,10 +155,10 @@ def keep_in_crops(
 
 
 def _crops_of(real: Bool[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r n"]:
-    """The crop of each token, where so many are to be kept: 16 / 9 of n / k of them, at least 1."""
+    """Returns each token's crop, of 16 / 9 of n / k crops, at least 1."""
     total = jnp.sum(real, axis=1)
     crops = jnp.clip(16 * total // (9 * jnp.maximum(count, 1)), 1, jnp.maximum(total, 1))
-    # As `np.array_split` cuts: the first crops are one token longer.
+    # As in `np.array_split`, the first crops are one token longer.
     least, longer = (x[:, None] for x in (total // crops, total % crops))
     edge, place = longer * (least + 1), jnp.arange(real.shape[1])
     behind = longer + (place - edge) // jnp.maximum(least, 1)
@@ -171,23 +172,23 @@ def shares(
     crops: int,
     alpha: float,
 ) -> tuple[Int[Array, "r n"], Int[Array, "r"]]:
-    """Shares a count out among crops, and chooses in each.
+    """Divides a count among crops, and chooses in each.
 
     Args:
         tokens: [r, n, e] float32 projected tokens.
-        attention: [r, n] from the class token to each.
+        attention: [r, n] attention of the class token to each.
         count: [r] tokens to keep.
         crops: number of crops.
-        alpha: weight of the likeness's variance.
+        alpha: weight of the variance of similarity.
 
     Returns:
-        [r, n] int32 the place of each token among those that are kept, n or more for one that is
-        not; and [r] how many are kept, which may be fewer than `count`.
+        [r, n] int32 place of each token among the kept ones, n or more if it is not kept; and [r]
+        number of kept tokens, which may be less than `count`.
     """
     n = tokens.shape[1]
     parts = np.array_split(np.arange(n), min(crops, n))
     longest = len(parts[0])
-    # Crops are rows of one array; the shorter ones end with a place that is masked.
+    # Crops are rows of one array; the last place of the shorter ones is masked.
     at = np.stack([np.pad(part, (0, longest - len(part)), mode="edge") for part in parts])
     size = np.array([len(part) for part in parts])
     mask = np.arange(longest) < size[:, None]
@@ -210,7 +211,7 @@ def _crop_scores(
     size: np.ndarray,
     alpha: float,
 ) -> Float[Array, "r c"]:
-    """The mean over each crop of 1000 times the attention plus the scaled variance of likeness."""
+    """Averages 1000 times the attention plus the scaled variance of similarity over each crop."""
     unit = tokens / (jnp.linalg.norm(tokens, axis=3, keepdims=True) + _SMALL)
     unit = jnp.where(mask[..., None], unit, 0)
     likeness = jnp.einsum("rcme,rcne->rcmn", unit, unit, precision=lax.Precision.HIGHEST)
@@ -223,12 +224,12 @@ def _crop_scores(
     scaled = 1000 * attention
     factor = scaled.sum(2) / size / (variance.sum(2) / size + _SMALL)
     scores = (scaled + alpha * factor[..., None] * variance).sum(2) / size
-    # A crop of one token has its attention as it is.
+    # The score of a crop of one token is its attention.
     return jnp.where(size > 1, scores, attention.sum(2))
 
 
 def _allotted(scores: Float[Array, "r c"], count: Int[Array, "r"]) -> Int[Array, "r c"]:
-    """Shares a count out by score, rounded down; what is left goes one by one to the best crops."""
+    """Divides a count by score, rounded down; the remainder goes one by one to the best crops."""
     weight = scores / (scores.sum(1, keepdims=True) + _SMALL)
     share = jnp.floor(weight * count[:, None]).astype(jnp.int32)
     rank = jnp.argsort(jnp.argsort(-weight, axis=1, stable=True), axis=1)

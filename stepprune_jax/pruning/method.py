@@ -1,4 +1,4 @@
-"""The list of pruners, and how one is made from a name, a budget, options and a policy."""
+"""The list of pruners, and their construction from a name, a budget, options and a policy."""
 
 import ast
 import contextlib
@@ -28,7 +28,7 @@ from stepprune_jax.pruning.trained import Policy
 from stepprune_jax.pruning.visionzip import VisionZip
 from stepprune_jax.settings import is_number
 
-# The only list of names: commands, configurations and tables take these.
+# The only list of names, used by commands, configurations and tables.
 PRUNERS: dict[str, type[Pruner]] = {
     kind.name: kind
     for kind in (
@@ -53,11 +53,11 @@ PRUNERS: dict[str, type[Pruner]] = {
 
 
 class Method(NamedTuple):
-    """A pruner with what it has learned: all that a pipeline needs to prune.
+    """A pruner with its trained parameters.
 
     Attributes:
-        pruner: the way to prune.
-        params: what it has learned: a `Trained`, or an empty tuple.
+        pruner: the pruner.
+        params: trained parameters: a `Trained`, or an empty tuple.
     """
 
     pruner: Pruner
@@ -75,22 +75,22 @@ def make_method(
     stop_bias: float | int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Method:
-    """Makes a way to prune from what a user says.
+    """Builds a method from user input.
 
     Args:
-        name: of `PRUNERS`; by default that of the policy, or "all" without one.
-        budget: tokens to keep of each image, or text as `Budget.parse` takes it. Without one a
-            policy stops by itself; for a mean one it does so at the bias that its calibration says.
-        policy: what a trained method has learned.
-        stop_bias: added to the policy's stop logits, in place of its own bias.
+        name: a name of `PRUNERS`; by default the policy's method, or "all" without a policy.
+        budget: tokens to keep per image, or text for `Budget.parse`. Without one a policy stops by
+            itself; for a mean budget, it does so at the stop bias of its calibration.
+        policy: the policy of a trained method.
+        stop_bias: number added to the policy's stop logits, instead of its own bias.
         options: fields of the pruner by name; values may be text.
 
     Returns:
         The method.
 
     Raises:
-        ValueError: an unknown name or option, a bad value, a budget of a kind that the method
-            cannot keep, or a policy with a method that has none of it, or the other way round.
+        ValueError: an unknown name or option, a bad value, an unsupported kind of budget, or a
+            policy that does not match the method.
     """
     if name is None and policy is None and budget is not None:
         raise ValueError("a budget (--budget) needs a pruner (--pruner) or a policy (--policy)")
@@ -104,7 +104,7 @@ def make_method(
     if kind.config_type is not None and policy is None:
         raise ValueError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
     if policy is not None and not isinstance(policy.config, kind.config_type or ()):
-        raise ValueError(f"the policy is one of {_name_of(policy)!r}, not of {name!r}")
+        raise ValueError(f"the policy belongs to {_name_of(policy)!r}, not to {name!r}")
     if stop_bias is not None and policy is None:
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
     if stop_bias is not None and "own" not in kind.budgets:
@@ -114,7 +114,7 @@ def make_method(
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
     elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*(options or {})}:
-        # All tokens only if that is asked for.
+        # All tokens only if requested.
         raise ValueError(_wrong_budget(kind, Budget()))
     elif not isinstance(budget, Budget):
         budget = Budget.parse(budget)
@@ -140,14 +140,14 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
     """Reads options of a pruner, for `make_method`.
 
     Args:
-        where: what users wrote them in, for messages.
-        texts: each "KEY=VALUE".
+        where: source of the options, for messages.
+        texts: options as "KEY=VALUE".
 
     Returns:
         The values by key, as text.
 
     Raises:
-        ValueError: a text is of another form.
+        ValueError: a text has another form.
     """
     options = {}
     for text in texts:
@@ -159,7 +159,7 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
 
 
 def _name_of(policy: Policy) -> str:
-    """The pruner of a policy."""
+    """Returns the name of a policy's pruner."""
     return next(
         name
         for name, kind in PRUNERS.items()
@@ -168,19 +168,19 @@ def _name_of(policy: Policy) -> str:
 
 
 def _wrong_budget(kind: type[Pruner], budget: Budget) -> str:
-    """Says what budget was expected."""
+    """Returns a message about the expected budget."""
     if kind.name == "all":
-        return f"budget is {budget}, but the pruner 'all' keeps every token: name another one"
+        return f"budget is {budget}, but the pruner 'all' keeps every token: choose another one"
     if budget.kind == "all":
         if kind.config_type is not None and "own" not in kind.budgets:
-            return f"{kind.name} has no stop of its own: give a budget (--budget)"
+            return f"{kind.name} has no learned stop: give a budget (--budget)"
         return f"the pruner {kind.name!r} needs a budget (--budget)"
-    return f"{kind.name} cannot keep the budget {budget}; it can keep {', '.join(kind.budgets)}"
+    return f"{kind.name} does not support the budget {budget}, only {', '.join(kind.budgets)}"
 
 
 def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """An option's value, of the type of its field."""
-    declared: Any = field.type  # no string: these modules evaluate their annotations
+    """Converts an option's value to the type of its field."""
+    declared: Any = field.type  # not a string: these modules evaluate their annotations
     union = isinstance(declared, types.UnionType)
     expected, *none = typing.get_args(declared) if union else (declared,)
     if isinstance(value, str) and expected is not str:
@@ -201,5 +201,5 @@ def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
 
 
 def _is(expected: type, value: Any) -> bool:
-    """Whether a value is of a type; integers are numbers, truth values are not."""
+    """Returns whether a value has a type; integers are numbers, booleans are not."""
     return type(value) is expected or (expected is float and type(value) is int)

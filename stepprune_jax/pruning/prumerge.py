@@ -1,10 +1,10 @@
-"""PruMerge and PruMerge+: outliers of the class token's attention, with their like merged in.
+"""PruMerge and PruMerge+: outliers of the class token's attention, merged with similar patches.
 
-Shang and others (https://arxiv.org/abs/2403.15388). In the tower's last block the class token's
-query meets all keys, heads side by side. Patches whose attention is an outlier by the quartiles are
-kept, the most attended first; PruMerge+ also keeps a grid of patches, the finer the more outliers
-there are. To each the patches with the most similar keys are added, weighted by attention, and one
-more token is the weighted sum of all that were not kept.
+Shang et al. (https://arxiv.org/abs/2403.15388). The query of the class token in the tower's last
+block is compared with all keys, with heads concatenated. Patches whose attention is an outlier by
+the quartiles are kept, the most attended first; PruMerge+ also keeps a grid of patches, the finer
+the more outliers there are. The patches with the most similar keys are added to each, weighted by
+attention, and one further token is the weighted sum of all patches that were not kept.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from stepprune_jax.pruning.budget import EXACT
 class PruMerge(Pruner):
     """Keeps the patches that the class token attends to most, and merges the others.
 
-    Without a budget an image keeps as many as are outliers. It is not the unpruned model at any
-    budget: the last token is always the sum of the others.
+    Without a budget an image keeps its outliers. It is not the unpruned model at any budget: the
+    last token is always the sum of the others.
 
     Attributes:
-        neighbours: patches added to each that is kept.
+        neighbours: patches added to each kept one.
     """
 
     neighbours: int = 32
@@ -40,7 +40,7 @@ class PruMerge(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses models without a class token, and a negative number of neighbours."""
+        """Rejects models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
         tower_block(config, self.name)
         if self.neighbours < 0:
@@ -54,7 +54,7 @@ class PruMerge(Pruner):
         return Tap("query", -1), Tap("keys", -1)
 
     def select(self, params: Any, view: View, capacity: int) -> Kept:
-        """Returns what is kept, most attended first, and the sum of what is not."""
+        """Returns the kept patches, most attended first, and the sum of the others."""
         del params
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]
@@ -98,39 +98,40 @@ class PruMerge(Pruner):
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
-        """How many patches are kept for their attention."""
+        """Returns how many patches are kept for their attention."""
         return count_outliers(attention) if self._is_adaptive else count - 1
 
     def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
-        """Patches that are kept for where they lie."""
+        """Returns the patches that are kept for their position."""
         del count
         return jnp.zeros_like(top)
 
 
 @dataclasses.dataclass(frozen=True)
 class PruMergePlus(PruMerge):
-    """Keeps a grid of patches as well, three for each of the most attended ones.
+    """Also keeps a grid of patches, three for each of the most attended ones.
 
-    Without a budget the outliers are the most attended ones, as in the authors' program. With one
-    they are a quarter of it, and the others lie evenly among the patches that are left; it is ours,
-    as theirs can keep one number only. It is not the unpruned model at any budget.
+    Without a budget the most attended patches are the outliers, as in the authors' program. With
+    one they are a quarter of it, and the others are spread evenly over the remaining patches; this
+    is our extension, as the authors' program supports a single count. It is not the unpruned model
+    at any budget.
     """
 
     name = "prumerge_plus"
     label = "PruMerge+"
 
     def most(self, num_tokens: int) -> int:
-        """Returns one more than there are for an image that decides itself: a grid of all."""
+        """Returns one more than there are tokens if each image decides: a grid of all."""
         return num_tokens + self._is_adaptive
 
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
-        """Outliers, or a quarter of what is kept."""
+        """Counts the outliers, or a quarter of the kept tokens."""
         return count_outliers(attention) if self._is_adaptive else (count - 1) // 4
 
     def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
-        """Every so many patches, or so many of those that are left."""
+        """Returns a regular grid of patches, or evenly spaced remaining ones."""
         n, number = top.shape[1], top.sum(1, keepdims=True)
         if self._is_adaptive:
             stride = jnp.maximum(n // jnp.maximum(number, 1) // 3, 1)
@@ -142,14 +143,14 @@ class PruMergePlus(PruMerge):
 def class_attention(
     query: Float[Array, "r h c"], keys: Float[Array, "r h m c"]
 ) -> Float[Array, "r m"]:
-    """Attention of the class token with all heads side by side, as one."""
+    """Computes the class token's attention with all heads concatenated into one."""
     _, h, _, c = keys.shape
     scores = jnp.einsum("rhc,rhmc->rm", query, keys, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.softmax(scores * (h * c) ** -0.5, axis=1)
 
 
 def count_outliers(attention: Float[Array, "r n"]) -> Int[Array, "r"]:
-    """Counts what lies above the upper quartile by more than 1.5 times the quartiles' distance."""
+    """Counts values above the upper quartile by more than 1.5 interquartile ranges."""
     lower, upper = jnp.percentile(attention, jnp.array([25, 75]), axis=1)
     bound = upper + 1.5 * (upper - lower)
     return jnp.sum(attention > bound[:, None], axis=1, dtype=jnp.int32)
@@ -163,14 +164,14 @@ def merge(
     neighbours: int,
     capacity: int,
 ) -> Float[Array, "r k d"]:
-    """Adds to each kept patch those most like it, and sums up those that are not kept.
+    """Adds the most similar patches to each kept one, and sums up those that are not kept.
 
     Args:
-        tokens: [r, n, d] patches, those that are kept first.
-        keys: [r, n, c] by whose cosine patches are alike.
-        attention: [r, n] weight of each when it is added to another.
-        count: [r] how many are kept.
-        neighbours: patches added to each that is kept, kept ones among them. Ties go to the first.
+        tokens: [r, n, d] patches, kept ones first.
+        keys: [r, n, c] keys, whose cosine is the similarity.
+        attention: [r, n] weight of each patch when added to another.
+        count: [r] number of kept patches.
+        neighbours: patches added to each kept one, possibly kept ones. Ties go to the first.
         capacity: static size k of the result.
 
     Returns:

@@ -1,8 +1,8 @@
 """PyramidDrop: the deeper the layer, the fewer visual tokens, in stages.
 
-Xing and others (https://arxiv.org/abs/2410.17247). At the end of each stage the attention that the
-next layer would give, averaged over heads, from the prompt's last token to the visual tokens ranks
-them; the best stay. Behind a stage the authors number all tokens anew.
+Xing et al. (https://arxiv.org/abs/2410.17247). At the end of each stage, visual tokens are ranked
+by the attention that the prompt's last token would pay them in the next layer, averaged over heads;
+the best remain. After each stage the authors renumber all tokens.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ class PyramidDrop(LayerPruner):
 
     Attributes:
         layer_list: layers before which tokens are dropped; None for the authors' 8, 16 and 24, or
-            where these are too deep for the budget for 2, 10 and 20; in a model that has fewer
-            layers for those at the same share of its depth.
-        image_token_ratio_list: the share of an image's tokens that is left from each of these
-            layers on, rounded down; the authors have .5, .25 and .125. None for the powers of one
-            ratio that meets the budget. Given, it decides, and a budget is but a name.
+            for 2, 10 and 20 if these are too deep for the budget; in a model with fewer layers,
+            those at the same share of its depth.
+        image_token_ratio_list: share of an image's tokens that remains from each of these layers
+            on, rounded down; the authors use .5, .25 and .125. None for the powers of one ratio
+            that meets the budget. If given, it takes precedence and a budget is only a label.
         average: whether the budget is the mean over all layers, as the authors count, or the number
-            of tokens that are left behind the last stage.
+            of tokens after the last stage.
     """
 
     layer_list: tuple[int, ...] | None = None
@@ -52,7 +52,7 @@ class PyramidDrop(LayerPruner):
     schedules: ClassVar[tuple[str, ...]] = ("image_token_ratio_list",)
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses layers that do not exist, lists that do not fit, and means out of reach."""
+        """Rejects layers that do not exist, ill-formed lists, and unreachable means."""
         super().check(config, num_tokens)
         depth, ratios = config.text.num_layers, self.image_token_ratio_list
         layers = self._layers(config)
@@ -72,7 +72,7 @@ class PyramidDrop(LayerPruner):
             )
 
     def program(self) -> "PyramidDrop":
-        """Drops the schedule: `drop` is given the counts."""
+        """Removes the schedule, as `drop` is given the counts."""
         return PyramidDrop()
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
@@ -81,7 +81,7 @@ class PyramidDrop(LayerPruner):
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns what is left from each layer of the list on, at least one token."""
+        """Returns the tokens remaining from each listed layer on, at least one."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
             budget = self.budget.exact_count(num_tokens)
@@ -98,13 +98,13 @@ class PyramidDrop(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the tokens that the last token would attend to most in the layer behind the cut."""
+        """Keeps the tokens that the last token would attend to most in the layer after the cut."""
         del params, cut
         (attention,) = taps.values()
         return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """The list of layers."""
+        """Returns the list of layers."""
         if self.layer_list is not None:
             return self.layer_list
         layers, early = (choose_layers(x, config.text.num_layers) for x in (LAYERS, EARLY_LAYERS))
@@ -113,7 +113,7 @@ class PyramidDrop(LayerPruner):
         return layers
 
     def _meets(self, layers: tuple[int, ...], config: ModelConfig) -> bool:
-        """Whether the mean over layers can be the budget with a token left in the last stage."""
+        """Returns whether the mean over layers can meet the budget with at least one token."""
         n = config.max_image_tokens
         widths = stage_widths(layers, config.text.num_layers)
         return n * mean_ratio(widths, self.budget.exact_count(n) / n) ** len(layers) >= 1

@@ -1,4 +1,4 @@
-"""Random tokens: what any method has to beat."""
+"""Random tokens, the baseline that any method has to beat."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ class Random(Ranker):
     """Keeps tokens drawn without replacement.
 
     Attributes:
-        seed: of the draws. A row's draw depends on the seed and on its number alone.
+        seed: seed of the draws. A row's draw depends only on the seed and its number.
     """
 
     seed: int = 0
@@ -33,17 +33,17 @@ class Random(Ranker):
         scores = random_scores(
             jax.random.key(self.seed, impl="threefry2x32"), view.number, sizes, n
         )
-        # Ascending, as a random permutation by sorting noise is usually made.
+        # Ascending, as is usual for a random permutation by sorting noise.
         return Ranking(by_score(-scores, view.valid)[:, :steps])
 
 
 def random_scores(
     key: Array, number: Int[Array, "r"], sizes: Int[Array, "r"], num_tokens: int
 ) -> Array:
-    """Draws a number for each token, which other rows, their number and padding do not change.
+    """Draws a number for each token, independent of other rows, of their count and of padding.
 
     Row i of a set of images of n tokens gets row i of `jax.random.uniform(key, (rows, n))`, without
-    the rows before it being drawn.
+    drawing the rows before it.
 
     Args:
         key: PRNG key of "threefry2x32".
@@ -68,6 +68,6 @@ def random_scores(
 
 
 def _high_word(a: Array, b: Array) -> Array:
-    """The upper 32 bits of the product of two 32-bit numbers, b below 2**16."""
+    """Returns the upper 32 bits of the product of two 32-bit numbers, b below 2**16."""
     upper, lower = a >> 16, a & 0xFFFF
     return (upper * b + (lower * b >> 16)) >> 16

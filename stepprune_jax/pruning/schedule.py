@@ -1,7 +1,7 @@
-"""Schedules of methods that prune several times: before which layers, and down to how many tokens.
+"""Schedules of methods that prune several times: layers and numbers of tokens.
 
-A schedule that is given by a budget alone is geometric: each cut leaves the same share of what is
-before it.
+A schedule given by a budget alone is geometric: each cut keeps the same share of the tokens before
+it.
 """
 
 import itertools
@@ -12,12 +12,12 @@ def choose_layers(authors: tuple[int, ...], depth: int) -> tuple[int, ...]:
     """Chooses the layers to prune before.
 
     Args:
-        authors: those of a model of 32 layers, ascending.
-        depth: layers of the language model.
+        authors: the layers for a model of 32 layers, ascending.
+        depth: number of layers of the language model.
 
     Returns:
-        The same layers, or in a model that lacks some of them those at the same share of its depth,
-        each once.
+        The same layers, or, in a model that lacks some of them, those at the same share of its
+        depth, without duplicates.
     """
     if authors[-1] < depth:
         return authors
@@ -25,16 +25,16 @@ def choose_layers(authors: tuple[int, ...], depth: int) -> tuple[int, ...]:
 
 
 def check_layers(name: str, layers: Sequence[int], first: int, last: int) -> None:
-    """Refuses lists of layers that are no schedule.
+    """Checks a list of layers.
 
     Args:
-        name: of the option, for the message.
+        name: name of the option, for the message.
         layers: the list.
-        first: the lowest layer that it may hold.
-        last: the highest one.
+        first: the lowest allowed layer.
+        last: the highest allowed layer.
 
     Raises:
-        ValueError: they are not ascending integers in this range.
+        ValueError: the layers are not ascending integers in this range.
     """
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
     if (
@@ -49,7 +49,7 @@ def check_layers(name: str, layers: Sequence[int], first: int, last: int) -> Non
 
 
 def stage_widths(layers: Sequence[int], depth: int) -> list[int]:
-    """Counts the layers in front of the first of some layers, between them, and from the last."""
+    """Counts the layers before the first of `layers`, between them, and from the last one on."""
     return [end - start for start, end in itertools.pairwise((0, *layers, depth))]
 
 
@@ -62,7 +62,7 @@ def geometric_counts(
         num_tokens: tokens n of the image.
         count: the budget K.
         widths: from `stage_widths`.
-        average: whether the budget is the mean over layers, or what the last cut leaves.
+        average: whether the budget is the mean over layers or the number after the last cut.
 
     Returns:
         For each cut i of c, n r^i rounded down, at least 1: with the ratio r of `mean_ratio`, or
@@ -81,10 +81,10 @@ def mean_ratio(widths: Sequence[int], share: float) -> float:
 
     Args:
         widths: from `stage_widths`.
-        share: of an image's tokens that shall enter a layer, in the mean over layers.
+        share: share of an image's tokens that enters a layer, averaged over layers.
 
     Returns:
-        The ratio in (0, 1]; 0 if the layers in front of the first cut already take that much.
+        The ratio in (0, 1]; 0 if the layers before the first cut already use that share.
     """
     target = share * sum(widths)
     if target >= sum(widths):

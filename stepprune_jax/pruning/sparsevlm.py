@@ -1,11 +1,11 @@
-"""SparseVLM: the words of the question that an image speaks to rate its tokens, in stages.
+"""SparseVLM: the question's words that are relevant to the image rate its tokens, in stages.
 
-Zhang and others (https://arxiv.org/abs/2410.04417). Text tokens whose embeddings are most like the
-image's are *raters*. Behind a few layers the attention that those layers give from the raters to
-the visual tokens ranks them, and the best stay. `SparseVLM` (version 1.5) recycles the best of the
-others: it clusters them and keeps the mean of each cluster. `SparseVLMv2` (version 2.0, also known
-as SparseVLM+) recycles none; it divides the attention by what rotary positions alone would give,
-and reads it from the heads that look at the image most.
+Zhang et al. (https://arxiv.org/abs/2410.04417). Text tokens whose embeddings are most similar to
+the image's are *raters*. After some layers, visual tokens are ranked by the attention of the raters
+in those layers, and the best remain. `SparseVLM` (version 1.5) recycles the best of the others: it
+clusters them and keeps the mean of each cluster. `SparseVLMv2` (version 2.0, also known as
+SparseVLM+) recycles none; it divides the attention by that of rotary positions alone, and uses the
+heads that attend to the image most.
 """
 
 import dataclasses
@@ -36,17 +36,18 @@ _FAR = jnp.finfo(jnp.float32).max
 
 @dataclasses.dataclass(frozen=True)
 class TextRated(LayerPruner):
-    """What the versions have in common: raters, and lists of how many tokens to keep.
+    """Base of both versions: raters, and lists of token counts.
 
     Attributes:
-        pruning_loc: layers behind which tokens are pruned; None for the authors' 2, 6 and 15, or in
-            a model with fewer than 17 layers for those at the same share of its depth.
-        sparse_token_list: tokens to keep behind each of them, besides recycled ones; of fewer, all
-            but one. None for the authors' lists where the budget is 1/3, 2/9, 1/6 or 1/9 of an
-            image's tokens behind their layers, and elsewhere for counts that fall by one ratio to
-            meet the budget. Given, it decides, and a budget is but a name.
-        average: whether the budget is the mean over layers, as the authors count, who count what a
-            layer passes on, or the number of tokens that are left behind the last of `pruning_loc`.
+        pruning_loc: layers after which tokens are pruned; None for the authors' 2, 6 and 15, or, in
+            a model with fewer than 17 layers, those at the same share of its depth.
+        sparse_token_list: tokens to keep after each of them, in addition to recycled ones; all but
+            one if there are fewer. None for the authors' lists where the budget is 1/3, 2/9, 1/6 or
+            1/9 of an image's tokens at their layers, and otherwise for counts that fall by a
+            constant ratio to meet the budget. If given, it takes precedence and a budget is only a
+            label.
+        average: whether the budget is the mean over layers of the tokens a layer passes on, as the
+            authors count, or the number of tokens after the last of `pruning_loc`.
     """
 
     pruning_loc: tuple[int, ...] | None = None
@@ -54,13 +55,13 @@ class TextRated(LayerPruner):
     average: bool = True
 
     schedules: ClassVar[tuple[str, ...]] = ("sparse_token_list",)
-    # The authors' lists for 576 tokens, by the share of them that the budget is.
+    # The authors' lists for 576 tokens, by the budget's share of them.
     lists: ClassVar[dict[Fraction, tuple[int, ...]]]
-    # Intermediates of the layer in front of a cut, besides its attention.
+    # Intermediates of the layer before a cut, in addition to its attention.
     extra_taps: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses layers that do not exist, lists that do not fit, and budgets out of reach."""
+        """Rejects layers that do not exist, ill-formed lists, and unreachable budgets."""
         super().check(config, num_tokens)
         depth, layers = config.text.num_layers, self._layers(config)
         check_layers(f"{self.name}: pruning_loc", layers, 0, depth - 2)
@@ -78,17 +79,17 @@ class TextRated(LayerPruner):
         if total > budget * depth if self.average else counts[-1] != budget:
             raise ValueError(
                 f"{self.name}: {'a mean of ' if self.average else ''}{self.budget} of {num_tokens} "
-                f"tokens is out of reach behind layers {', '.join(map(str, layers))} of {depth}"
+                f"tokens is out of reach after layers {', '.join(map(str, layers))} of {depth}"
             )
 
     def program(self) -> "TextRated":
-        """Drops the schedule: `drop` is given the counts."""
+        """Removes the schedule, as `drop` is given the counts."""
         return dataclasses.replace(
             self, budget=Budget(), pruning_loc=None, sparse_token_list=None, average=True
         )
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
-        """Returns a cut behind each layer of the list; the first one looks at embeddings too."""
+        """Returns a cut after each listed layer; the first one also reads embeddings."""
         del num_tokens
         cuts = []
         for layer in self._layers(config):
@@ -98,7 +99,7 @@ class TextRated(LayerPruner):
         return tuple(cuts)
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns what is kept, and what is recycled, behind each layer of the list."""
+        """Returns the numbers of kept and recycled tokens after each listed layer."""
         values, left, before = self._list(config, num_tokens), [], num_tokens
         totals = ()
         if values is None:
@@ -124,7 +125,7 @@ class TextRated(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the tokens that the raters attend to most; notes the raters at the first cut."""
+        """Keeps the tokens that the raters attend to most; the first cut records the raters."""
         del params
         taps = {name.partition(".")[0]: tap for name, tap in taps.items()}
         if sequence.note is None:
@@ -133,29 +134,29 @@ class TextRated(LayerPruner):
         return self._left(sequence, self._score(sequence, taps), count)
 
     def _score(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """The raters' attention, in the mean over heads and raters."""
+        """Averages the raters' attention over heads and raters."""
         return rater_mean(taps["attention"].mean(1), sequence)
 
     def _left(
         self, sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"]
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """The rows, and which of their slots are left: the best."""
+        """Returns the rows, and which slots remain: the best."""
         return sequence, keep_best(score, sequence.image, count)
 
     def _merged(self, dropped: int) -> int:
-        """Tokens that so many dropped ones are recycled into."""
+        """Returns the number of tokens that `dropped` ones are recycled into."""
         del dropped
         return 0
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """The layers behind which tokens are pruned."""
+        """Returns the layers after which tokens are pruned."""
         if self.pruning_loc is not None:
             return self.pruning_loc
         behind = choose_layers(tuple(layer + 1 for layer in LAYERS), config.text.num_layers)
         return tuple(layer - 1 for layer in behind)
 
     def _list(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...] | None:
-        """Tokens of an image to keep at each cut; None if they follow from the budget."""
+        """Returns the tokens to keep at each cut; None if they follow from the budget."""
         if self.sparse_token_list is not None:
             return self.sparse_token_list
         values = self.lists.get(Fraction(self.budget.exact_count(num_tokens), num_tokens))
@@ -166,12 +167,12 @@ class TextRated(LayerPruner):
 
 @dataclasses.dataclass(frozen=True)
 class SparseVLM(TextRated):
-    """Keeps what the raters attend to, and the means of clusters of the best of the rest.
+    """Keeps the tokens that raters attend to, and the means of clusters of the best others.
 
     Attributes:
-        noise: largest of the random numbers that are added to densities, so that not all clusters'
-            centres tie; the same draw for every image. With 0 ties stay: two tokens that are each
-            other's neighbours may both be centres.
+        noise: upper bound of the random numbers added to densities, which break ties between
+            cluster centres; the same draw for every image. With 0, ties remain: two tokens that are
+            each other's neighbours may both be centres.
     """
 
     noise: float = 1e-6
@@ -187,23 +188,23 @@ class SparseVLM(TextRated):
     }
 
     def _merged(self, dropped: int) -> int:
-        """Clusters of the dropped tokens."""
+        """Returns the number of clusters of the dropped tokens."""
         return int(num_clusters(dropped)[1])
 
     def _left(
         self, sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"]
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """The rows, and which of their slots are left: the best, and clusters of the others."""
+        """Returns the rows, and which slots remain: the best, and clusters of the others."""
         return recycle(sequence, score, count, self.noise)
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseVLMv2(TextRated):
-    """Keeps what the raters attend to, by some heads and apart from where it stands.
+    """Keeps the tokens that raters attend to in some heads, corrected for position.
 
     Attributes:
-        heads: how many heads vote: those with the largest sum of attention from raters to visual
-            tokens. All of a model that has fewer.
+        heads: number of heads that vote: those with the largest sum of attention from raters to
+            visual tokens; all heads of a model with fewer.
     """
 
     heads: int = 14
@@ -219,13 +220,13 @@ class SparseVLMv2(TextRated):
     extra_taps: ClassVar[tuple[str, ...]] = ("rotary",)
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses a vote without heads."""
+        """Also rejects fewer than one head."""
         super().check(config, num_tokens)
         if self.heads < 1:
             raise ValueError(f"sparsevlm_v2: heads is {self.heads}, expected an integer from 1")
 
     def _score(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """The raters' attention over that of rotary positions alone, in the mean over `heads`."""
+        """Averages the raters' attention over that of rotary positions alone, over `heads`."""
         attention = without_positions(taps["attention"], taps["rotary"], sequence)
         of_head = jax.vmap(rater_mean, (1, None), 1)(attention, sequence)
         weight = jnp.sum(of_head, axis=2, where=(sequence.image >= 0)[:, None])
@@ -237,16 +238,16 @@ class SparseVLMv2(TextRated):
 def rate_text(
     embeddings: Float[Array, "b s e"], sequence: Sequence, count: int
 ) -> Float[Array, "b s"]:
-    """Finds the raters: text that the image speaks to more than to text on average.
+    """Finds the raters: text that is more relevant to the image than the text's average.
 
     Args:
-        embeddings: [b, s, e] of all tokens of the rows, V of the visual ones and T of the text
-            behind the last of them.
+        embeddings: [b, s, e] embeddings of all tokens of the rows: V of the visual tokens and T of
+            the text after the last of them.
         sequence: the rows.
-        count: last slots among which that text is.
+        count: number of last slots that include this text.
 
     Returns:
-        [b, s] 1 for raters: for which the mean of softmax(V T^T) over visual tokens, the softmax
+        [b, s] 1 for raters, for which the mean over visual tokens of softmax(V T^T), the softmax
         being over text, exceeds its mean over text. Rows without images have none.
     """
     slots = last_slots(sequence, count)
@@ -266,7 +267,7 @@ def rate_text(
 
 
 def _mean(x: Array, where: Bool[Array, "..."], axis: int) -> Array:
-    """The mean of what is asked for; 0 of nothing."""
+    """Returns the mean under a mask; 0 if the mask is empty."""
     where = jnp.broadcast_to(where, x.shape)
     return jnp.sum(x, axis=axis, where=where) / jnp.maximum(1, where.sum(axis))
 
@@ -275,7 +276,7 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
     """Averages the attention [b, t, s] of a row's last t tokens over its raters, `sequence.note`.
 
     Args:
-        attention: from the slots of `last_slots`.
+        attention: attention of the slots of `last_slots`.
         sequence: the rows.
 
     Returns:
@@ -283,7 +284,7 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
     """
     assert sequence.note is not None  # from the first cut on
     rater = jnp.take_along_axis(sequence.note, last_slots(sequence, attention.shape[1]), axis=1)
-    # Raters are text behind an image, so that slot 0, which may be repeated, is none of them.
+    # Raters are text after an image, so slot 0, which may be repeated, is not among them.
     total = jnp.einsum("bt,bts->bs", rater, attention, precision=_EXACT)
     return total / jnp.maximum(1, rater.sum(1, keepdims=True))
 
@@ -291,7 +292,7 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
 def without_positions(
     attention: Float[Array, "b h t s"], angles: Float[Array, "2 b s c"], sequence: Sequence
 ) -> Float[Array, "b h t s"]:
-    """Divides attention weights by the scores that queries and keys of ones would have.
+    """Divides attention weights by the scores of queries and keys that are all ones.
 
     These scores are products of rotated ones over sqrt(c), without a softmax: they may be negative.
 
@@ -314,14 +315,14 @@ def without_positions(
 
 
 def num_clusters(dropped: Int[Array, ""] | int) -> tuple[Any, Any]:
-    """Says what is recycled of a number of dropped tokens.
+    """Returns how many dropped tokens are recycled, and into how many clusters.
 
     Args:
-        dropped: their number.
+        dropped: number of dropped tokens.
 
     Returns:
-        How many of them, a tenth of three, and into how many clusters, a tenth of those; each
-        rounded down, plus one. None of none.
+        Three tenths of them, and a tenth of those as the number of clusters; each rounded down,
+        plus one. Both are 0 if none are dropped.
     """
     candidates = (3 * dropped // 10 + 1) * (dropped > 0)
     return candidates, (candidates // 10 + 1) * (dropped > 0)
@@ -330,17 +331,17 @@ def num_clusters(dropped: Int[Array, ""] | int) -> tuple[Any, Any]:
 def recycle(
     sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"], noise: float
 ) -> tuple[Sequence, Bool[Array, "b s"]]:
-    """Keeps the best tokens of each image, and clusters of the best of the others behind them.
+    """Keeps the best tokens of each image, followed by clusters of the best of the others.
 
     Args:
         sequence: the rows.
-        score: [b, s] that tokens are ordered by.
-        count: [b, j] how many of each image to keep.
+        score: [b, s] scores of the tokens.
+        count: [b, j] tokens to keep of each image.
         noise: as in `cluster_and_merge`.
 
     Returns:
-        The rows, in which the clusters of each image stand behind its last token, at the position
-        ids of their centres; and which slots of them are left.
+        The rows, with the clusters of each image after its last token, at the position ids of their
+        centres; and which slots remain.
     """
     (b, s), j = score.shape, count.shape[1]
     assert sequence.note is not None  # from the first cut on
@@ -390,21 +391,21 @@ def cluster_and_merge(
 ) -> tuple[Float[Array, "most e"], Int[Array, "most"]]:
     """Clusters tokens by density peaks and nearest neighbours (DPC-KNN), and averages clusters.
 
-    A token's density is exp(-mean squared distance to its `clusters` nearest tokens, itself among
-    them), its distance that to the next denser token, or the largest of all if there is none.
-    Those with the largest products are centres; every other token joins the nearest centre.
-    Distances are Euclidean, over sqrt(e). Ties go to the first.
+    A token's density is exp(-mean squared distance to its `clusters` nearest tokens, including
+    itself); its distance is that to the nearest denser token, or the largest of all if there is
+    none. The tokens with the largest products of both are centres; every other token joins the
+    nearest centre. Distances are Euclidean, divided by sqrt(e). Ties go to the first.
 
     Args:
         x: [m, e] tokens.
-        count: how many of them are real, a prefix.
-        clusters: how many to make, at most that many.
+        count: number of real tokens, a prefix.
+        clusters: number of clusters, at most `count`.
         most: static size of the result.
-        noise: largest of the random numbers that are added to densities.
+        noise: upper bound of the random numbers added to densities.
 
     Returns:
-        [most, e] float32 sums over the tokens of each cluster, over their number plus 1e-6; and
-        [most] the centres' indices. What lies behind `clusters` is void.
+        [most, e] float32 sum over the tokens of each cluster, divided by their number plus 1e-6;
+        and [most] the centres' indices. Entries past `clusters` are undefined.
     """
     x, m = x.astype(jnp.float32), x.shape[0]
     real, wanted = jnp.arange(m) < count, jnp.arange(most) < clusters
@@ -425,6 +426,6 @@ def cluster_and_merge(
 
 
 def _uniform(count: int) -> Float[Array, "count"]:
-    """Random numbers in [0, 1), each of which depends on its place alone."""
+    """Returns random numbers in [0, 1), each depending only on its place."""
     draw = jax.vmap(lambda place: jax.random.uniform(jax.random.fold_in(jax.random.key(0), place)))
     return draw(jnp.arange(count))

@@ -16,11 +16,11 @@ from stepprune_jax.pruning.budget import EXACT, Budget
 
 @dataclasses.dataclass(frozen=True)
 class StepPrune(Ranker):
-    """Keeps what a trained policy picks.
+    """Keeps the tokens that a trained policy picks.
 
     Attributes:
-        config: of the policy.
-        group: tokens taken from one pointer distribution; None as the policy was trained.
+        config: configuration of the policy.
+        group: tokens taken from one pointer distribution; None for the policy's own.
     """
 
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
@@ -41,16 +41,16 @@ class StepPrune(Ranker):
         return self.config.steps(num_tokens)
 
     def program(self) -> Pruner:
-        """Drops the number: exact counts are read from the view, a learned stop from the bias."""
+        """Removes the budget: exact counts are read from the view, a learned stop from the bias."""
         kind = "all" if self.budget.is_exact else "own"
         return dataclasses.replace(self, budget=Budget(kind))
 
     def prepare(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Casts them to the compute dtype."""
+        """Casts the weights to the compute dtype."""
         return policy.cast_weights(weights, self.config.dtype)
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
-        """Rolls the policy out past its stop, whose margins are kept; the bias is left out."""
+        """Rolls the policy out past its stop, recording margins without the bias."""
         ranked = policy.rank(
             params.weights,
             self.config,
@@ -64,7 +64,7 @@ class StepPrune(Ranker):
     def counts(
         self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]
     ) -> Int[ArrayLike, "r"]:
-        """Returns the exact count, or where the policy stops at its bias."""
+        """Returns the exact count, or the count at which the policy stops."""
         if self.budget.is_exact:
             return exact
         least = min(self.config.min_tokens, ranking.order.shape[1])
@@ -94,12 +94,12 @@ class StepPrune(Ranker):
         return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)
 
     def _longest(self, sizes: Int[ArrayLike, "r"], n: int) -> Int[Array, "r"]:
-        """T_max of images of so many tokens, n at most; that of a row is its own image's."""
+        """Returns T_max of each row's image, at most n."""
         table = [min(self.most(size), size) for size in range(n + 1)]
         return jnp.asarray(table, jnp.int32)[sizes]
 
     def _memory(self, params: Trained, view: View) -> Array:
-        """Slots to point at."""
+        """Computes the slots to point at."""
         x = policy.standardise(view.tokens, params.stats)
         text = (view.text, view.text_valid) if self.config.text_width else (None, None)
         encoded = policy.encode(

@@ -1,9 +1,10 @@
-"""TopV: visual tokens that contribute little to a layer's result leave the model behind it.
+"""TopV: visual tokens that contribute little to a layer's output are dropped after it.
 
-Yang and others (https://arxiv.org/abs/2503.18278), who published no program. What enters a layer is
-transported to what its MLP reads, at a cost of feature distance, distance on the grid and distance
-from the middle of the image. A token's importance is the mass that Sinkhorn's algorithm lets it
-give; the most important stay, and some of the others, evenly, so that no part of the image is lost.
+Yang et al. (https://arxiv.org/abs/2503.18278), who published no program. The layer's inputs are
+transported to the inputs of its MLP, at a cost of feature distance, distance on the grid and
+distance from the middle of the image. A token's importance is the mass that it gives under
+Sinkhorn's algorithm; the most important tokens remain, and some evenly spaced others, so that no
+part of the image is lost.
 """
 
 import dataclasses
@@ -25,18 +26,18 @@ _LOWEST = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class TopV(LayerPruner):
-    """Keeps the visual tokens that give most in an optimal transport through a layer.
+    """Keeps the visual tokens that give most mass in an optimal transport through a layer.
 
     Attributes:
-        layer: the layer; all that come after it see only what is left.
+        layer: the layer; later ones see only the remaining tokens.
         alpha: weight of the Euclidean distance of features.
         beta: weight of 1 - exp(-d^2 / (2 sigma^2)), d the distance on the grid.
         gamma: weight of the source's distance from the middle of the grid.
-        sigma: how far apart patches are neighbours.
+        sigma: length scale of neighbourhoods on the grid, in patches.
         epsilon: weight of the entropy.
-        iterations: of Sinkhorn's algorithm.
-        recover_every: one of so many kept tokens is none of the most important, but taken evenly
-            from the others; 0 for none.
+        iterations: iterations of Sinkhorn's algorithm.
+        recover_every: one in this many kept tokens is taken evenly from the less important ones; 0
+            for none.
     """
 
     layer: int = 2
@@ -52,7 +53,7 @@ class TopV(LayerPruner):
     label = "TopV"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses a layer that has none behind it, and numbers out of range."""
+        """Rejects a layer without one after it, and numbers out of range."""
         super().check(config, num_tokens)
         last = config.text.num_layers - 2
         if not 0 <= self.layer <= last:
@@ -65,7 +66,7 @@ class TopV(LayerPruner):
                 raise ValueError(f"topv: {field} is {getattr(self, field)}, expected 0 or more")
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
-        """Returns the cut behind the layer."""
+        """Returns the cut after the layer."""
         del config, num_tokens
         taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))
         return (LayerCut(self.layer + 1, taps),)
@@ -98,17 +99,17 @@ class TopV(LayerPruner):
         sequence: Sequence,
         same: Bool[Array, "b s s"],
     ) -> Float[Array, "b s s"]:
-        """Returns what it costs to move each source to each target of its image.
+        """Returns the cost of moving each source to each target of its image.
 
         Args:
-            source: [b, s, e] float32 what enters the layer.
-            target: [b, s, e] float32 what its MLP reads.
+            source: [b, s, e] float32 inputs of the layer.
+            target: [b, s, e] float32 inputs of its MLP.
             sequence: the rows.
             same: [b, s, s] True = two visual tokens of one image.
 
         Returns:
-            [b, s, s] the sum of three terms, each of which runs from 0 to 1 over an image. What
-            stands where `same` is False does not matter.
+            [b, s, s] sum of three terms, each scaled to 0 to 1 over an image; undefined where
+            `same` is False.
         """
         exact = jax.lax.Precision.HIGHEST
         squares = [jnp.square(x).sum(2) for x in (source, target)]
@@ -126,12 +127,12 @@ class TopV(LayerPruner):
 
 
 def _on_grid(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
-    """Row and column of each visual token, and those of the middle of its image."""
+    """Returns row and column of each visual token, and those of the middle of its image."""
     at = jnp.maximum(sequence.image, 0)
     assert sequence.grid is not None  # there are images
     grid = jnp.take_along_axis(sequence.grid, at[..., None], axis=1)
     total = jnp.sum(sequence.image[:, None] == sequence.image[..., None], axis=2)
-    # A class token among the tokens stands before the patches, and lies where the first one does.
+    # A class token precedes the patches and shares the place of the first one.
     patch = jnp.maximum(sequence.index - jnp.maximum(total - grid.prod(2), 0), 0)
     place = jnp.stack([patch // grid[..., 1], patch % grid[..., 1]], axis=2)
     return place.astype(jnp.float32), (grid - 1) / 2
@@ -147,12 +148,12 @@ def _from_0_to_1(x: Float[Array, "b s s"], same: Bool[Array, "b s s"]) -> Float[
 
 
 def _largest(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
-    """The largest value over each token's image."""
+    """Returns the largest value over each token's image."""
     return jnp.max(jnp.where(same, x[:, None], _LOWEST), axis=2)
 
 
 def _shares(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
-    """Each token's share of the sum over its image."""
+    """Returns each token's share of the sum over its image."""
     tiny = jnp.finfo(jnp.float32).tiny
     return (x + tiny) / (jnp.sum(jnp.where(same, x[:, None] + tiny, 0), axis=2) + tiny)
 
@@ -165,19 +166,19 @@ def contributions(
     epsilon: float,
     iterations: int,
 ) -> Float[Array, "b s"]:
-    """Transports masses with Sinkhorn's algorithm, and returns what each source gives.
+    """Transports masses with Sinkhorn's algorithm, and returns the mass each source gives.
 
     Every iteration scales the rows of exp(-cost / epsilon) to the sources' masses and then its
-    columns to the targets'. The columns come last: if the rows did, every source would give just
-    the mass that it has, whatever the cost.
+    columns to the targets'. The columns come last: otherwise every source would give exactly its
+    mass, whatever the cost.
 
     Args:
-        cost: [b, s, s] from sources to targets.
-        source: [b, s] masses, which sum up to 1 over each image.
-        target: [b, s] masses, likewise.
-        same: [b, s, s] True = there may be transport.
+        cost: [b, s, s] cost from sources to targets.
+        source: [b, s] masses of the sources, which sum to 1 over each image.
+        target: [b, s] masses of the targets, likewise.
+        same: [b, s, s] True = transport is allowed.
         epsilon: weight of the entropy.
-        iterations: of the algorithm.
+        iterations: number of iterations.
 
     Returns:
         [b, s] sums of the rows of the transport.

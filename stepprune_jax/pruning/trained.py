@@ -1,11 +1,12 @@
 """A trained policy as one object: weights, configuration, feature statistics, stop.
 
-It prunes by itself, so that nothing that belongs to its weights can be left out. The pure functions
-of `stepprune_jax.policy` lie underneath, and take the same parts as arguments.
+It prunes by itself, so that no part that belongs to its weights can be forgotten. It wraps the pure
+functions of `stepprune_jax.policy`, which take the same parts as arguments.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,18 +30,18 @@ CALIBRATE = "python -m stepprune_jax.calibrate"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy with everything that its use needs.
+    """A policy with everything needed to use it.
 
-    It is a pytree, whose leaves are weights, statistics and stop bias: give it to a jitted function
+    It is a pytree whose leaves are weights, statistics and stop bias: pass it to a jitted function
     as an argument.
 
     Attributes:
         params: weights, the tree of `init_policy` (or of `autoselect.init`).
-        config: shape and reading; its type says which method this is.
-        stats: statistics of the features it was trained with; None where those were gated as they
-            are, which has to be said.
-        stop_bias: number added to the stop logits when nothing else is asked for.
-        calibration: what stop bias a mean count takes; None where that was not measured.
+        config: shapes and readings; its type identifies the method.
+        stats: statistics of the features it was trained with; None, which must be explicit, if the
+            features were not standardised.
+        stop_bias: default number added to the stop logits.
+        calibration: stop biases of mean counts; None if not measured.
     """
 
     params: Any
@@ -53,13 +54,13 @@ class Policy:
     def init(
         cls, key: Array, config: PolicyConfig | AutoSelectConfig, stats: FeatureStats | None
     ) -> "Policy":
-        """Draws the weights of a policy that is to be trained.
+        """Draws the weights of a policy to be trained.
 
         Args:
             key: PRNG key; consumed.
-            config: shape and reading.
-            stats: statistics of the features, gathered with `update_stats`; None to gate them as
-                they are.
+            config: shapes and readings.
+            stats: statistics of the features, gathered with `update_stats`; None to skip
+                standardisation.
         """
         if isinstance(config, AutoSelectConfig):
             return cls(autoselect.init(key, config), config, stats)
@@ -67,34 +68,34 @@ class Policy:
 
     @property
     def method(self) -> str:
-        """Which of `METHODS` it is, "stepprune" or "autoselect"."""
+        """Name of the method, of `METHODS`: "stepprune" or "autoselect"."""
         return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
 
     def replace(self, **changes: Any) -> "Policy":
-        """Returns a policy with other values of some fields."""
+        """Returns a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)
 
     def bias_at(self, mean_budget: float | int) -> float:
-        """The stop bias at which it keeps so many tokens on average.
+        """Returns the stop bias at which it keeps `mean_budget` tokens on average.
 
         Args:
-            mean_budget: tokens to keep of an image, on average over questions as those that the
-                policy was calibrated on.
+            mean_budget: tokens to keep per image, on average over questions like those of the
+                calibration.
 
         Returns:
             The bias.
 
         Raises:
-            ValueError: it has no stop or no calibration, or cannot keep so many.
+            ValueError: it has no stop or no calibration, or the mean is out of its range.
 
         Warns:
             UserWarning: as `Calibration.bias_at`.
         """
         if self.method != "stepprune":
-            raise ValueError(f"{self.method} has no stop of its own, and so no mean budget")
+            raise ValueError(f"{self.method} has no learned stop, and so no mean budget")
         if self.calibration is None:
             raise ValueError(
-                "the policy has no calibration, which a mean budget (--mean_budget) needs: make "
+                "the policy has no calibration, which a mean budget (--mean_budget) needs: create "
                 f"one with {CALIBRATE}, or give a stop bias (--stop_bias)"
             )
         return self.calibration.bias_at(mean_budget)
@@ -111,14 +112,14 @@ class Policy:
     ) -> Pruned:
         """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
 
-        It reads the counts on the host and so cannot be jitted; `select_fn` can.
+        It reads the counts on the host and so cannot be jitted; the result of `select_fn` can.
 
         Args:
-            image: image tokens X, as the tower gives them.
+            image: image tokens X, as returned by the tower.
             text: word embeddings of the question.
             budget: exact count, an integer or one per row.
-            mean_budget: count on average, by the policy's calibration.
-            stop_bias: in place of the policy's own. Without any of the three it stops by itself.
+            mean_budget: mean count, by the policy's calibration.
+            stop_bias: replaces the policy's own. Without any of the three it stops by itself.
             **arguments: further keyword arguments of `prune`: image_mask, text_mask, min_tokens,
                 max_tokens, max_steps, group, ladder, order, init_fn, step_fn.
 
@@ -126,7 +127,7 @@ class Policy:
             The kept tokens in the smallest bucket that holds every row.
 
         Raises:
-            ValueError: as `prune`, or as `bias_at`, or more than one of the three.
+            ValueError: as `prune` and `bias_at`, or more than one of the three is given.
         """
         bias = self._bias(budget, mean_budget, stop_bias)
         if isinstance(self.config, AutoSelectConfig):
@@ -156,7 +157,7 @@ class Policy:
         order: str = "raster",
         **arguments: Any,
     ) -> Callable[..., Pruned]:
-        """Makes a pure function of static shapes that prunes: for `jax.jit`, or inside your own.
+        """Returns a pure pruning function with static shapes, to be jitted or called from jit.
 
         For example::
 
@@ -166,14 +167,14 @@ class Policy:
         Args:
             capacity: size of the result; rows that keep more lose their last choices.
             budget: exact count of each row.
-            mean_budget: count on average, by the policy's calibration. Without either the policy
-                stops by itself.
+            mean_budget: mean count, by the policy's calibration. Without either the policy stops by
+                itself.
             order: order of the kept tokens, as in `gather`.
             **arguments: further keyword arguments of `choose`.
 
         Returns:
             A function of (policy, image, text), and of image_mask and text_mask by name, that
-            returns a `Pruned`. The policy's weights and statistics are arguments, no constants.
+            returns a `Pruned`. The policy's weights and statistics are arguments, not constants.
 
         Raises:
             ValueError: as `bias_at`.
@@ -216,7 +217,7 @@ class Policy:
         *arguments: Any,
         **keywords: Any,
     ) -> tuple[Float[Array, ""], Any]:
-        """The training objective, with the policy's own statistics; see `train_loss`.
+        """Computes the training objective with the policy's own statistics; see `train_loss`.
 
         Differentiate with respect to the weights alone:
         `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
@@ -226,8 +227,8 @@ class Policy:
             image: image tokens X.
             text: word embeddings of the question, never of the answer.
             lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-            *arguments: further ones of the method's `train_loss`; of "autoselect", the progress.
-            **keywords: likewise; not `stats`.
+            *arguments: further arguments of the method's `train_loss`.
+            **keywords: further keyword arguments, except `stats`; "autoselect" needs `progress`.
 
         Returns:
             The loss, and the `Gated` behind it.
@@ -238,22 +239,28 @@ class Policy:
             return autoselect.train_loss(self.params, self.config, *given, **keywords)
         return functions.train_loss(self.params, self.config, *given, **keywords)
 
-    def calibrate(self, batches: Iterable[tuple[AnyArray, AnyArray | None]]) -> "Policy":
-        """Measures what stop bias a mean count takes.
+    def calibrate(
+        self, batches: Iterable[tuple[AnyArray, AnyArray | None]], **decoder: Any
+    ) -> "Policy":
+        """Measures the mean counts of stop biases.
 
         Args:
             batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
                 without padding. A few hundred questions do; a program is compiled for each shape.
+            **decoder: init_fn and step_fn of a decoder of your own, as in `prune`.
 
         Returns:
-            The policy, calibrated.
+            The calibrated policy.
 
         Raises:
             ValueError: it has no stop, or there are no batches.
         """
         if not isinstance(self.config, PolicyConfig):
-            raise ValueError(f"{self.method} has no stop of its own to calibrate")
-        parts = [(_margins(self, image, text), jnp.shape(image)[:2]) for image, text in batches]
+            raise ValueError(f"{self.method} has no learned stop to calibrate")
+        parts = [
+            (_margins(self, image, text, **decoder), jnp.shape(image)[:2])
+            for image, text in batches
+        ]
         if not parts:
             raise ValueError("batches is empty, expected at least one")
         steps = max(margin.shape[1] for margin, _ in parts)
@@ -268,7 +275,7 @@ class Policy:
     def _bias(
         self, budget: Any, mean_budget: float | int | None, stop_bias: ArrayLike | None
     ) -> ArrayLike:
-        """The stop bias that is asked for."""
+        """Returns the requested stop bias."""
         given = {"budget": budget, "mean_budget": mean_budget, "stop_bias": stop_bias}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
@@ -287,9 +294,9 @@ class Policy:
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
     ) -> Picks:
-        """The best tokens of a one-shot scorer."""
+        """Picks the best tokens of a one-shot scorer."""
         if budget is None:
-            raise ValueError("autoselect has no stop of its own, expected a budget")
+            raise ValueError("autoselect has no learned stop, expected a budget")
         b, n = image.shape[:2]
         found = autoselect.scores(
             self.params,
@@ -309,12 +316,17 @@ class Policy:
         return Picks(action, count, kept)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("init_fn", "step_fn"))
 def _margins(
-    policy: Policy, image: Float[Array, "b n d"], text: Float[Array, "b l e"] | None
+    policy: Policy,
+    image: Float[Array, "b n d"],
+    text: Float[Array, "b l e"] | None,
+    **decoder: Any,
 ) -> Float[Array, "b t"]:
-    """Stop margins of rollouts that do not stop."""
+    """Computes stop margins of rollouts that do not stop."""
     x = functions.standardise(jnp.asarray(image), policy.stats)
     encoded = functions.encode(policy.params, policy.config, x, text)
     slots = functions.memory(policy.params, encoded)
+    if decoder:  # `rank` is for the built-in one
+        return functions.select(policy.params, policy.config, slots, **decoder).margin
     return functions.rank(policy.params, policy.config, slots).margin

@@ -1,13 +1,13 @@
-"""VisionZip: patches that the class token attends to, and the others merged into a few.
+"""VisionZip: patches that the class token attends to, with the others merged into a few tokens.
 
-Yang and others (https://arxiv.org/abs/2412.04467). Of K tokens some are *dominant*: the class token
+Yang et al. (https://arxiv.org/abs/2412.04467). Some of the K tokens are *dominant*: the class token
 itself and the patches that it attends to most, summed over heads. The others are *contextual*:
-every so many of the patches that are left is a target, and each of the rest is added to the target
-whose key is most like its own. Both signals are those of the block whose output is projected.
+evenly spaced remaining patches are targets, and each of the rest is added to the target whose key
+is most similar to its own. Both signals are those of the block whose output is projected.
 
-In a model without a class token, whose tower merges patches, the dominant tokens are those that are
-attended to most by the image; contextual ones take the places of their targets, and all stand in
-raster order. Both are tokens as the language model gets them.
+In a model without a class token, whose tower merges patches, the dominant tokens are those that
+receive most attention from the image; contextual ones take the places of their targets, and all are
+in raster order. Both are tokens as the language model reads them.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class VisionZip(Pruner):
     its tokens, and the last ones are always merged.
 
     Attributes:
-        contextual: merged tokens; None for 5 of 32, as the authors have it: 10 of 64, 20 of 128, 30
-            of 192.
+        contextual: number of merged tokens; None for 5 in 32, as in the authors' program: 10 of 64,
+            20 of 128, 30 of 192.
     """
 
     contextual: int | None = None
@@ -44,7 +44,7 @@ class VisionZip(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Refuses models that do not rank patches, and budgets without room for both kinds."""
+        """Rejects models that do not rank patches, and budgets without room for both kinds."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         dominant, contextual = self.split(self.budget.exact_count(num_tokens))
@@ -55,18 +55,18 @@ class VisionZip(Pruner):
             )
 
     def split(self, count: int) -> tuple[int, int]:
-        """Returns how many of so many tokens are dominant, and how many contextual."""
+        """Splits a count into numbers of dominant and contextual tokens."""
         contextual = self.contextual
         if contextual is None:
             contextual = max(1, round(5 * count / 32))
         return count - contextual, contextual
 
     def program(self) -> Pruner:
-        """Keeps the number, which decides on the shapes of both kinds."""
+        """Returns the pruner itself, as its count determines the shapes of both kinds."""
         return self
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns what ranks tokens, the keys, and with a class token the same block's output."""
+        """Returns the ranking attention, the keys, and with a class token the block's output."""
         block = ranking_block(config, self.name)
         if config.received_block is not None:
             return Tap("received", block), Tap("keys", block)
@@ -119,7 +119,7 @@ class VisionZip(Pruner):
         return kept._replace(index=jnp.where(merged, -1, kept.index))
 
     def _contextual(self, count: Int[Array, "r"]) -> Int[Array, "r"]:
-        """How many of so many tokens are contextual, as `split` has it."""
+        """Returns how many of `count` tokens are contextual, as in `split`."""
         if self.contextual is not None:
             return jnp.minimum(self.contextual, count - 1)
         # Halves to even, as Python rounds.
@@ -134,19 +134,19 @@ def merge_received(
     dominant: Int[Array, "r"],
     contextual: Int[Array, "r"],
 ) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
-    """Chooses the tokens that receive most attention, and merges the others.
+    """Keeps the tokens that receive most attention, and merges the others.
 
     Args:
         received: [r, n] attention that each token receives.
-        keys: [r, n, c] by whose cosine tokens are merged.
+        keys: [r, n, c] keys, whose cosine is the similarity.
         tokens: [r, n, d] the tokens.
         real: [r, n] True = token, a prefix of each row.
-        dominant: [r] tokens to keep as they are.
-        contextual: [r] tokens to merge the others into.
+        dominant: [r] number of tokens to keep unchanged.
+        contextual: [r] number of tokens to merge the others into.
 
     Returns:
-        [r, n] which are dominant, and which targets; [r, n, d] the tokens in float32, those of
-        targets merged: the target plus the mean of those assigned to it.
+        [r, n] which tokens are dominant, and which are targets; [r, n, d] the tokens in float32,
+        with targets merged: the target plus the mean of those assigned to it.
     """
     rank = jnp.argsort(by_score(received, real), axis=1)
     chosen = real & (rank < dominant[:, None])
@@ -179,15 +179,15 @@ def merge(
     """Chooses dominant tokens and merges the others.
 
     Args:
-        attention: [r, m] from the class token to itself and the m - 1 patches.
-        keys: [r, m, c] by whose cosine tokens are merged.
+        attention: [r, m] attention of the class token to itself and the m - 1 patches.
+        keys: [r, m, c] keys, whose cosine is the similarity.
         hidden: [r, m, d] the tokens, the class token first.
-        dominant: tokens to keep, the class token among them.
-        contextual: tokens to merge the others into.
+        dominant: number of tokens to keep, including the class token.
+        contextual: number of tokens to merge the others into.
 
     Returns:
-        [r, dominant + contextual, d] tokens, and [r, ...] int32 which of the m each one is or was
-        merged into. A merged token is its target plus the mean of those assigned to it.
+        [r, dominant + contextual, d] tokens, and [r, ...] int32 index of each one, or of its
+        target, among the m. A merged token is its target plus the mean of those assigned to it.
     """
     m = attention.shape[1]
     best = by_score(attention[:, 1:], None)[:, : dominant - 1] + 1

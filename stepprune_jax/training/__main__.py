@@ -1,8 +1,8 @@
 """Trains a selector: `stepprune-train --config shapes --workdir runs/shapes`.
 
 Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`. The
-same command resumes an interrupted run. `--dry_run` reports what a run would take. Several
-processes are started with the same command each (docs/scale.md).
+same command resumes an interrupted run. `--dry_run` reports what a run would cost. To use several
+processes, start each with the same command (docs/scale.md).
 """
 
 from absl import flags
@@ -27,7 +27,9 @@ def main() -> None:
         "Check configuration and data, report memory, operations and hours, and exit.",
     )
     flags.DEFINE_string(
-        "target", None, "With --dry_run: devices that need not be here: h200:2, a6000:2, v5e:2x4."
+        "target",
+        None,
+        "With --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4.",
     )
     flags.DEFINE_string("profile", None, "FIRST:LAST, updates to profile, from 1.")
     command_line.run("train.py", _train)
@@ -46,7 +48,7 @@ def _train() -> None:
     window = None
     with user_input():
         if given.target is not None:
-            raise ValueError("--target is for a dry run: add --dry_run")
+            raise ValueError("--target requires --dry_run")
         distributed.use_cores(run.cpu_devices)
         distributed.start()
         if given.profile is not None:

@@ -1,4 +1,4 @@
-"""Conversations as batches: the batch of a step is a pure function of seed and step."""
+"""Batches of conversations; the batch of a step is a pure function of seed and step."""
 
 import functools
 import logging
@@ -26,7 +26,7 @@ from stepprune_jax.user_input import user_input
 
 _LOG = logging.getLogger(__name__)
 
-# Batches that wait beside those that threads or processes are busy with.
+# Batches that wait in addition to those that threads or processes are working on.
 _AHEAD = 2
 
 
@@ -39,14 +39,14 @@ class Bucket(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """How batches are made; no number in them depends on it, but for `skip_unreadable`.
+    """How batches are built; it affects no number in them, except for `skip_unreadable`.
 
     Attributes:
-        threads: that make batches, in each process.
-        processes: of their own that make batches; 0 for threads of this process.
-        local: rows of each batch that are made here; the others are those of other hosts.
-        skip_unreadable: give the place of a row whose image cannot be read to the next row of the
-            batch, and say so; otherwise it is an error.
+        threads: threads that build batches, in each process.
+        processes: worker processes that build batches; 0 for threads of this process.
+        local: rows of each batch that are built here; other hosts build the others.
+        skip_unreadable: whether a row whose image cannot be read is replaced by the next row of the
+            batch, with a warning; otherwise it is an error.
     """
 
     threads: int = 2
@@ -56,14 +56,14 @@ class Loading(NamedTuple):
 
 
 class Images(NamedTuple):
-    """How images become pixels, as a family says.
+    """How a family converts images to pixels.
 
     Attributes:
-        read: path to pixels, for example `Family.pixel_cache`.
-        grids: pixels of several images to the grids of their visual tokens.
-        largest: shapes of the pixels of the largest image, with any number of images, which those
-            of a batch are padded to where hosts make parts of it and must agree; None where all
-            images have one size.
+        read: maps a path to pixels, for example `Family.pixel_cache`.
+        grids: maps pixels of several images to the grids of their visual tokens.
+        largest: shapes of the pixels of the largest image, with any number of images, to which
+            batches are padded if hosts build parts of them and must agree; None if all images have
+            one size.
     """
 
     read: Callable[[Path], Any]
@@ -72,11 +72,11 @@ class Images(NamedTuple):
 
 
 class Batches:
-    """Batches by step, and the few shapes that they have.
+    """Batches by step, with a few shapes.
 
     The width of ids is a multiple of `multiple`; the other widths follow from it, so that there are
-    no more programs than widths. They are known from the counts of tokens, before any row is
-    tokenised, so that hosts that make different rows of a batch agree.
+    no more programs than widths. They are computed from token counts before any row is tokenised,
+    so that hosts that build different rows of a batch agree.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Batches:
 
         Args:
             corpus: the rows.
-            images: how they become pixels.
+            images: how images are converted to pixels.
             batch_size: rows of a batch, over all hosts.
-            seed: of the order.
-            multiple: of the width of ids and text.
+            seed: seed of the order.
+            multiple: divisor of the widths of ids and text.
             group: batches whose rows are sorted by width together; see `Order`.
-            loading: how batches are made; by default with the defaults of `Loading`.
+            loading: how batches are built; `Loading()` by default.
         """
         self._corpus, self._images, self._loading = corpus, images, loading or Loading()
         self._shared = len(range(batch_size)[self._loading.local]) < batch_size
@@ -109,22 +109,22 @@ class Batches:
 
     @property
     def identity(self) -> str:
-        """A hash of which rows of the training file there are."""
+        """Hash of the usable rows of the training file."""
         return self._corpus.identity
 
     def indices(self, step: int) -> Int[np.ndarray, " b"]:
-        """Rows of batch `step`, over all hosts."""
+        """Returns the rows of batch `step`, over all hosts."""
         return self._order.indices(step)
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """What the rows of batch `step` are, over all hosts; see `Corpus.describe`."""
+        """Describes the rows of batch `step`, over all hosts; see `Corpus.describe`."""
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Yields up to `count` distinct images that can be read, in the order of training.
+        """Yields up to `count` distinct readable images, in the order of training.
 
         Raises:
-            FileNotFoundError, ValueError: as those of batches.
+            FileNotFoundError, ValueError: as for batches.
         """
         seen: set[Path] = set()
         for row in self._order.epoch(0).tolist():
@@ -140,11 +140,11 @@ class Batches:
                 break
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
-        """The widths of a batch of these rows."""
+        """Returns the widths of a batch of these rows."""
         return self.buckets[self._bucket[indices].max()]
 
     def __getitem__(self, step: int) -> Batch:
-        """The rows of batch `step` that are made here.
+        """Returns the rows of batch `step` that are built here.
 
         Raises:
             FileNotFoundError: an image is missing.
@@ -160,10 +160,10 @@ class Batches:
 
     @user_input()
     def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Any]:
-        """The rows to make here, and the pixels of their images."""
+        """Returns the rows to build here, and the pixels of their images."""
         numbers, pixels = [], []
         for place in range(len(indices))[self._loading.local]:
-            # On every host the same row takes the place of one that cannot be read.
+            # Every host replaces an unreadable row by the same row.
             for row in np.roll(indices, -place).tolist():
                 image = self._read(row)
                 if image is not None:
@@ -182,31 +182,31 @@ class Batches:
 
     @user_input()  # images are read while training continues
     def _read(self, row: int) -> Any:
-        """The pixels of a row; None if its image cannot be read and rows may be left out."""
+        """Returns the pixels of a row; None if unreadable and rows may be skipped."""
         try:
             return self._images.read(self._corpus.image(row))
         except (FileNotFoundError, MemoryError, ValueError) as error:
-            reason = error if str(error) else "it needs more memory than there is"
+            reason = error if str(error) else "it needs more memory than is available"
             message = f'{self._corpus.where(row)}: "image": {reason}'
             if not self._loading.skip_unreadable:
                 kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
                 raise kind(message) from error
-            _LOG.warning("%s; left out", message)
+            _LOG.warning("%s; skipped", message)
             return None
 
     @user_input()
     def stream(self, steps: int, state: dict[str, Any] | None = None) -> "Stream":
-        """Returns the batches up to step `steps` - 1, made in the background a few ahead.
+        """Returns the batches up to step `steps` - 1, built a few ahead in the background.
 
         Args:
             steps: number of steps of the whole run.
-            state: `Stream.state` to resume from; by default it begins with the first batch.
+            state: `Stream.state` to resume from; by default the stream begins with the first batch.
 
         Returns:
-            An iterator, to be closed.
+            An iterator that must be closed.
 
         Raises:
-            ValueError: the state is that of a stream of other rows.
+            ValueError: the state is from a stream of other rows.
         """
         first = 0
         if state is not None:
@@ -220,16 +220,16 @@ class Batches:
 
 
 class Stream(Iterator):
-    """Batches one after another; its state says which comes next, on any number of hosts."""
+    """An iterator of batches, whose state resumes it on any number of hosts."""
 
     def __init__(self, batches: Batches, first: int, steps: int, loading: Loading):
-        """Begins to make batches when the first is asked for."""
+        """Starts building batches when the first is requested."""
         source = grain.MapDataset.source(_Steps(batches, first, steps))
         ahead = 1 if loading.processes else loading.threads + _AHEAD
         threads = 1 if loading.processes else loading.threads
         dataset = source.to_iter_dataset(grain.ReadOptions(threads, ahead))
         if loading.processes:
-            if not flags.FLAGS.is_parsed():  # the processes are given the flags of the program
+            if not flags.FLAGS.is_parsed():  # worker processes receive the program's flags
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(loading.processes, _AHEAD)
             dataset = dataset.mp_prefetch(options)
@@ -237,7 +237,7 @@ class Stream(Iterator):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `Batches.stream` resumes from, as JSON has it."""
+        """Returns the state that `Batches.stream` resumes from, as JSON values."""
         return {"next_batch": self._next, "rows": self._rows}
 
     def __next__(self) -> Batch:
@@ -246,12 +246,12 @@ class Stream(Iterator):
         return batch
 
     def close(self) -> None:
-        """Ends threads and processes."""
+        """Stops threads and processes."""
         self._batches.close()
 
 
 class _Steps:
-    """The batches from one step to another, as a source for grain."""
+    """The batches of a range of steps, as a source for grain."""
 
     def __init__(self, batches: Batches, first: int, last: int):
         self._batches, self._first, self._last = batches, first, last
@@ -281,11 +281,11 @@ def stack_targets(
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
-    """Plans one shape for each padded width of ids, its texts and targets as wide as may occur.
+    """Plans one shape for each padded width of ids, with the widest texts and targets.
 
     Args:
-        lengths: of all rows.
-        multiple: of the widths of ids and text.
+        lengths: lengths of all rows.
+        multiple: divisor of the widths of ids and text.
 
     Returns:
         Buckets in the order of their width.
@@ -312,11 +312,11 @@ def open_batches(
 
     Args:
         run: settings of the run.
-        source: from `training_source`.
+        source: result of `training_source`.
         identity: hash of the training file's contents.
         model: the frozen model's folder.
-        local: rows of each batch that this process makes.
-        say: takes the lines of the report.
+        local: rows of each batch that this process builds.
+        say: called with each line of the report.
 
     Raises:
         FileNotFoundError: the tokenizer, the file or an image is missing.
@@ -329,7 +329,7 @@ def open_batches(
             f"config.data.context_limit is {data.context_limit}, expected more than the "
             f"{config.max_image_tokens} visual tokens of an image"
         )
-    cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # every process has its own
+    cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # divided among processes
     encoder = ConversationEncoder(
         load_tokenizer(model.folder), family.place_images, family.conversation
     )
@@ -355,7 +355,7 @@ def _round_up(size: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def _padded(rows: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded with 0 to a width, and the lengths."""
+    """Returns rows right-padded with 0 to a width, and their lengths."""
     length = np.array([len(row) for row in rows], np.int32)
     padded = np.zeros((len(rows), width), np.int32)
     for row, target in zip(rows, padded, strict=True):

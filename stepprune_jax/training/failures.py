@@ -23,14 +23,14 @@ _IN_FLIGHT = 2
 
 
 class Guard:
-    """Stops a run when too many updates in a row were skipped; looks a few updates behind."""
+    """Stops a run after too many skipped updates in a row, checked a few updates late."""
 
     def __init__(self, path: Path, batches: Batches, limit: int):
         """Starts before the first update.
 
         Args:
             path: file for the samples of the skipped updates.
-            batches: what is trained on.
+            batches: the training data.
             limit: skipped updates in a row at which the run stops.
         """
         self._path, self._batches, self._limit = path, batches, limit
@@ -42,11 +42,11 @@ class Guard:
 
         Args:
             step: updates begun.
-            skipped_in_row: of the latest of them, not yet computed.
-            last: whether there is none after it.
+            skipped_in_row: `State.skipped_in_row` of the latest update, not yet computed.
+            last: whether it is the last update.
 
         Returns:
-            Whether the run has to stop; `problem` says why.
+            Whether the run has to stop; `problem` is the reason.
         """
         self._waiting.append((step, skipped_in_row))
         while self._waiting and not self.problem and (last or len(self._waiting) > _IN_FLIGHT):
@@ -65,21 +65,21 @@ class Guard:
             self._path.write_text(json.dumps(batches, indent=1) + "\n")
         self.problem = (
             f"loss or gradient was not finite in {self._limit} updates in a row, up to step "
-            f"{step}; {self._path} names their samples. The weights are those from before these "
-            "updates. Lower config.optimizer.lr, or leave the samples out"
+            f"{step}; {self._path} lists their samples. The weights are those before these "
+            "updates. Lower config.optimizer.lr, or remove the samples"
         )
 
 
 @contextlib.contextmanager
 def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[None]:
-    """Turns the compiler's and the allocator's report of too little memory into one line.
+    """Converts out-of-memory errors of compiler and allocator to a one-line error.
 
     Args:
         run: settings of the run.
-        devices: devices that it uses; by default all that jax sees.
+        devices: devices of the run; by default all that jax sees.
 
     Raises:
-        ValueError: memory was not enough; the message says what to change.
+        ValueError: memory is exhausted; the message suggests changes.
     """
     try:
         yield
@@ -94,11 +94,11 @@ def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[No
 
 
 def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
-    """Lists what needs less memory and is not done yet, the least costly first.
+    """Lists unused ways to save memory, the cheapest first.
 
     Args:
         run: settings of the run.
-        devices: devices that it uses; by default all that jax sees.
+        devices: devices of the run; by default all that jax sees.
     """
     devices = jax.devices() if devices is None else devices
     spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))
@@ -108,11 +108,11 @@ def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
         now = f"{rows} rows" if rows else f"all {each} rows of a device"
         changes.append(f"lower config.model.rows_at_once (the frozen model runs {now} at a time)")
     if not run.model.remat:
-        changes.append("set config.model.remat=True (recomputes blocks instead of keeping them)")
+        changes.append("set config.model.remat=True (recomputes blocks instead of storing them)")
     if run.model.dtype == "float32":
         changes.append("set config.model.dtype=bfloat16")
     if len(devices) > 1 and run.mesh in ("single", "data"):
-        changes.append(f"set config.mesh=fsdp (cuts the weights over {len(devices)} devices)")
+        changes.append(f"set config.mesh=fsdp (shards the weights over {len(devices)} devices)")
     if each > 1:
         changes.append(f"lower config.batch_size ({run.batch_size}; this changes what is learned)")
     return changes or ["use more devices, or larger ones"]

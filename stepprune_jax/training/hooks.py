@@ -16,7 +16,7 @@ PROFILE = "profile"
 
 
 class Hooks:
-    """Follows the updates of a run; of several processes only the main one writes."""
+    """Hooks of a run's updates; only the main process writes."""
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class Hooks:
         validation: Validation | None,
         window: tuple[int, int] | None,
     ):
-        """Opens files and boards.
+        """Opens files and loggers.
 
         Args:
             run: settings of the run.
             workdir: folder of the run.
             done: updates done.
-            validation: what is asked every so often.
+            validation: the periodic validation, if any.
             window: first and last update to profile.
         """
         self._run, self._first, self._validation = run, done, validation
@@ -51,7 +51,7 @@ class Hooks:
 
         Args:
             step: updates begun.
-            scalars: of the latest, by name.
+            scalars: scalars of the latest, by name.
             policy: returns the policy after it.
         """
         self._profile.after(step, scalars)
@@ -63,12 +63,12 @@ class Hooks:
         if self._log is not None and (step % self._run.log_every == 0 or end):
             self._log.write(step, scalars)
         if self._validation is not None and (step % self._run.validation.every == 0 or end):
-            row = self._validation(step, policy())  # all processes have their part in it
+            row = self._validation(step, policy())  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)
 
     def close(self):
-        """Closes files and boards."""
+        """Closes files and loggers."""
         self._profile.close()
         if self._log is not None:
             self._log.close()
@@ -85,11 +85,11 @@ def read_window(text: str, steps: int) -> tuple[int, int]:
         The two numbers.
 
     Raises:
-        ValueError: it is not of that form, or not within the run.
+        ValueError: it does not have this form, or is not within the run.
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--profile is {text!r}, expected FIRST:LAST, as in 10:12")
+        raise ValueError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")
     if not 1 <= int(first) <= int(last) <= steps:
         raise ValueError(f"--profile is {text!r}, expected updates from 1 to {steps}, in order")
     return int(first), int(last)
@@ -99,24 +99,24 @@ class Profile:
     """Records a window of updates under a folder, for TensorBoard's or Perfetto's viewers."""
 
     def __init__(self, folder: Path, window: tuple[int, int] | None):
-        """Notes what is to be recorded: the first and the last update, or nothing."""
+        """Stores the window to record: the first and the last update, or None."""
         self._folder, self._window, self._running = folder, window, False
 
     def before(self, step: int):
-        """Starts, if update `step` is the first of the window."""
+        """Starts recording, if update `step` is the first of the window."""
         if self._window is not None and step == self._window[0]:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def after(self, step: int, scalars: Any):
-        """Waits for update `step` and stops, if it is the last of the window."""
+        """Waits for update `step` and stops recording, if it is the last of the window."""
         if self._running and step == self._window[1]:
             jax.block_until_ready(scalars)
             self.close()
             distributed.say(f"Profile of updates {self._window[0]} to {step}: {self._folder}")
 
     def close(self):
-        """Stops what is running."""
+        """Stops a running recording."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False

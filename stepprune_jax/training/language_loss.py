@@ -1,8 +1,8 @@
 """The loss of the frozen language model on gated tokens, a few rows at a time.
 
-The model is frozen, so all that its backward pass has to give is the gradient of each row's own
-tokens. Value and gradient of a few rows are computed together, and only then those of the next:
-what is stored is that of a few rows, nothing is computed twice, and on a CPU it stays in the cache.
+The model is frozen, so its backward pass only has to return the gradient with respect to each row's
+tokens. Value and gradient of a few rows are computed together before those of the next rows: only a
+few rows are stored, nothing is computed twice, and on a CPU the data stay in the cache.
 """
 
 import functools
@@ -23,12 +23,12 @@ from stepprune_jax.policy import Pruned
 
 
 class Targets(NamedTuple):
-    """Conversations as the language model reads them, and what it should say.
+    """Conversations as the language model reads them, and their supervised tokens.
 
     Attributes:
         ids: the conversation with `IMAGE_TOKEN` at the image, right-padded.
-        length: ids of each row.
-        place: index of the id before each supervised token, which it is predicted at.
+        length: number of ids of each row.
+        place: index of the id before each supervised token, where it is predicted.
         target: the supervised tokens.
         supervised: True at real targets.
         grid: rows and columns of each image's visual tokens.
@@ -47,8 +47,8 @@ class ForwardOptions(NamedTuple):
 
     Attributes:
         execution: how its layers are run.
-        rows: rows at a time; 0 for all at once.
-        mesh: what rows are split over.
+        rows: rows per pass; 0 for all at once.
+        mesh: mesh over which rows are split.
     """
 
     execution: Execution = Execution()
@@ -61,7 +61,7 @@ def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any)
 
     Args:
         function: maps a tree of arrays [r, ...] to a tree of arrays [r, ...].
-        options: how many rows at a time, and what they are split over.
+        options: rows per pass, and the mesh over which they are split.
         rows: tree of arrays [b, ...]; b is a multiple of `options.rows`.
 
     Returns:
@@ -73,7 +73,7 @@ def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any)
         return function(rows)
 
     def split(x):
-        # Every device keeps a share of each part: rows i, i + parts, i + 2 parts, ... are one.
+        # Every device keeps a share of each part: rows i, i + parts, i + 2 parts, ... are a part.
         return x.reshape(count // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
     def join(x):
@@ -101,7 +101,7 @@ def lm_loss(
         model: its configuration.
         options: how it is run.
         tokens: all N gated tokens of each image, in the tower's space.
-        targets: conversations and what is supervised.
+        targets: conversations and their supervised tokens.
 
     Returns:
         Cross-entropy in nats, float32, averaged over the supervised tokens of the batch.
@@ -112,7 +112,7 @@ def lm_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _row_losses(model, options, params, tokens, targets):
-    """Summed cross-entropy of each row, [b]."""
+    """Sums the cross-entropy of each row, [b]."""
     return map_rows(
         lambda rows: _whole_rows(model, options, params, *rows),
         options,
@@ -121,7 +121,7 @@ def _row_losses(model, options, params, tokens, targets):
 
 
 def _row_losses_fwd(model, options, params, tokens, targets):
-    """The losses, and the gradient of each row's loss in its own tokens."""
+    """Returns the losses, and the gradient of each row's loss with respect to its tokens."""
 
     def part(rows):
         tokens, targets = rows
@@ -132,7 +132,7 @@ def _row_losses_fwd(model, options, params, tokens, targets):
 
 
 def _row_losses_bwd(model, options, slopes, weight):
-    """Gradient of the tokens; the frozen weights and the targets have none."""
+    """Returns the gradient of the tokens; frozen weights and targets have none."""
     return None, slopes * weight[:, None, None].astype(slopes.dtype), None
 
 
@@ -142,7 +142,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 def _whole_rows(
     model: ModelConfig, options: ForwardOptions, params, tokens, targets: Targets
 ) -> Float[Array, " b"]:
-    """`row_losses` of rows that have all N tokens."""
+    """Computes `row_losses` of rows with all N tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
     count = model.family.num_tokens(model, targets.grid)
@@ -157,17 +157,17 @@ def row_losses(
     kept: Pruned,
     targets: Targets,
 ) -> Float[Array, " b"]:
-    """Computes the cross-entropy of conversations of which the model sees some visual tokens only.
+    """Computes the cross-entropy of conversations with some of their visual tokens.
 
     Args:
         params: the frozen model's weights.
         model: its configuration.
         options: how it is run; all rows at once.
         kept: visual tokens of each row, in the tower's space; read at their original positions.
-        targets: conversations, each with an image before its first answer, and what is supervised.
+        targets: conversations, each with an image before its first answer.
 
     Returns:
-        In nats, float32, summed over each row's supervised tokens.
+        Cross-entropy in nats, float32, summed over each row's supervised tokens.
     """
     k = kept.tokens.shape[1]
     tokens = vlm.project(params, model, kept.tokens)

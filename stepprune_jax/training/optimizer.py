@@ -1,4 +1,4 @@
-"""The optimiser of a selector: clipping, AdamW or Muon, and the learning rate, as one chain."""
+"""The optimiser of a selector: clipping, AdamW or Muon, and learning rate, as one chain."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ class OptimizerSettings(Settings, group="optimizer"):
     Attributes:
         lr: peak learning rate.
         final_lr: learning rate at the end of the cosine.
-        warmup: updates over which it rises from 0.
+        warmup: updates over which the learning rate rises from 0.
         weight_decay: weight decay of AdamW and Muon.
         clip: largest global norm of a group of gradients.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        muon_lr: peak learning rate of Muon for matrices, in place of AdamW; 0 leaves all to AdamW.
+        muon_lr: peak learning rate of Muon, used for matrices instead of AdamW; 0 for AdamW only.
     """
 
     lr: float = positive()
@@ -46,7 +46,7 @@ def learning_rate(
     """Returns the learning rate of update `step`: linear from 0 over the warm-up, then a cosine.
 
     Args:
-        settings: of the optimiser.
+        settings: settings of the optimiser.
         steps: updates of the whole run.
         step: number of the update, from 0.
     """
@@ -61,13 +61,13 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Builds the optimiser: AdamW, or Muon for matrices and AdamW for the rest.
 
-    Its `update` takes the number of the update as `step`, because updates that are skipped count
-    for the schedule, but leave the optimiser's state as it is.
+    Its `update` takes the number of the update as `step`, because skipped updates count for the
+    schedule, but leave the optimiser's state unchanged.
 
     Args:
-        settings: of the optimiser.
+        settings: settings of the optimiser.
         steps: updates of the whole run.
-        selector: what is trained; each of its gradient groups is clipped by itself.
+        selector: the selector; each of its gradient groups is clipped separately.
     """
     decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
     groups = selectors.gradient_groups(selector)
@@ -92,10 +92,9 @@ def make_optimizer(
 def _descend(
     inner: optax.GradientTransformation, settings: OptimizerSettings, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales what `inner` returns by minus the learning rate of update `step`.
+    """Scales the result of `inner` by minus the learning rate of update `step`.
 
-    The state is that of `inner`: there is no count of updates, which would stand still at those
-    that are skipped.
+    The state is that of `inner`: an own count of updates would not advance at skipped ones.
     """
 
     def update(updates, state, params=None, *, step, **_):
@@ -107,5 +106,5 @@ def _descend(
 
 
 def _matrices(params: Any) -> Any:
-    """Dimensions of the weights that map hidden states to hidden states: those that Muon turns."""
+    """Returns dimensions of the weights that map hidden states to hidden states, for Muon."""
     return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)

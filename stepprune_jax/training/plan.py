@@ -1,4 +1,4 @@
-"""What a run would take, compiled and counted from shapes: `train.py --dry_run`."""
+"""The cost of a run, compiled and counted from shapes: `train.py --dry_run`."""
 
 import collections
 import dataclasses
@@ -30,20 +30,20 @@ from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
 from stepprune_jax.user_input import user_input
 
-# Batches, evenly spaced over the run, whose widths stand for those of all.
+# Number of batches, evenly spaced over the run, whose widths represent those of all.
 _SAMPLED = 512
-# The program is not run, so its machine code need not be good: this halves the time.
+# The program is not run, so its machine code need not be fast: this halves the time.
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Plan(NamedTuple):
-    """What a run would take.
+    """The cost of a run.
 
     Attributes:
-        devices: that it is spread over.
+        devices: number of devices.
         weights: bytes of the frozen weights on each device.
-        memory: of the widest update, on each device.
-        flops: of one update on all devices together, the mean over the run's batches.
+        memory: memory of the widest update, on each device.
+        flops: FLOPs of one update on all devices together, averaged over the run's batches.
         widths: number of sampled batches of each width.
     """
 
@@ -54,21 +54,21 @@ class Plan(NamedTuple):
     widths: dict[Bucket, int]
 
     def hours(self, steps: int, device: Accelerator, utilisation: float) -> float:
-        """Returns the hours of so many updates at a share of the devices' peak."""
+        """Returns the hours of `steps` updates at a share of the devices' peak."""
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
 def make_plan(
     batches: Batches, setup: step.Setup, dtype: Any, rows: int, target: Target | None = None
 ) -> Plan:
-    """Compiles the widest update, and counts the operations of each.
+    """Compiles the widest update, and counts the operations of every width.
 
     Args:
         batches: the data.
         setup: the static part of the update.
         dtype: dtype of the frozen weights.
         rows: rows of a batch.
-        target: devices that jax does not see, those of the mesh; by default it sees them.
+        target: target of the mesh's devices, if jax does not see them.
     """
     apart = max(1, setup.steps // _SAMPLED)
     widths = collections.Counter(
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def planned_memory(traced: Any, target: Target | None = None) -> Usage:
-    """Compiles what `trace_update` returned; returns its memory on each device."""
+    """Compiles the result of `trace_update` and returns its memory on each device."""
     if target is not None:
         return usage(target.compile(traced.lower()))
     on_cpu = jax.default_backend() == "cpu"
@@ -95,7 +95,7 @@ def planned_memory(traced: Any, target: Target | None = None) -> Usage:
 
 
 def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> Any:
-    """Traces an update of abstract weights, state and batch, placed as a run has them.
+    """Traces an update of abstract weights, state and batch, placed as in a run.
 
     Args:
         setup: the static part of the update.
@@ -104,7 +104,7 @@ def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> An
         bucket: its widths.
 
     Returns:
-        What `jax.jit(...).trace` returns: it has a `jaxpr`, and `lower`.
+        The result of `jax.jit(...).trace`, which has `jaxpr` and `lower`.
     """
     mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -118,7 +118,7 @@ def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> An
 
 
 def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
-    """Returns the shapes of a batch of these widths, as `Batches` makes them."""
+    """Returns the shapes of a batch with these widths, as `Batches` builds it."""
 
     def ints(*shape: int, dtype: Any = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
@@ -130,13 +130,13 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
 
 
 def abstract_weights(setup: step.Setup, dtype: Any) -> Any:
-    """Returns the shapes of the frozen weights, placed as a run has them."""
+    """Returns the shapes of the frozen weights, placed as in a run."""
     weights, rules = vlm.abstract_params(setup.model, dtype), setup.model.family.SHARDING_RULES
     return _placed(weights, setup.forward.mesh, rules)
 
 
 def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
-    """Abstract arrays with the shardings of a run."""
+    """Returns abstract arrays with the shardings of a run."""
     if mesh is None:
         alone = SingleDeviceSharding(jax.devices()[0])
         where = jax.tree.map(lambda _: alone, tree)
@@ -148,9 +148,9 @@ def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
 
 
 def use_virtual_devices(run: Run, target: str | None = None) -> None:
-    """Makes as many CPU devices as are planned for; before jax starts.
+    """Creates as many CPU devices as are planned for; to be called before jax starts.
 
-    Where jax sees accelerators, those are used and these are not, unless there is a target.
+    If jax sees accelerators, those are used instead, unless there is a target.
 
     Args:
         run: settings of the run.
@@ -165,7 +165,7 @@ def use_virtual_devices(run: Run, target: str | None = None) -> None:
 
 
 def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
-    """The group `accelerator`, with the devices of the target if there is one."""
+    """Returns the group `accelerator`, with the devices of the target if there is one."""
     if run.accelerator is None:
         raise ValueError("config.accelerator is missing")
     if target is None:
@@ -175,25 +175,25 @@ def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
 
 
 def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
-    """Checks configuration and data, compiles the update from abstract weights, and prints.
+    """Checks configuration and data, compiles the update from abstract weights, and prints a plan.
 
-    Neither weights nor accelerators are needed: of the model's folder only its configuration, its
-    tokenizer and its image processor are read. Nothing is written but the shapes world and the
-    counts of tokens, which the run then finds.
+    Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
+    processor are read. Nothing is written except the shapes world and the token counts, which the
+    run then reuses.
 
     Args:
         run: settings of the run.
         workdir: folder of the run.
-        target: devices to plan for with their own compiler, as `targets.read_name` takes them.
-            Where it is not installed, the CPU's plans for as many, and a line says so.
+        target: devices to plan for with their own compiler, as read by `targets.read_name`. If it
+            is not installed, the CPU's compiler plans for as many devices, with a message.
 
     Returns:
-        What was printed.
+        The plan.
 
     Raises:
         FileNotFoundError: model or data is missing.
         ValueError: a bad configuration or bad data, a bad target, too few devices, or a compiler
-            that refuses the update because it does not fit.
+            that rejects the update because it does not fit.
     """
     with user_input():
         run = dataclasses.replace(run, accelerator=_planned_for(run, target))
@@ -206,7 +206,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
         compiler = make_target(target) if target and not problem else None
         devices = compiler.devices if compiler else _devices(run, target)
         mesh = make_mesh(run, devices)
-        if compiler and mesh is None:  # a mesh says which device it is
+        if compiler and mesh is None:  # a mesh determines the device
             mesh = build_mesh("single", devices)
         source = model_source(run)
         setup = make_setup(run, source.config, mesh)
@@ -220,7 +220,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
 
 
 def _devices(run: Run, target: str | None) -> list[Any]:
-    """The accelerators that there are, else as many CPU devices as are planned for."""
+    """Returns the present accelerators, or as many CPU devices as are planned for."""
     devices, count = jax.devices(), run.accelerator.count
     if jax.default_backend() != "cpu" and target is None:
         return devices
@@ -233,7 +233,7 @@ def _devices(run: Run, target: str | None) -> list[Any]:
 
 
 def _report(plan: Plan, run: Run, setup: step.Setup, devices: Sequence[Any]) -> Iterator[str]:
-    """The plan in lines."""
+    """Yields the plan line by line."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
     device, mesh = ACCELERATORS[name], setup.forward.mesh
     parts = row_count(mesh)

@@ -1,4 +1,4 @@
-"""The training loop, from the settings of a run to a trained selector's file."""
+"""The training loop, from the settings of a run to the file of a trained selector."""
 
 import itertools
 import logging
@@ -48,12 +48,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """The arrays of a training checkpoint; the frozen weights are not among them.
+    """The arrays of a training checkpoint, without the frozen weights.
 
     Attributes:
         state: weights, moments and counters.
         stats: statistics of the tower's features.
-        key: data of the random key that those of all updates come from.
+        key: data of the PRNG key from which those of all updates are derived.
     """
 
     state: step.State
@@ -62,7 +62,7 @@ class Saved(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """What the loop needs."""
+    """Inputs of the loop."""
 
     run: Run
     workdir: Path
@@ -78,15 +78,15 @@ class _Loop(NamedTuple):
 def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
     """Trains a selector on a frozen model, or resumes an interrupted run.
 
-    Writes `metrics.jsonl` (an object a line), `run.json`, `checkpoints/` and at the end
-    `policy.safetensors`; if asked for, `validation.jsonl`, `overlays/` and `profile/`. A run that
-    is resumed gives the numbers that the whole run would have given, bit for bit. On Ctrl-C or
-    SIGTERM it saves and returns. Of several processes (`parallel.distributed`) all have to call it,
-    with a folder that all of them see.
+    Writes `metrics.jsonl` (one object per line), `run.json`, `checkpoints/` and at the end
+    `policy.safetensors`; if requested, `validation.jsonl`, `overlays/` and `profile/`. A resumed
+    run gives bitwise the same numbers as an uninterrupted one. On Ctrl-C or SIGTERM it saves and
+    returns. With several processes (`parallel.distributed`) all must call it, with a folder that
+    all of them see.
 
     Args:
         run: settings of the run, from `read_run`.
-        workdir: folder of the run; one run each.
+        workdir: folder of the run, for this run only.
         window: first and last update to profile, counted from 1.
 
     Raises:
@@ -143,7 +143,7 @@ def _train(
 
 
 def _policy_is_there(workdir: Path, steps: int) -> bool:
-    """Whether the file of a finished run is there; one that is not what was learned is replaced."""
+    """Returns whether a finished run's file exists; replaces one with different contents."""
     path = workdir / POLICY_FILE
     if not path.is_file():
         return False
@@ -162,7 +162,7 @@ def _policy_is_there(workdir: Path, steps: int) -> bool:
 
 
 def _stopped(interrupt: Interrupt) -> bool:
-    """Whether to leave before the first update, when there is nothing to save."""
+    """Returns whether to stop before the first update, when there is nothing to save."""
     stopped = distributed.any_process(interrupt.requested)
     if stopped:
         distributed.say("Stopped before the first update")
@@ -170,7 +170,7 @@ def _stopped(interrupt: Interrupt) -> bool:
 
 
 def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
-    """Loads the frozen model, once the data are known to be good."""
+    """Loads the frozen model, after the data have been checked."""
     folder, vision_folder = model_folders(run)
     mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
     model = load_vlm(
@@ -191,7 +191,7 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
 
 
 def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
-    """What to start from, the latest checkpoint or a new state, and the batches from there on."""
+    """Returns updates done, the latest checkpoint or a new state, and the remaining batches."""
     run, model, setup = loop.run, loop.model, loop.setup
     seed = jax.random.key(run.seed)
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
@@ -207,7 +207,7 @@ def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
 
 
 def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:
-    """Feature statistics over the images of the first steps."""
+    """Computes feature statistics over the images of the first steps."""
     setup, size = loop.setup, loop.run.batch_size
     images = loop.batches.first_images(loop.run.data.stats_images)
     while part := list(itertools.islice(images, size)):
@@ -241,7 +241,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
             done += 1
             last = done == run.steps or distributed.any_process(loop.interrupt.requested)
             last |= guard.add(done, scalars["skipped_in_row"], last)
-            # Before the state is saved: a run is resumed behind what it has written of itself.
+            # Before the state is saved: a resumed run continues after what it has logged.
             hooks.after(done, scalars, policy)
             if done % run.checkpoint_every == 0 or last:
                 extra = about | {"batches": stream.state}
@@ -264,7 +264,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
 
 
 def _calibrated(loop: _Loop, policy: Policy) -> Policy:
-    """A policy with its calibration, where it has a stop and there are questions for it."""
+    """Calibrates a policy, if it has a stop and there are questions for it."""
     if policy.method != "stepprune" or not loop.questions:
         return policy
     with user_input():

@@ -17,10 +17,10 @@ from stepprune_jax.user_input import nearest
 
 Selector = PolicyConfig | AutoSelectConfig
 
-# Groups of gradients, by the names that they have in checkpoints: whether they are the stop's.
+# Groups of gradients by their names in checkpoints, indexed by whether they are the stop's.
 ORDER, STOP = "False", "True"
 
-# Method to its configuration class and the group of the configuration that describes it.
+# Configuration class and group of the configuration of each method.
 METHODS = {
     "stepprune": (PolicyConfig, "policy"),
     "autoselect": (AutoSelectConfig, "autoselect"),
@@ -28,13 +28,13 @@ METHODS = {
 
 
 class Inputs(NamedTuple):
-    """What a selector sees of a batch; never anything of the answer.
+    """Inputs of a selector, which never include the answer.
 
     Attributes:
         image: features of the frozen tower.
         text: word embeddings of the human turns.
         text_mask: True at real words.
-        image_mask: True at real tokens; None where all images have as many.
+        image_mask: True at real tokens; None if all images have the same number.
     """
 
     image: Float[Array, "b n d"]
@@ -44,10 +44,10 @@ class Inputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far training has come, as traced scalars.
+    """Progress of training, as traced scalars.
 
     Attributes:
-        share: of all steps done, in [0, 1).
+        share: share of all steps done, in [0, 1).
         text_gate: g_txt.
         running_count: running mean of K, for `soft_budget="batch_mean"`.
     """
@@ -61,16 +61,15 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
     """Builds the configuration of the selector to be trained, its widths taken from the model.
 
     Args:
-        method: of `METHODS`.
-        fields: the group of the run's configuration that describes it; "text" says whether it sees
-            the question.
+        method: a name of `METHODS`.
+        fields: its group of the run's configuration; "text" is whether it reads the question.
         model: the frozen model.
 
     Returns:
         A `PolicyConfig` or an `AutoSelectConfig`.
 
     Raises:
-        ValueError: an unknown field, or a value that the class refuses.
+        ValueError: an unknown field, or a value that the class rejects.
     """
     kind, group = METHODS[method]
     widths = {"feature_width", "text_width"}
@@ -99,9 +98,9 @@ def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selecto
 
 
 def gradient_groups(selector: Selector) -> tuple[str, ...]:
-    """Returns the groups of weights whose gradients are clipped apart from each other.
+    """Returns the groups of weights whose gradients are clipped separately.
 
-    A hazard's gradients reach no weight but its own, and their size is not to change the others.
+    A hazard's gradients reach only its own weights, and their size must not affect the others.
     """
     apart = isinstance(selector, PolicyConfig) and selector.stop == "hazard"
     return (ORDER, STOP) if apart else (ORDER,)
@@ -145,7 +144,7 @@ def train_loss(
         params: the selector's weights; differentiate with respect to these alone.
         selector: its configuration.
         key: PRNG key; consumed.
-        inputs: what it sees.
+        inputs: inputs of the selector.
         lm_loss_fn: maps gated tokens to the mean language-modelling loss.
         progress: schedules of the training so far.
         stats: statistics of the tower's features.

@@ -1,4 +1,4 @@
-"""The settings of a training run, and what is built from them before anything is loaded."""
+"""The settings of a training run, and the objects built from them before loading."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ class AcceleratorSettings(Settings, group="accelerator"):
     """The accelerators that `--dry_run` plans for.
 
     Attributes:
-        name: of `parallel.accelerators.ACCELERATORS`.
-        count: devices to plan for, where jax sees no accelerators.
-        utilisation: share of the peak that is assumed.
+        name: a name of `parallel.accelerators.ACCELERATORS`.
+        count: devices to plan for, if jax sees no accelerators.
+        utilisation: assumed share of the peak.
     """
 
     name: str = choice(tuple(ACCELERATORS))
@@ -52,18 +52,18 @@ class AcceleratorSettings(Settings, group="accelerator"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationSettings(Settings, group="validation"):
-    """Questions that are asked while a policy is trained.
+    """Validation of a policy during training.
 
     Attributes:
         every: updates between validations; 0 for none.
         folder: folder with validation.jsonl, validation_answers.jsonl and images/; empty for that
             of the data.
-        questions: how many are asked.
-        budget: tokens to keep; 0 to keep as many as the policy does.
-        max_new_tokens: longest answer.
-        overlays: questions whose selections are drawn.
-        calibrate: questions that the stop of the trained policy is calibrated on, so that a mean
-            budget can be asked for; 0 for none. Without a validation split there are none.
+        questions: number of questions.
+        budget: tokens to keep; 0 to let the policy decide.
+        max_new_tokens: longest answer, in tokens.
+        overlays: number of questions whose selections are drawn.
+        calibrate: number of questions for calibrating the trained policy's stop, for mean budgets;
+            0 for none. Without a validation split there is no calibration.
     """
 
     every: int = count(0)
@@ -80,26 +80,26 @@ class Run(Settings):
     """The settings of a run of `train.py`; `configs/shapes.py` describes each field.
 
     Attributes:
-        method: what is trained, of `selectors.METHODS`.
+        method: selector to train, of `selectors.METHODS`.
         seed: seed of weights, noise and the order of samples.
         steps: updates of the whole run.
         batch_size: rows of an update, over all devices.
-        text_gate_anneal: share of the steps over which the text gate opens; 0: it is open.
-        cpu_devices: CPU devices, where jax sees no others; 0 leaves their number to jax.
+        text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate.
+        cpu_devices: CPU devices, if jax sees no others; 0 leaves their number to jax.
         mesh: preset of `build_mesh`, or sizes by axis.
         log_every: updates between lines of metrics.
         checkpoint_every: updates between checkpoints.
-        keep_checkpoints: checkpoints that are kept.
+        keep_checkpoints: number of checkpoints to keep.
         max_skipped: non-finite updates in a row that stop the run.
-        tensorboard: whether to write TensorBoard's events.
+        tensorboard: whether to write TensorBoard events.
         wandb: a project of Weights & Biases; empty for none.
         model: the frozen model.
         data: the data.
         policy: fields of `PolicyConfig`, for the method "stepprune".
         autoselect: fields of `AutoSelectConfig`, for the method "autoselect".
         optimizer: the optimiser.
-        accelerator: what a dry run plans for.
-        validation: questions that are asked meanwhile.
+        accelerator: devices that a dry run plans for.
+        validation: validation during training.
         eval: settings of `eval.py`, which reads them.
     """
 
@@ -137,7 +137,7 @@ class Run(Settings):
         self.optimizer.require("warmup", self.optimizer.warmup < self.steps, expected)
 
     def free_fields(self) -> tuple[str, ...]:
-        """As that of `Settings`; the group of the method that is not trained is free, too."""
+        """As in `Settings`; the group of the method that is not trained is free, too."""
         others = (part for name, (_, part) in selectors.METHODS.items() if name != self.method)
         return (*super().free_fields(), *others)
 
@@ -146,7 +146,7 @@ def read_run(config: ConfigDict) -> Run:
     """Reads the settings of a training run from its configuration.
 
     Args:
-        config: what a file of `configs/` returns, with the changes of the command line.
+        config: configuration from a file of `configs/`, with changes of the command line.
 
     Raises:
         ValueError: a field is unknown, missing, or has a bad value; the message names it.
@@ -181,11 +181,11 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
     Args:
         run: settings of the run.
         model: the frozen model.
-        mesh: from `make_mesh`.
+        mesh: result of `make_mesh`.
 
     Raises:
         ValueError: the method's own fields are bad, a kernel needs another device, the mesh does
-            not divide a weight, or the rows of a device cannot be taken so many at a time.
+            not divide a weight, or `rows_at_once` does not divide the rows of a device.
     """
     run.model.execution.check_backend()
     selector = selectors.build(run.method, getattr(run, selectors.METHODS[run.method][1]), model)

@@ -26,10 +26,10 @@ class Setup:
 
     Attributes:
         model: the frozen model.
-        selector: what is trained.
+        selector: configuration of the selector.
         steps: updates of the whole run.
         optimizer: settings of the optimiser.
-        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0: it is 1.
+        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
         forward: how the frozen model is run.
     """
 
@@ -45,10 +45,10 @@ class Batch(NamedTuple):
     """Rows of conversations with one image each.
 
     Attributes:
-        pixels: normalised images, as the family's preprocessing makes them.
+        pixels: normalised images, after the family's preprocessing.
         text: the human words alone, right-padded.
-        text_length: of each row.
-        targets: the conversations, and what is supervised in them.
+        text_length: length of each row of text.
+        targets: the conversations with their supervised tokens.
     """
 
     pixels: Any
@@ -58,14 +58,14 @@ class Batch(NamedTuple):
 
 
 class State(NamedTuple):
-    """What training changes.
+    """State of training.
 
     Attributes:
         params: weights of the selector.
         optimizer: moments of AdamW.
         running_count: running mean of K.
-        skipped: updates left out because loss or gradient was not finite.
-        skipped_in_row: of these, how many came one after another up to now.
+        skipped: updates skipped because loss or gradient was not finite.
+        skipped_in_row: length of the current run of skipped updates.
     """
 
     params: Any
@@ -88,7 +88,7 @@ def init_state(key: Array, setup: Setup) -> State:
 
 
 def encode_rows(params: dict[str, Any], setup: Setup, pixels: Any) -> Float[Array, "b n d"]:
-    """Computes features of images, as many at a time as the frozen model may run."""
+    """Computes features of images, in passes of at most `forward.rows` rows."""
 
     def encode(pixels):
         execution = setup.forward.execution
@@ -106,7 +106,7 @@ def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Input
         batch: the batch.
 
     Returns:
-        What the selector sees: nothing of it depends on an answer.
+        Inputs of the selector, which do not depend on any answer.
     """
     features = encode_rows(params, setup, batch.pixels)
     text = vlm.embed_text(params, setup.model, batch.text)
@@ -134,7 +134,7 @@ def _update(
     step: Int[Array, ""],
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
-    """Makes update number `step`, from 0; returns the new state, and scalars of the old one."""
+    """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
     inputs = selector_inputs(params, setup, batch)
 
     def loss(tokens):
@@ -152,14 +152,14 @@ def learn(
     step: Int[Array, ""],
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
-    """Makes the selector's part of an update: everything but the frozen model.
+    """Performs the selector's part of an update: everything but the frozen model.
 
     Args:
-        state: before it.
-        stats: of the tower's features.
-        inputs: what the selector sees.
+        state: state before the update.
+        stats: statistics of the tower's features.
+        inputs: inputs of the selector.
         lm_loss_fn: maps gated tokens to the mean language-modelling loss.
-        key: of the run.
+        key: key of the run.
         step: number of the update, from 0.
         setup: the static part.
 
@@ -198,7 +198,7 @@ def learn(
     lr = learning_rate(setup.optimizer, setup.steps, step)
     scalars = {"loss": value, "lm_loss": aux["lm_loss"], **aux["metrics"], "grad_norm": norm}
     scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
-    # Whole on each device, as it came: else the next update would be another program.
+    # Replicated on each device as before; otherwise the next update would be another program.
     return constrain_whole(setup.forward.mesh, (State(*kept, **skipped), scalars | skipped))
 
 
@@ -209,7 +209,7 @@ def _gather_stats(
     tokens: Int[Array, " b"],
     setup: Setup,
 ) -> FeatureStats:
-    """Extends statistics of features by a batch of images, of each so many `tokens`."""
+    """Extends feature statistics by a batch of images, each with `tokens` real tokens."""
     features = encode_rows(params, setup, pixels)
     return update_stats(stats, features, jnp.arange(features.shape[1]) < tokens[:, None])
 

@@ -1,4 +1,4 @@
-"""Looking at a policy while it is trained, on a few questions that it is not trained on."""
+"""Validation of a policy during training, on a few held-out questions."""
 
 import time
 from fractions import Fraction
@@ -30,18 +30,18 @@ from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Setup
 
 FOLDER = "overlays"
-# Sizes that kept tokens are padded to, as shares of all: a program each, as far as it is needed.
+# Sizes that kept tokens are padded to, as shares of all; each size in use is a program.
 _SHARES = (8, 4, 2, 1)
 
 _losses = jit_for_weights(row_losses, ("model", "options"))
 
 
 class Selection(NamedTuple):
-    """What is kept of each question's image.
+    """Kept tokens of each question's image.
 
     Attributes:
         order: [q, t] indices in order of choice.
-        count: [q] how many of them are kept.
+        count: [q] number of kept tokens.
     """
 
     order: np.ndarray
@@ -49,20 +49,20 @@ class Selection(NamedTuple):
 
 
 def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
-    """The questions of a run's validation, before anything is loaded.
+    """Reads the questions of a run's validation, before anything is loaded.
 
     Args:
-        run: the settings of the run; `validation.every` of 0 asks for none.
-        setup: what is trained.
+        run: the settings of the run; none if `validation.every` is 0.
+        setup: the static part of the update.
         workdir: folder of the run, where the shapes world is.
 
     Returns:
-        Questions and answers, as many as are asked for, or None.
+        The requested number of questions and answers, or None.
 
     Raises:
         FileNotFoundError: a file or an image is missing.
-        ValueError: a budget that cannot be kept, or a file that is not what it should be; the
-            message names file, line and field.
+        ValueError: a budget that is too large, or a malformed file; the message names file, line
+            and field.
     """
     if not run.validation.every:
         return None
@@ -74,19 +74,19 @@ def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
 
 
 def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
-    """The questions that a policy's stop is calibrated on when it is trained.
+    """Reads the questions on which a trained policy's stop is calibrated.
 
     Args:
-        run: the settings of the run; `validation.calibrate` of 0 asks for none.
+        run: the settings of the run; none if `validation.calibrate` is 0.
         workdir: folder of the run, where the shapes world is.
 
     Returns:
-        As many as are asked for, spread evenly over those of the validation split; none where there
-        is no such split.
+        The requested number of questions, spread evenly over the validation split; none without
+        such a split.
 
     Raises:
         OSError: an image is missing.
-        ValueError: a file that is not what it should be; the message names file, line and field.
+        ValueError: a malformed file; the message names file, line and field.
     """
     folder = _folder(run, workdir)
     file, most = folder / "validation.jsonl", run.validation.calibrate
@@ -95,31 +95,31 @@ def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
     try:
         questions = list_questions(file, folder / "images")
     except (OSError, ValueError) as error:
-        hint = "config.validation.calibrate=0 leaves the file unread"
-        # Not of its own type: some, as that of a wrong byte, are not made of a text.
+        hint = "config.validation.calibrate=0 skips the file"
+        # Not of the same type: some, such as decoding errors, cannot be built from a text.
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{error}; {hint}") from error
     return [questions[at] for at in spread_over(len(questions), most)]
 
 
 def _folder(run: Run, workdir: Path) -> Path:
-    """Where the validation split of a run lies."""
+    """Returns the folder of a run's validation split."""
     return Path(run.validation.folder or run.data.folder or workdir / "data").expanduser()
 
 
 class Validation:
-    """Passes over the same questions, for which the tower has run once.
+    """Validation on a fixed set of questions, for which the tower runs once.
 
-    Of several processes all have to make them; each knows all results, the main one draws.
+    With several processes all must take part; each knows all results, and the main one draws.
     """
 
     def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
-        """Runs the tower and tokenises.
+        """Runs the tower and tokenises the questions.
 
         Args:
             run: the settings of the run.
             model: the frozen model.
-            split: from `read_questions`.
+            split: result of `read_questions`.
             workdir: folder of the run.
 
         Raises:
@@ -142,7 +142,7 @@ class Validation:
         )
 
     def _read_answers(self, limits: Limits) -> Targets:
-        """Questions with their right answers."""
+        """Returns the questions with their correct answers."""
         family = self._model.config.family
         encoder = ConversationEncoder(
             self._model.tokenizer, family.place_images, family.conversation
@@ -156,15 +156,15 @@ class Validation:
         return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
-        """Asks the questions, with what the policy keeps of each image, and draws a few.
+        """Answers the questions from the policy's kept tokens, and draws a few.
 
         Args:
             step: updates done.
-            policy: as it is now.
+            policy: the current policy.
 
         Returns:
-            "step"; "loss" of the right answers in nats a token, "accuracy" of the model's own in
-            percent, mean, standard deviation and range of K, "questions", and "seconds" taken.
+            "step"; "loss" of the correct answers in nats per token, "accuracy" of the model's own
+            in percent, mean, standard deviation and range of K, "questions", and "seconds" taken.
         """
         begin = time.perf_counter()
         answers, selection = self.answer(policy)
@@ -186,15 +186,15 @@ class Validation:
         }
 
     def answer(self, policy: Policy) -> tuple[Answers, Selection]:
-        """Answers with what a policy keeps: where it stops, or within the budget that is set.
+        """Answers from the tokens that a policy keeps, at its own stop or at the set budget.
 
         A policy without a stop keeps a quarter of the tokens if no budget is set.
 
         Args:
-            policy: as it is now.
+            policy: the current policy.
 
         Returns:
-            The answers, and what was kept.
+            The answers, and the kept tokens.
         """
         n, budget = self._model.config.max_image_tokens, self._settings.budget
         free = Budget("own") if policy.method == "stepprune" else Budget("rate", Fraction(1, 4))
@@ -221,7 +221,7 @@ class Validation:
         return answers, Selection(ranking.order, answers.kept)
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
-        """Cross-entropy of the right answers after what was kept, in nats, summed for each."""
+        """Computes the summed cross-entropy of each correct answer after kept tokens, in nats."""
         losses, vision = [], self._encoded.images
         image_of = self._encoded.prompts.image_of[:, 0]
         mesh = self._options.mesh
@@ -244,7 +244,7 @@ class Validation:
 
     def _draw(self, path: Path, answers: Answers) -> None:
         """Draws the first few questions."""
-        # Imported here: it brings matplotlib, which a run without overlays does not need.
+        # Imported here: it imports matplotlib, which a run without overlays does not need.
         from stepprune_jax.visualize.strip import Example, draw_strip
 
         examples, images = [], self._encoded.images

@@ -40,7 +40,8 @@ header > .note { max-width: none; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 12px 0; } a { color: var(--ours); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 18px; }
 .cards section { margin: 0; padding-bottom: 6px; } .cards h2 { font-size: 1rem; margin: 10px 0; }
-.large { margin: 4px 0; display: grid; grid-template-columns: 7.2rem 1fr; align-items: baseline; }
+.large { margin: 4px 0; display: grid; grid-template-columns: minmax(8rem, max-content) 1fr; }
+.large { align-items: baseline; column-gap: 0.3rem; }
 .large b { font-size: 1.75rem; line-height: 1.25; white-space: nowrap; }
 .large span { color: var(--soft); } .large.ours b { color: var(--ours); }
 figure { margin: 12px 0; } figcaption, small, .note { color: var(--soft); font-size: 0.85rem; }

@@ -106,7 +106,7 @@ BAD = {
     "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*did you mean 'cls'"),
     "budget": (["--rows", "cls@99"], "budget is 99, expected an integer from 1 to 16"),
     "no budget": (["--rows", "cls"], "the pruner 'cls' needs a budget"),
-    "kind": (["--rows", "cls@mean:4"], "cls cannot keep the budget mean:4"),
+    "kind": (["--rows", "cls@mean:4"], "cls does not support the budget mean:4"),
     "model": (["--model", "llava-8b"], "'llava-8b' is neither a file nor one of llava-7b"),
     "rounds": (["--rounds", "0"], "--rounds is 0, expected an integer from 1"),
     "batch": (["--batch", "0"], "--batch is 0, expected integers from 1"),

@@ -24,7 +24,10 @@ def test_windows_files_and_blank_lines_read_the_same(tmp_path):
     "text, message",
     [
         ("", "got an empty file"),
-        ('{"question_id": 1, "text": "Yes"}\n{"question_id": 2, "te', "line 2.*was the file cut"),
+        (
+            '{"question_id": 1, "text": "Yes"}\n{"question_id": 2, "te',
+            "line 2.*was the file truncated",
+        ),
         ('{"question_id": 1, "text": "Yes"\n{"question_id": 2, "text": ""}', "line 1.*not JSON"),
         ('{"text": "Yes"}', 'line 1: "question_id" is missing'),
         ('{"question_id": true, "text": "Yes"}', 'line 1: "question_id" must be a string'),
@@ -45,7 +48,7 @@ def test_broken_lines_can_be_skipped_and_are_told(tmp_path):
     broken = []
     (kept,) = read_answers(file, broken)
     assert kept.id == "2"
-    assert ["line 1" in broken[0], "cut short" in broken[1], len(broken)] == [True, True, 2]
+    assert ["line 1" in broken[0], "truncated" in broken[1], len(broken)] == [True, True, 2]
 
 
 def test_a_line_without_prompt_says_so_when_it_is_needed(tmp_path):

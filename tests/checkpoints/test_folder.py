@@ -32,10 +32,10 @@ def test_hub_ids_are_fetched_and_folders_are_not(tmp_path, monkeypatch, capsys):
     assert [name for name, _ in asked] == ["owner/name", "owner/name"]
     # The weights come last, and pickles never.
     assert asked[1][1] == ["*.safetensors"] and "*.safetensors" not in asked[0][1]
-    said = "owner/name is not a folder here; asking the Hugging Face hub for it\n"
+    said = "owner/name is not a local folder; looking it up on the Hugging Face hub\n"
     assert capsys.readouterr().out == said
     assert folders.find_folder("llava-hf/llava-1.5-7b-hf") == here
-    with pytest.raises(FileNotFoundError, match=r"no folder owner/name\. .* say hub:owner/name;"):
+    with pytest.raises(FileNotFoundError, match=r"no folder owner/name\. .* use hub:owner/name;"):
         folders.find_folder("owner/name")
     assert len(asked) == 3
     assert not any(pattern.endswith((".bin", ".pt")) for _, given in asked for pattern in given)
@@ -52,7 +52,7 @@ def test_paths_are_not_taken_for_hub_ids(tmp_path):
         with pytest.raises(FileNotFoundError, match="no folder"):
             folders.find_folder(name)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="give the folder it lies in"):
+    with pytest.raises(NotADirectoryError, match="give its folder"):
         folders.find_folder(tmp_path / "model.safetensors")
 
 
@@ -79,7 +79,7 @@ def test_folders_of_another_kind_are_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a JSON object, got a list"):
         folders.inspect_folder(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json: not JSON .*: nested too deep"):
+    with pytest.raises(ValueError, match=r"config\.json: unreadable JSON: nested too deep"):
         folders.inspect_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"quantization_config": "int4"}')
     with pytest.raises(ValueError, match=r"quantised weights \('int4'\) are not supported"):

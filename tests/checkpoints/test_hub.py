@@ -146,5 +146,5 @@ def test_a_failed_upload_is_reported_in_one_line(server, trained, monkeypatch, c
     monkeypatch.setenv("HF_TOKEN", "wrong")
     said = error("--push=me/mine")
     assert "uploading to me/mine failed: " in said and "401" in said
-    assert "The files are in release; `hf upload me/mine release` uploads them as well" in said
+    assert "The files are in release; `hf upload me/mine release` also uploads them" in said
     assert load_policy(tmp_path / "release" / NAME).config == dataclasses.replace(CONFIG)

@@ -96,12 +96,12 @@ def test_any_other_name_is_refused_before_it_is_looked_up(tmp_path, make, name, 
         (b"\x80\x04\x8c\x05numpy\x8c\x0dndarray.dumps\x93.", "names 'numpy.ndarray.dumps'"),
         (b"cos\nsystem\n.", "names 'os.system'"),
         (b"cno such\x0bmodule\nx\n.", r"names 'no such\\x0bmodule.x'"),
-        (b"Pa\n.", "not a pickle that can be read"),  # a persistent id
-        (b"cnumpy\nndarray\n}b.", "not a pickle that can be read"),  # a class given a state
-        (b"", "not a pickle that can be read: Ran out of input"),
-        (b"id,answer\n1,2\n", "not a pickle that can be read"),
-        (pickle.dumps(VALUE)[:-30], "not a pickle that can be read"),
-        (pickle.dumps(np.ones(3), 2).replace(b"K\x03", b"K\x04"), "not a pickle that can be read"),
+        (b"Pa\n.", "not a readable pickle"),  # a persistent id
+        (b"cnumpy\nndarray\n}b.", "not a readable pickle"),  # a class given a state
+        (b"", "not a readable pickle: Ran out of input"),
+        (b"id,answer\n1,2\n", "not a readable pickle"),
+        (pickle.dumps(VALUE)[:-30], "not a readable pickle"),
+        (pickle.dumps(np.ones(3), 2).replace(b"K\x03", b"K\x04"), "not a readable pickle"),
     ],
 )
 def test_hostile_and_damaged_files_are_one_line(tmp_path, data, message):

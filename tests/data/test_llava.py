@@ -114,7 +114,7 @@ GOOD = says("<image>\nWhat?", "red")
         ({"conversations": [{"from": "human"}]}, r'conversations\[0\]: "value" is missing'),
         ({"conversations": says("\ud800", "b")}, '"value" is not text'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
-        ({"conversations": says("<image>", "b"), "image": "a.png"}, "empty but for <image>"),
+        ({"conversations": says("<image>", "b"), "image": "a.png"}, "empty except for <image>"),
         (
             {"conversations": says("a", "b", "<image>\nc", "d"), "image": "a.png"},
             r"conversations\[2\].*first question only",
@@ -139,7 +139,7 @@ def test_missing_images_and_folders_are_named(root):
     entry = {"image": "gone.png", "conversations": GOOD}
     with pytest.raises(FileNotFoundError, match=r'sample 0: "image": no file at .*gone\.png$'):
         conversations(root, entry)
-    with pytest.raises(FileNotFoundError, match=r"no file at .*no such folder as the image folder"):
+    with pytest.raises(FileNotFoundError, match=r"no file at .*the image folder does not exist"):
         read_conversations(root / "train.json", root / "nowhere")
     for name in ("deep", "x\0y", "n" * 5000):
         with pytest.raises(FileNotFoundError, match="sample 0"):
@@ -154,8 +154,8 @@ def test_missing_images_and_folders_are_named(root):
         (b"{}", "expected a JSON list, got an object"),
         (b"[]", "expected at least one sample, got an empty list"),
         (b"", ", column 1: not JSON"),
-        (b"[" * 200_000, "not JSON that can be read"),
-        (b"[" + b"1" * 5000 + b"]", "not JSON that can be read"),
+        (b"[" * 200_000, "unreadable JSON"),
+        (b"[" + b"1" * 5000 + b"]", "unreadable JSON"),
         (b'[\n"\xff"]', "line 2: not UTF-8"),
     ],
 )
@@ -202,7 +202,7 @@ def test_questions_answers_and_scenes(root):
         (question(None), '"question_id" must be a string, got null'),
         (question(True), '"question_id" must be a string, got true or false'),
         (question(2, text=None), '"text" must be a string, got null'),
-        (question(2, text="<image>\n"), '"text" is empty but for <image>'),
+        (question(2, text="<image>\n"), '"text" is empty except for <image>'),
         (question(2, category=""), '"category" is empty'),
         (question(2, image="../a.png"), '"image" must be a path inside'),
         ({"question_id": 2, "text": "x"}, '"image" is missing'),
@@ -223,13 +223,13 @@ def test_lines_that_are_not_json_are_named(root):
     file = root / "test.jsonl"
     whole = json.dumps(question(1))
     file.write_text(f"{whole}\n{whole[:30]}")
-    with pytest.raises(ValueError, match=r"line 2, column \d+: not JSON.*was the file cut short"):
+    with pytest.raises(ValueError, match=r"line 2, column \d+: not JSON.*was the file truncated"):
         read_questions(file, root)
     file.write_text(f"{whole}\n\nnonsense\n{whole}\n")
     with pytest.raises(ValueError, match=r"line 3, column 1: not JSON: Expecting value$"):
         read_questions(file, root / "images")
     file.write_text("\n \n")
-    with pytest.raises(ValueError, match=r"test\.jsonl: expected one JSON object a line"):
+    with pytest.raises(ValueError, match=r"test\.jsonl: expected one JSON object per line"):
         read_questions(file, root)
     with pytest.raises(FileNotFoundError, match=r"no file at .*gone\.jsonl"):
         read_questions(root / "gone.jsonl", root)

@@ -131,11 +131,11 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     text = "\n".join(opened.lines)
     assert "train.json: 8 samples, 4 images" in text
-    assert "2 left out: text alone" in text
-    assert "3 left out: the image is missing; the first: " in text
+    assert "2 skipped: text only" in text
+    assert "3 skipped: the image is missing; the first: " in text
     assert "sample 1, gone.png" in text
-    assert "1 left out: malformed; the first: " in text and "sample 3: conversations[2]" in text
-    assert "1 left out: no answer within the context; the first: " in text
+    assert "1 skipped: malformed; the first: " in text and "sample 3: conversations[2]" in text
+    assert "1 skipped: no answer within the context; the first: " in text
     assert "sample 6: no answer within the first 60 embeddings" in text
     row = llava_encoder(tokenizer).encode(TURNS[:2], 1)
     assert f"1 rows to train on, {sum(x != IGNORE for x in row.labels)} supervised" in text
@@ -152,8 +152,8 @@ def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, token
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     assert corpus.rows([0])[0].ids.tolist() == llava_encoder(tokenizer).encode(TURNS[:2], 1).ids
     assert opened.lines[1:3] == [
-        "  1 left out: text alone, nothing to prune",
-        "  1 left out: nothing but a first message of the assistant",
+        "  1 skipped: text only, nothing to prune",
+        "  1 skipped: only a first message of the assistant",
     ]
 
 
@@ -161,8 +161,8 @@ def test_rows_that_are_cut_are_counted(opened, tokenizer):
     encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     length, said = len(encoded.ids) + 7, len(encoded.text) - 1
     opened(MULTI, sample(), limits=Limits(9, length, said))
-    assert opened.lines[-3].endswith(f"longest {length}; 1 cut to {length}")
-    assert opened.lines[-1].endswith(f"longest {said}; 1 cut to {said}")
+    assert opened.lines[-3].endswith(f"longest {length}; 1 truncated to {length}")
+    assert opened.lines[-1].endswith(f"longest {said}; 1 truncated to {said}")
 
 
 @pytest.mark.parametrize(

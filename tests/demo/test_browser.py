@@ -37,7 +37,7 @@ def page(tmp_path_factory):
                 executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
             )
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
-            page.set_default_timeout(120_000)
+            page.set_default_timeout(300_000)  # the first answer compiles
             page.goto(address)
             yield page
             browser.close()
@@ -64,6 +64,7 @@ def kept(page):
 
 
 def test_upload_ask_and_move_the_slider(page, tmp_path):
+    assert page.get_by_label("method").input_value() == "stepprune (shapes)"
     example = shapes_examples(3)[2]
     example.image.save(tmp_path / "scene.png")
     page.locator("input[type=file]").first.set_input_files(tmp_path / "scene.png")

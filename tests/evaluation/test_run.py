@@ -75,7 +75,7 @@ def test_the_report_has_the_paper_s_columns(done):
     assert "python eval.py --here" in page and "## Scores" in said
     # Test-dev is scored by its server only, so the column is empty and out of the average.
     assert "is scored by the server only" in page
-    assert "- Avg. is without VQAv2, where all tokens has no score\n" in page
+    assert "- Avg. excludes VQAv2, where all tokens has no score\n" in page
     found = {(s["benchmark"], s["method"], s["mode"]): s for s in scores(workdir)}
     assert len(found) == 12
     whole = [found[name, "all tokens", "exact"]["headline"] for name in ("mme", "pope")]

@@ -197,14 +197,16 @@ def test_policies_that_do_not_fit_are_named(world, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"row 'StepPrune': .*text_width is 8"):
         evaluate(small_run(*world), tmp_path)
     save_policy(one_shot(), tmp_path / "policy.safetensors")
-    with pytest.raises(ValueError, match="adaptive names 'StepPrune', whose policy has no stop"):
+    with pytest.raises(
+        ValueError, match="adaptive names 'StepPrune', whose policy has no learned stop"
+    ):
         evaluate(small_run(*world), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": 1}, "config.eval.colour is no field"),
+        ({"colour": 1}, "config.eval.colour is not a field"),
         ({"budgets": ()}, r"config.eval.budgets is \(\), expected distinct"),
         ({"budgets": (3, 3)}, "expected distinct integers"),
         ({"batch_size": 0}, "config.eval.batch_size is 0, expected an integer from 1"),

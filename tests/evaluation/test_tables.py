@@ -206,7 +206,7 @@ def test_bad_records_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"a\.npz lacks mode, count"):
         load_records(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK\3\4 broken")
-    with pytest.raises(ValueError, match=r"a\.npz is not a file of records"):
+    with pytest.raises(ValueError, match=r"a\.npz is not a records file"):
         load_records(tmp_path)
 
 

@@ -399,7 +399,9 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
         pruned = begin(model, asked, by_question, context_limit=full - 18 + kept)
     assert pruned.kept.tolist() == [kept]
     assert pruned.trace.stages[0].length.tolist() == [full - 18 + kept]
-    with pytest.warns(UserWarning, match=f"a prompt of {full} embeddings was cut to its first 60"):
+    with pytest.warns(
+        UserWarning, match=f"prompt of {full} embeddings was truncated to its first 60"
+    ):
         cut = begin(model, asked, NO_PRUNING, context_limit=60)
     assert cut.kept.tolist() == [18]
     (stage,) = cut.trace.stages
@@ -420,7 +422,7 @@ def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
     first, method = asked.ids[0].index(IMAGE_TOKEN), make_method("fastv", 3, options={"layer": 1})
     # Nine tokens, two of text, and two more, of which the cut would leave three.
     limit = first + 13
-    with pytest.warns(UserWarning, match=f"cut to its first {limit}:"):
+    with pytest.warns(UserWarning, match=f"truncated to its first {limit}:"):
         begun = begin(model, asked, method, max_tokens=2, context_limit=limit)
     before, after = begun.trace.stages
     assert [int((before.image == image).sum()) for image in (0, 1)] == [9, 2]
@@ -487,7 +489,7 @@ def test_a_policy_that_does_not_fit_is_refused(model, policy):
             generate(model, ["a"], policy=policy, budget=budget)
     with pytest.raises(ValueError, match="policy is given with a pruner that has its own"):
         generate(model, ["a"], policy=policy, pruner=ByQuestion())
-    with pytest.raises(ValueError, match="the policy is one of 'stepprune', not of 'grid'"):
+    with pytest.raises(ValueError, match="the policy belongs to 'stepprune', not to 'grid'"):
         generate(model, ["a"], policy=policy, pruner="grid", budget=3)
 
 

@@ -2,6 +2,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -104,6 +105,11 @@ def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
         assert main(command(files, *options)) == 0
         found.append(json.loads(capsys.readouterr().out)["kept_indices"])
     assert found[0] == found[1] == found[2] and len(found[0][0]) in range(1, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        calibrated = ("--policy", files / "calibrated", "--mean_budget", 3.99)
+        assert main(command(files, "--prompt", "two?", *calibrated)) == 0
+    assert capsys.readouterr().err.count("warning: at a mean of 3.99 tokens the count of") == 1
 
 
 class Traced(NamedTuple):
@@ -329,14 +335,14 @@ MISTAKES = {
         ["--prompt", "a", "--pruner", "fastv", "--budget", "3", "--pruner_options", "layer"],
         "'layer', expected KEY=VALUE",
     ),
-    "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace goes with --json"),
+    "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace requires --json"),
     "trace suffix": (["--prompt", "a", "--json", "--trace", "{}/t.txt"], "expected a .npz file"),
     "trace folder": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
     "overlay suffix": (["--prompt", "a", "--overlay", "{}/o.jpg"], "expected a .png file"),
-    "overlay talk": (["--interactive", "--overlay", "{}/o.png"], "goes with one --prompt"),
+    "overlay talk": (["--interactive", "--overlay", "{}/o.png"], "requires one --prompt"),
     "no calibration": (
         ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3"],
-        "no calibration, which a mean budget (--mean_budget) needs: make one with python -m",
+        "no calibration, which a mean budget (--mean_budget) needs: create one with python -m",
     ),
     "mean 0": (["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "0"], "mean_budget is"),
     "two budgets": (
@@ -345,7 +351,7 @@ MISTAKES = {
     ),
     "mean of none": (
         ["--prompt", "a", "--pruner", "cls", "--mean_budget", "3"],
-        "cls cannot keep the budget mean:3",
+        "cls does not support the budget mean:3",
     ),
     "bias alone": (["--prompt", "a", "--stop_bias", "1"], "needs a policy (--policy)"),
     "top_p": (["--prompt", "a", "--top_p", "2"], "top_p is 2.0"),
@@ -358,8 +364,8 @@ MISTAKES = {
     "seed": (["--prompt", "a", "--seed", str(2**70)], "expected an integer from 0, below 2**32"),
     "bias": (["--prompt", "a", "--policy", "{}/policy", "--stop_bias", "nan"], "stop_bias is nan"),
     "bytes": (["--prompt", "a\udcff"], "the prompt is not UTF-8 text: '\\udcff' at character 1"),
-    "json talk": (["--json", "--interactive"], "not with --interactive"),
-    "vision": (["--prompt", "a", "--vision_folder", "{}"], "whose tower lies elsewhere"),
+    "json talk": (["--json", "--interactive"], "cannot be combined with --interactive"),
+    "vision": (["--prompt", "a", "--vision_folder", "{}"], "with a separate tower"),
 }
 
 

@@ -143,7 +143,7 @@ def test_answers_end_where_they_are_told_to():
         ({"method": "stepprune"}, "the pruner 'stepprune' is trained: it needs a policy"),
         (
             {"method": "grid", "policy": "policy.bin", "budget": 3},
-            "the policy is one of 'stepprune', not of 'grid'",
+            "the policy belongs to 'stepprune', not to 'grid'",
         ),
         ({"method": "grid"}, "the pruner 'grid' needs a budget"),
         ({"method": "grid", "budget": 10}, "budget is 10, expected an integer from 1 to 9"),

@@ -130,9 +130,9 @@ def test_images_of_another_size_are_refused():
 @pytest.mark.parametrize(
     ("tap", "message"),
     [
-        (Tap("values", 0), "tap kind 'values' is not offered"),
-        (Tap("keys", 4), "tap 'keys' of layer 4: there are 4"),
-        (Tap("hidden", -6), "tap 'hidden' of layer -6: there are 5"),
+        (Tap("values", 0), "tap kind 'values' is not available"),
+        (Tap("keys", 4), "tap 'keys' of layer 4: there are only 4"),
+        (Tap("hidden", -6), "tap 'hidden' of layer -6: there are only 5"),
     ],
 )
 def test_unknown_taps_are_refused(tap, message):

@@ -184,7 +184,7 @@ def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypat
     path = tmp_path / "large.png"
     _picture(4, 4).save(path)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
-    with pytest.raises(ValueError, match=r"large\.png needs more memory than there is"):
+    with pytest.raises(ValueError, match=r"large\.png needs more memory than is available"):
         open_image(path)
 
 

@@ -191,7 +191,9 @@ def test_tower_merger_and_taps_equal_the_reference(pair, seen):
         assert_close(tapped["received.-1"][number, : len(part)], received[:, 0])
         assert_close(tapped["keys.2"][number, : len(part)], keys)
         assert not tapped["received.-1"][number, len(part) :].any()
-    with pytest.raises(ValueError, match=r"received\.1 is of a block that attends within windows"):
+    with pytest.raises(
+        ValueError, match=r"received\.1 belongs to a block that attends within windows"
+    ):
         encode(pair.model.params, config, ours, (Tap("received", 1),))
     apart = lay_out(pair.model.params, "apart")
     padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), ours)
@@ -521,7 +523,7 @@ def test_prompts_are_those_of_the_chat_template():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("<|image_pad|>What?", r"<\|image_pad\|>, which the template adds: write <image>"),
+        ("<|image_pad|>What?", r"<\|image_pad\|>, which the template adds: use <image>"),
         ("<|video_pad|>What?", "videos are not supported"),
         ("<image><image>What?", r"the prompt has 2 <image>, but 1 image\(s\) are given"),
     ],

@@ -323,7 +323,7 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
 def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
     whole = run(name).begun
     limit = int(run(name).arrays(0)["slot_0"][0]) + 2  # within the first image
-    with pytest.warns(UserWarning, match="was cut to its first"):
+    with pytest.warns(UserWarning, match="was truncated to its first"):
         begun = answer(model, method(name), context_limit=limit).begun
     assert (begun.kept[:2] > 0).all() and begun.kept[1] < whole.kept[1]
     for stage in begun.trace.stages:

@@ -131,13 +131,13 @@ def test_counts_of_other_pivots(pivots, budget, left):
         ({"layer": 32}, "dart: layer is 32, expected 1 to 31"),
         (
             {"pivot_image_token": 0, "pivot_text_token": 0},
-            "dart: pivot_image_token is 0 and pivot_text_token 0, expected numbers from 0, and one "
-            "pivot at least",
+            "dart: pivot_image_token is 0 and pivot_text_token 0, expected non-negative "
+            "numbers and at least one pivot",
         ),
         (
             {"pivot_image_token": -1},
-            "dart: pivot_image_token is -1 and pivot_text_token 4, expected numbers from 0, and "
-            "one pivot at least",
+            "dart: pivot_image_token is -1 and pivot_text_token 4, expected non-negative "
+            "numbers and at least one pivot",
         ),
         ({"pivot_order": "sum"}, "dart: pivot_order is 'sum', expected one of set, norm"),
     ],

@@ -126,28 +126,28 @@ def test_methods_are_made_from_what_a_user_says():
         ),
         (
             {"name": "all", "budget": 3},
-            "budget is 3, but the pruner 'all' keeps every token: name another one",
+            "budget is 3, but the pruner 'all' keeps every token: choose another one",
         ),
         ({"name": "visionzip"}, r"the pruner 'visionzip' needs a budget \(--budget\)"),
         (
             {"policy": one_shot()},
-            r"autoselect has no stop of its own: give a budget \(--budget\)",
+            r"autoselect has no learned stop: give a budget \(--budget\)",
         ),
         (
             {"name": "random", "budget": "own"},
-            "random cannot keep the budget own; it can keep all, count, rate",
+            "random does not support the budget own, only all, count, rate",
         ),
         (
             {"name": "autoselect", "policy": one_shot(), "budget": "mean:3"},
-            "autoselect cannot keep the budget mean:3; it can keep count, rate",
+            "autoselect does not support the budget mean:3, only count, rate",
         ),
         (
             {"name": "random", "budget": 3, "policy": stepprune()},
-            "the policy is one of 'stepprune', not of 'random'",
+            "the policy belongs to 'stepprune', not to 'random'",
         ),
         (
             {"name": "stepprune", "policy": one_shot()},
-            "the policy is one of 'autoselect', not of 'stepprune'",
+            "the policy belongs to 'autoselect', not to 'stepprune'",
         ),
         (
             {"name": "autoselect", "budget": 3},

@@ -143,7 +143,11 @@ def config(layer=-2):
         (-2, {"neighbours": -1}, "prumerge: neighbours is -1, expected an integer from 0"),
         (0, {}, r"prumerge: the model's tower has no \[CLS\] attention to rank patches by"),
         (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
-        (-2, {"budget": Budget("mean", 3)}, "prumerge cannot keep a budget of kind 'mean'; .*"),
+        (
+            -2,
+            {"budget": Budget("mean", 3)},
+            "prumerge does not support a budget of kind 'mean', .*",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(layer, fields, message):

@@ -124,10 +124,10 @@ def test_operations_are_counted():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "a mean of 30 of 576 tokens is out of reach behind layers 2, 6, 15 of 32"),
+        ({}, "a mean of 30 of 576 tokens is out of reach after layers 2, 6, 15 of 32"),
         (
             {"average": False, "pruning_loc": (2,), "budget": Budget("count", 9)},
-            "9 of 576 tokens is out of reach behind layers 2 of 32",
+            "9 of 576 tokens is out of reach after layers 2 of 32",
         ),
         (
             {"pruning_loc": (2, 31)},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy as functions
-from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.policy import Decoder, FeatureStats, PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig, Policy, autoselect, make_method
 from stepprune_jax.pruning.calibration import calibrate, read_calibration
 
@@ -73,6 +73,25 @@ def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
         calibrated.prune(*world, mean_budget=19)
 
 
+def own_start(params, config, memory, memory_mask, steps):
+    return Decoder(jnp.zeros_like(memory[:, 0]), context=memory @ params["decoder"], cache=())
+
+
+def own_step(params, config, context, query, cache, step):
+    return jnp.einsum("bmd,bd->bm", context, query - 1), cache
+
+
+def test_a_decoder_of_ones_own_keeps_a_mean_count(policy, world):
+    own = policy.replace(params=policy.params | {"decoder": 0.1 * jnp.eye(16)})
+    decoder = {"init_fn": own_start, "step_fn": own_step}
+    own = own.calibrate([world], **decoder)
+    low, high = own.calibration.mean_count[0], own.calibration.mean_count[-1]
+    mean = (low + high) / 2
+    assert float(own.prune(*world, mean_budget=mean, **decoder).count.mean()) == pytest.approx(
+        mean, abs=0.5
+    )
+
+
 def test_a_policy_without_calibration_says_how_to_make_one(policy, world):
     with pytest.raises(ValueError, match=r"no calibration.*stepprune_jax.calibrate.*stop_bias"):
         policy.prune(*world, mean_budget=5)
@@ -98,10 +117,10 @@ def test_a_count_that_hardly_varies_is_said():
     ("change", "message"),
     [
         ({"mean_count": [2.0, 1.0]}, "mean_count does not ascend"),
-        ({"stop_bias": [0.0]}, "stop_bias is no table of finite numbers"),
-        ({"at_cap": [0.0, float("nan")]}, "at_cap is no table"),
-        ({"questions": [1]}, "questions is no table"),
-        ({"more": 1}, "has other fields than mean_count, stop_bias"),
+        ({"stop_bias": [0.0]}, "stop_bias is not a list of finite numbers"),
+        ({"at_cap": [0.0, float("nan")]}, "at_cap is not a list"),
+        ({"questions": [1]}, "questions is not a list"),
+        ({"more": 1}, "fields are not mean_count, stop_bias"),
     ],
 )
 def test_a_table_that_is_none_is_refused(change, message):
@@ -142,5 +161,5 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     )
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
     for wrong in ({}, {"mean_budget": 4}):
-        with pytest.raises(ValueError, match="no stop of its own"):
+        with pytest.raises(ValueError, match="no learned stop"):
             scorer.prune(image, text, **wrong)

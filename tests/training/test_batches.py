@@ -163,7 +163,7 @@ def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
         expected.append(next(n for n in after if n not in damaged))
     assert whole[0].targets.length.tolist() == expected
     assert whole[0].pixels[:, 0, 0, 0].tolist() == expected
-    assert 'train.json: sample 2: "image": 3.png is a damaged image; left out' in (
+    assert 'train.json: sample 2: "image": 3.png is a damaged image; skipped' in (
         capsys.readouterr().err
     )
     # Wherever its neighbours are made.

@@ -49,14 +49,14 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
     plain = make_run(model, write_data(tmp_path / "plain"), **{"validation.calibrate": 2})
     assert read_calibration_questions(plain, tmp_path) == []
     (tmp_path / "plain" / "validation.jsonl").write_text("{")
-    with pytest.raises(ValueError, match="calibrate=0 leaves the file unread"):
+    with pytest.raises(ValueError, match="calibrate=0 skips the file"):
         read_calibration_questions(plain, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--policy": "autoselect"}, "autoselect has no stop of its own to calibrate"),
+        ({"--policy": "autoselect"}, "autoselect has no learned stop to calibrate"),
         ({"--policy": "absent"}, "nor a shipped policy of that name (autoselect, literal"),
         ({"--model": "shapes", "--data": "absent"}, "absent"),
         ({"--questions": "-1"}, "--questions is -1, expected at least 0"),

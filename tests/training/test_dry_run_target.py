@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, caps
     assert "rtx-a6000: 44.7 GiB, DOES NOT FIT (2083%)" in verdict
     assert change.strip().startswith("to change: lower config.model.rows_at_once")
     assert "set config.model.remat=True" in change
-    assert "set config.mesh=fsdp (cuts the weights over 2 devices)" in change
+    assert "set config.mesh=fsdp (shards the weights over 2 devices)" in change
 
 
 def test_a_compiler_that_refuses_for_memory_is_one_line(world, tmp_path, monkeypatch):

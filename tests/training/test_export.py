@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(run, tmp_path, capsys):
     assert "no checkpoint yet" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     with contextlib.closing(Checkpoints(tmp_path, 1)) as checkpoints:
         checkpoints.save(3, {"x": np.ones(3)})
-    assert "checkpoints of no policy" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
+    assert "no checkpoints of a policy" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     (tmp_path / "checkpoints" / "3" / "arrays" / "_METADATA").write_text("{}")
     assert "is damaged" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -47,7 +47,7 @@ def test_the_papers_run_has_the_papers_values(monkeypatch, reading):
     same = selectors.build("stepprune", read_run(load_config("shapes", reading)).policy, SEVEN_B)
     sizes = {name: getattr(policy, name) for name in SIZES}
     assert policy == dataclasses.replace(same, **sizes)
-    with pytest.raises(ValueError, match=r"expected configs/llava7b.py:literal"):
+    with pytest.raises(ValueError, match=r"expected llava7b:literal"):
         load_config("llava7b", "loose")
 
 

@@ -195,7 +195,7 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
     baseline = build(load_config("ablations/autoselect"))
     assert baseline.policy_width == default.policy_width
-    with pytest.raises(ValueError, match=r"expected configs/shapes.py:literal"):
+    with pytest.raises(ValueError, match=r"expected shapes:literal"):
         load_config("shapes", "loose")
 
 
@@ -207,9 +207,9 @@ def test_unknown_fields_are_named_with_the_nearest_one():
     ):
         build(config)
     for name, message in (
-        ("optimizer.warmpu", r"config.optimizer.warmpu is no field. Did you mean warmup\?$"),
-        ("batchsize", r"config.batchsize is no field. Did you mean batch_size\?$"),
-        ("data.zzz", r"config.data.zzz is no field.$"),
+        ("optimizer.warmpu", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
+        ("batchsize", r"config.batchsize is not a field. Did you mean batch_size\?$"),
+        ("data.zzz", r"config.data.zzz is not a field.$"),
     ):
         config = load_config("shapes")
         group, _, field = name.rpartition(".")

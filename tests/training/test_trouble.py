@@ -94,7 +94,7 @@ def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch)
     [
         ({"model.rows_at_once": 0}, "all 8 rows", "ways"),
         ({"model.rows_at_once": 1}, "model.remat=True", "rows_at_once"),
-        ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (cuts the weights over 8", "remat"),
+        ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (shards the weights over 8", "remat"),
         ({"mesh": "fsdp", "batch_size": 16}, "lower config.batch_size (16", "config.mesh"),
         (
             {"mesh": "fsdp", "model.remat": True, "model.dtype": "bfloat16"},

@@ -1,4 +1,4 @@
-"""A procedural visual-question world, written as ordinary LLaVA data."""
+"""A procedural world of visual questions, written as ordinary LLaVA data."""
 
 from stepprune_jax.data.shapes.draw import patch_labels, render
 from stepprune_jax.data.shapes.questions import FAMILIES, Query, ask

@@ -11,16 +11,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and writes; reports errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.data.shapes", description=__doc__.partition(":")[0])
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of training and validation scenes")
-    parser.add_argument("--test_seed", type=int, help="of test scenes; default: --seed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of train, validation scenes")
+    parser.add_argument("--test_seed", type=int, help="seed of test scenes; default: --seed")
     for split, scenes in (("train", 3000), ("validation", 300), ("test", 500)):
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the images, in pixels")
+    parser.add_argument("--side", type=int, default=SIDE, help="side of the images in pixels")
     parser.add_argument("--grid", type=int, default=GRID, help="patches along an edge")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", help="sides of the images in turn, in place of one"
+        "--sizes", type=int, nargs="+", help="sides of the images, used in turn, instead of one"
     )
-    parser.add_argument("--emphasis", type=float, default=1.0, help="on slowly learned families")
+    parser.add_argument("--emphasis", type=float, default=1.0, help="factor on slow families")
     parser.add_argument("--patches", action="store_true", help="also label every training patch")
     parser.add_argument("--preview", type=int, default=0, help="scenes on a contact sheet")
     options = vars(parser.parse_args(argv))

@@ -1,4 +1,4 @@
-"""Scenes to pixels, and to labels of their patches."""
+"""Rendering of scenes, and labels of their patches."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ def _background(scene: Scene, side: int) -> Float[np.ndarray, "side side 3"]:
         side = random.integers(5, 10)
         pattern = (((x // side) + (y // side)) % 2 * 2 - 1) * 14
     elif scene.background == "speckled":
-        # The same grains however finely they are drawn.
+        # The same grains at every resolution.
         pattern = random.normal(0, 16, (SIDE, SIDE))[y.astype(int), x.astype(int)]
     colors = np.asarray(scene.shade, np.float32) + pattern[..., None]
     return np.clip(colors, 0, 255)
@@ -84,7 +84,7 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
     """Draws a scene.
 
     Args:
-      scene: What to draw.
+      scene: The scene.
       side: Height and width of the image.
 
     Returns:
@@ -112,7 +112,7 @@ def _color_ids() -> dict[str, int]:
 
 
 def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
-    """How much of each patch a shape covers, from 0 to 1."""
+    """Returns the share of each patch that a shape covers."""
     mask = Image.new("L", (CELL * grid, CELL * grid))
     _fill(ImageDraw.Draw(mask), shape, grid / GRID, 255)
     share = mask.resize((grid, grid), Image.Resampling.BOX)
@@ -120,12 +120,12 @@ def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
 
 
 def covered(shape: Shape, grid: int = GRID, least: float = 0.1) -> list[int]:
-    """Patches of which a shape covers at least this share."""
+    """Returns the patches of which a shape covers at least a share."""
     return np.flatnonzero(_shares(shape, grid) >= least).tolist()
 
 
 def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict[str, np.ndarray]:
-    """What each patch shows, for local supervision of a vision tower.
+    """Returns labels of each patch, for local supervision of a vision tower.
 
     Args:
       scene: The scene.
@@ -136,12 +136,12 @@ def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict
     Returns:
       `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
       `class_color` (0 none, colours from 1), `class_background` and `class_middle` (1 where the
-      middle of a shape is, else 0), int8 [n], and `value_place`
-      float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of a
-      image of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: how
-      much rather right than left, below than above, that centre is. If `relative`, `value_offset`
-      takes the place of `value_place`: from the middle of the patch to the centre, and the radius,
-      in patches.
+      middle of a shape is, otherwise 0), int8 [n], and `value_place`
+      float16 [n, 3]: centre of the shape in [-1, 1] and a tenth of its radius in pixels of an
+      image of `SIDE` pixels, NaN where there is no shape; `share_across` and `share_down`: degree
+      to which that centre is right rather than left, and below rather than above. If `relative`,
+      `value_offset` replaces `value_place`: the vector from the middle of the patch to the centre,
+      and the radius, in patches.
     """
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
@@ -182,12 +182,12 @@ def _offset(place: np.ndarray, grid: int) -> np.ndarray:
 
 
 def _share(place: np.ndarray) -> np.ndarray:
-    """Share of the second of two opposite words, whose log odds are 8 times the place."""
+    """Returns the share of the second of two opposite words, with log odds 8 times the place."""
     return (1 / (1 + np.exp(-8 * place.astype(np.float32)))).astype(np.float16)
 
 
 def label_words() -> dict[str, np.ndarray]:
-    """The word for each class of `patch_labels`, "" where there is none, and those of shares."""
+    """Returns the word for each class of `patch_labels`, "" if none, and those of shares."""
     return {
         "words_kind": np.asarray(["", *SHAPES, "dots"]),
         "words_color": np.asarray(["", *COLORS]),
@@ -199,7 +199,7 @@ def label_words() -> dict[str, np.ndarray]:
 
 
 def presence(scene: Scene) -> Int8[np.ndarray, "p"]:
-    """Which (shape, colour) pairs a scene holds, as 0 or 1, shapes slowest."""
+    """Returns which (shape, colour) pairs a scene contains, as 0 or 1, shapes slowest."""
     pairs = np.zeros((len(SHAPES), len(COLORS)), np.int8)
     for shape in scene.shapes:
         pairs[SHAPES.index(shape.kind), _color_ids()[shape.color] - 1] = 1

@@ -24,7 +24,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five")
 
 
 class Mention(NamedTuple):
-    """Shapes that a question speaks of.
+    """Shapes that a question mentions.
 
     Attributes:
       word: Last word that names them.
@@ -46,7 +46,7 @@ class Query(NamedTuple):
       answer: One word.
       relevant: Patches that suffice to answer: the middle of each shape or dot the answer depends
         on, everything two shapes cover if their sizes are compared, one patch of the background.
-      mentions: What it speaks of, in the order of its words; shapes only.
+      mentions: The shapes it mentions, in the order of its words.
     """
 
     family: str
@@ -57,7 +57,7 @@ class Query(NamedTuple):
 
 
 def _mention(word: str, shapes: list[Shape]) -> Mention:
-    """What `word` stands for, the shapes of that name in the scene."""
+    """Returns the mention of the shapes that `word` denotes in the scene."""
     only = shapes[0] if len(shapes) == 1 else None
     place = only and (only.x / SIDE, only.y / SIDE, only.radius / SIDE)
     return Mention(word, len(shapes), place)
@@ -76,7 +76,7 @@ def _pick(random: np.random.Generator, items: list):
 
 
 def _sole(scene: Scene, key: Callable[[Shape], object]) -> list[Shape]:
-    """Shapes that are the only ones with their `key`."""
+    """Returns shapes that are the only ones with their `key`."""
     counts = Counter(key(shape) for shape in scene.shapes)
     return [shape for shape in scene.shapes if counts[key(shape)] == 1]
 
@@ -106,7 +106,7 @@ def _shape(scene: Scene, random: np.random.Generator, grid: int) -> Query | None
 
 
 def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
-    """Asked in the manner of POPE: absent pairs mostly have a colour and a kind that are there."""
+    """Asks as in POPE: absent pairs mostly have a colour and a kind that are present."""
     if random.random() < 0.5:
         shape = _pick(random, list(scene.shapes))
         mention = _mention(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
@@ -127,7 +127,7 @@ def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
 
 
 def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """All shapes, or those of a colour or a kind, which may be none; never more than five."""
+    """Counts all shapes, or those of a colour or kind, possibly none; never more than five."""
     shapes, draw = list(scene.shapes), random.random()
     if draw < 0.4:
         word, hit = "shapes", shapes
@@ -144,13 +144,13 @@ def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
         text, hit = f"How many {word} are there?", [s for s in shapes if s.kind == kind]
     if len(hit) >= len(NUMBERS):
         return None
-    # That there is none shows in any of the shapes that might have been one.
+    # That there is none is visible in any shape that might have been one.
     relevant = _middle(grid, *(hit or shapes))
     return Query("counting", text, NUMBERS[len(hit)], relevant, (_mention(word, hit),))
 
 
 def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """More shapes of one colour than of another; never a tie, each answer half of the time."""
+    """Compares the counts of two colours; never a tie, and the answers are balanced."""
     counts = Counter(s.color for s in scene.shapes)
     first = _pick(random, list(counts))
     other = _pick(random, [c for c in COLORS if counts[c] != counts[first]])
@@ -166,9 +166,9 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
 
 
 def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """Left or right, above or below, by at least ten pixels.
+    """Asks left or right, above or below, by at least ten pixels.
 
-    Mostly of two shapes in the same half of the image, so that where one of them is says little.
+    The two shapes are mostly in the same half of the image, so that the place of one tells little.
     """
     pairs = list(itertools.permutations(_sole(scene, _named), 2))
     axis, near = int(random.integers(2)), random.random() < 0.8
@@ -196,7 +196,7 @@ def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
 
 
 def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    """Two shapes, one at least a quarter larger in radius, and larger in area."""
+    """Compares two shapes, one at least a quarter larger in radius, and larger in area."""
     pairs = [
         (one, two)
         for one, two in itertools.permutations(_sole(scene, _named), 2)
@@ -246,11 +246,11 @@ FAMILIES = {
     "majority": _majority,
     "background": _background,
 }
-# How often each is drawn; the families that need many tokens are drawn more often.
+# Frequency of each family; those that need many tokens are drawn more often.
 WEIGHTS = np.asarray([1.0, 1.0, 1.2, 1.6, 1.2, 1.2, 0.8, 1.2, 4.5, 0.8])
 
 
-# What a small model learns last: the families of geometry and number.
+# The families that a small model learns last: geometry and number.
 SLOW = ("counting", "relation", "position", "size")
 
 
@@ -266,9 +266,9 @@ def ask(
     Args:
       scene: The scene.
       random: Source of randomness; advanced.
-      count: How many; a scene that is too plain gets fewer.
-      grid: Patches along an edge, in which `relevant` is given; changes nothing else.
-      emphasis: Factor on how often the families `SLOW` are drawn.
+      count: Number of questions; a simple scene gets fewer.
+      grid: Patches along an edge, for `relevant` only.
+      emphasis: Factor on the frequency of the families `SLOW`.
 
     Returns:
       The questions, in random order of families.

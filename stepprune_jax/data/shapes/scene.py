@@ -1,10 +1,10 @@
-"""Random scenes: shapes, dots and strokes on a background, laid out without overlap of shapes."""
+"""Random scenes: non-overlapping shapes, dots and strokes on a background."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-SIDE = 96  # pixels; lengths of a scene are in these, however finely it is drawn
+SIDE = 96  # pixels; the unit of lengths in a scene at every resolution
 GRID = 12  # patches along an edge
 CELL = SIDE // GRID
 
@@ -20,7 +20,7 @@ COLORS = {
 BACKGROUNDS = ("plain", "striped", "checkered", "speckled")
 MOST_SHAPES = 8
 _SMALLEST, _LARGEST = 6.5, 21.0
-_CLEAR = 1.0  # pixels that the middle of a shape stays away from the edges of its patch
+_CLEAR = 1.0  # distance in pixels of a shape's middle from the edges of its patch
 
 
 class Shape(NamedTuple):
@@ -50,7 +50,7 @@ class Stroke(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Everything that is in an image.
+    """The contents of an image.
 
     Attributes:
       background: One of `BACKGROUNDS`.
@@ -75,20 +75,20 @@ class Scene(NamedTuple):
 
 
 def cell_of(x: float, y: float, grid: int = GRID) -> int:
-    """Index of the patch under a point, row by row, of `grid` patches along an edge."""
+    """Returns the raster index of the patch under a point, of `grid` patches along an edge."""
     cell = SIDE / grid
     return int(min(y // cell, grid - 1)) * grid + int(min(x // cell, grid - 1))
 
 
 def _into_patch(at: np.ndarray) -> np.ndarray:
-    """A point nearby that is clearly inside one patch, also of a grid twice as fine."""
+    """Moves a point to be clearly inside one patch, also of a grid twice as fine."""
     cell = CELL / 2
     corner = at // cell * cell
     return corner + np.clip(at - corner, _CLEAR, cell - _CLEAR)
 
 
 def _place_shapes(random: np.random.Generator) -> list[Shape]:
-    """One to eight shapes that keep clear of each other; the more, the smaller on average."""
+    """Places one to eight separate shapes; the more, the smaller on average."""
     wanted = int(random.integers(1, MOST_SHAPES + 1))
     largest = _LARGEST if wanted <= 3 else (16.0 if wanted <= 5 else 12.0)
     placed: list[Shape] = []
@@ -107,7 +107,7 @@ def _place_shapes(random: np.random.Generator) -> list[Shape]:
 
 
 def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
-    """Dots in free patches, in two colours of which one is clearly more frequent."""
+    """Places dots in free patches, in two colours of which one is clearly more frequent."""
     free = []
     for cell in range(GRID * GRID):
         x, y = (cell % GRID + 0.5) * CELL, (cell // GRID + 0.5) * CELL

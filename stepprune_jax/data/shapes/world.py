@@ -16,15 +16,15 @@ from stepprune_jax.data.shapes.questions import Query, ask
 from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
 
 MANIFEST = "world.json"
-# The manifest while the world is being written: the folder is ours, and incomplete.
+# The manifest of a world that is being written, and so incomplete.
 PARTIAL = "world.partial.json"
 VERSION = 2
-# Splits are numbered apart, so that no two of them share a scene's seed.
+# Splits have separate numbers, so that no two of them share a scene's seed.
 _SPLITS = {"train": 0, "validation": 1, "test": 2}
 
 
 class _Drawing(NamedTuple):
-    """Where a world is written, and how finely."""
+    """Folder and resolution of a world."""
 
     folder: Path
     sizes: list[tuple[int, int]]  # side and grid of the images, in turn
@@ -39,14 +39,14 @@ class _Drawing(NamedTuple):
 def scene_at(
     seed: int, split: str, number: int, grid: int = GRID, emphasis: float = 1.0
 ) -> tuple[Scene, list[Query]]:
-    """One scene of the world and its questions, without writing anything.
+    """Returns one scene of the world and its questions, without writing anything.
 
     Args:
       seed: Seed of the split.
       split: "train", "validation" or "test".
       number: Number of the scene in the split.
-      grid: Patches along an edge, in which the questions' `relevant` is given.
-      emphasis: Factor on how often the families that are learned last are asked.
+      grid: Patches along an edge, for the questions' `relevant`.
+      emphasis: Factor on the frequency of the families that are learned last.
 
     Returns:
       The scene and its questions; the same for the same arguments.
@@ -76,7 +76,7 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
-    """Conversations: all questions about an image in one, as LLaVA merges its VQA data."""
+    """Writes conversations of all questions about an image, as LLaVA merges its VQA data."""
     samples, labels, asked = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
         turns = []
@@ -108,7 +108,7 @@ def _stack(labels: list[np.ndarray]) -> np.ndarray:
 
 
 def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
-    """One row for each shape or group of shapes that a training question speaks of."""
+    """Returns one row per shape or group of shapes that a training question mentions."""
     rows = [
         (sample, exchange, *mention)
         for sample, queries in enumerate(asked)
@@ -127,7 +127,7 @@ def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
 
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
-    """A question file, its answers, and the scenes behind them."""
+    """Writes a question file with its answers and scenes."""
     asked, answers, scenes = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
         for query in queries:
@@ -160,34 +160,34 @@ def write_world(
     sizes: Sequence[int] | None = None,
     emphasis: float = 1.0,
 ) -> Path:
-    """Writes a world; what is already there with the same settings is left as it is.
+    """Writes a world; an existing one with the same settings is left unchanged.
 
     The scenes and the questions do not depend on `side`, `grid` and `sizes`: a world of 336 pixels
-    in 24 by 24 patches is that of 96 pixels in 12 by 12, drawn more finely.
+    in 24 by 24 patches is that of 96 pixels in 12 by 12, at a higher resolution.
 
     Args:
-      folder: Where; created if needed.
+      folder: Folder to write; created if needed.
       seed: Seed of the training and validation scenes.
-      train: Number of training scenes; 0 writes no such file. So for the others.
+      train: Number of training scenes; 0 writes no such file, also for the others.
       validation: Number of validation scenes.
       test: Number of test scenes.
       test_seed: Seed of the test scenes; default `seed`.
-      patches: Also write what pretraining learns from beside the answers: `train_patches.npz`,
-        labels of every training patch, and `train_mentions.npz`, number and place of the shapes
-        that a question speaks of.
+      patches: Whether to write further labels for pretraining: `train_patches.npz`, labels of every
+        training patch, and `train_mentions.npz`, number and place of the shapes that a question
+        mentions.
       side: Height and width of the images in pixels.
-      grid: Patches along an edge, for their labels and for what an answer depends on.
-      sizes: Sides of the images in pixels, in turn, in place of one; patches have `side / grid`
-        pixels in all of them, and labels tell places relative to the patch.
-      emphasis: Factor on how often training questions are of the families that are learned last.
+      grid: Patches along an edge, for their labels and the relevant patches of answers.
+      sizes: Sides of the images in pixels, used in turn, instead of `side`; patches have
+        `side / grid` pixels in all of them, and their labels give places relative to the patch.
+      emphasis: Factor on the frequency of families that are learned last, in training questions.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: A negative number, a grid that does not divide the side, a size that is not some
-        of its patches, or a folder that holds a world with other settings.
-      FileExistsError: A folder that holds something else.
+      ValueError: A negative number, a grid that does not divide the side, a size that is not a
+        multiple of the patch, or a folder that holds a world with other settings.
+      FileExistsError: A folder that holds other files.
     """
     folder = Path(folder)
     settings = {
@@ -235,7 +235,7 @@ def write_world(
 
 
 def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether this very world is there, complete; refuses another one, or a stranger's files."""
+    """Returns whether exactly this world is complete; raises for another one or other files."""
     manifest = next((folder / n for n in (MANIFEST, PARTIAL) if (folder / n).is_file()), None)
     if manifest is None:
         strange = sorted(path.name for path in folder.glob("*"))
@@ -249,7 +249,7 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
         written = read_json_object(manifest)
     except ValueError as error:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
-    # Older worlds do not say what was then the only size.
+    # Older worlds do not record the size, as there was only one.
     written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written
     names = [*settings, *({"sizes"} & (written.keys() - settings.keys()))]
     differ = [
@@ -266,12 +266,12 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
 
 
 def preview(folder: str | Path, seed: int, count: int) -> Path:
-    """Writes a contact sheet of the first training scenes, to look at.
+    """Writes a contact sheet of the first training scenes.
 
     Args:
-      folder: Where; must exist.
+      folder: Existing folder to write to.
       seed: Seed of the training scenes.
-      count: How many, from 1.
+      count: Number of scenes, at least 1.
 
     Returns:
       The image, `preview.png`.

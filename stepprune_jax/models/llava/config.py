@@ -63,7 +63,7 @@ class ClipConfig:
         """Builds the config from a parsed `vision_config` or from a CLIP model's own file.
 
         Args:
-            config: the vision part, or a whole CLIP `config.json`, whose `vision_config` is taken.
+            config: the vision part, or a whole CLIP `config.json`, whose `vision_config` is used.
 
         Returns:
             The frozen config.
@@ -95,7 +95,7 @@ class LlavaConfig:
     Attributes:
         vision: the tower.
         text: the language model.
-        image_token_id: the vocabulary's own `<image>` id; None where it has none (original files).
+        image_token_id: the vocabulary's own `<image>` id; None if it has none (original files).
         feature_layer: hidden state given to the projector; 0 is the embedding, -1 the last block's
             output.
         feature_select: "default" drops the class token, "full" keeps it.
@@ -124,12 +124,12 @@ class LlavaConfig:
 
     @property
     def family(self) -> Any:
-        """The package of functions that are this family's; see `models.family`."""
+        """The family's package of functions; see `models.family`."""
         return import_module(__name__.rpartition(".")[0])
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches of an image, which are the same for all images."""
+        """Rows and columns of an image's patches, the same for all images."""
         side = self.vision.image_size // self.vision.patch_size
         return side, side
 
@@ -146,11 +146,11 @@ class LlavaConfig:
 
     @property
     def received_block(self) -> None:
-        """None: patches are ranked by the class token."""
+        """None, as patches are ranked by the class token."""
 
     @property
     def sizes_vary(self) -> bool:
-        """False: all images have as many visual tokens."""
+        """False, as all images have the same number of visual tokens."""
         return False
 
     @property
@@ -179,7 +179,7 @@ class LlavaConfig:
         checked(config, "multimodal_projector_bias", True, (True,), where)
         layer = _layer(config, "vision_feature_layer", where)
         image = config.get("image_token_id", config.get("image_token_index", 32000))
-        # Ids may stand at the top (newer files) or in the text part; Llama's are the last resort.
+        # Ids may be at the top level (newer files) or in the text part; Llama's are the fallback.
         text = {**config["text_config"]}
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
         for name, default in ids.items():
@@ -206,7 +206,7 @@ class LlavaConfig:
 
     @classmethod
     def from_original(cls, config: dict[str, Any], vision: dict[str, Any]) -> "LlavaConfig":
-        """Builds the config from the original LLaVA-v1.5 layout, whose tower lies elsewhere.
+        """Builds the config from the original LLaVA-v1.5 layout, whose tower is stored elsewhere.
 
         Args:
             config: the parsed `config.json`: Llama's fields plus `mm_*` ones.
@@ -235,7 +235,7 @@ class LlavaConfig:
 
 
 def _layer(config: dict[str, Any], field: str, where: str) -> int:
-    """Which hidden state is projected."""
+    """Reads which hidden state is projected."""
     layer = config.get(field, -2)
     if isinstance(layer, bool) or not isinstance(layer, int):
         raise ValueError(f"{where}: {field} is {layer!r}, expected one integer")
@@ -284,7 +284,7 @@ def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:
 
 
 def _hf_text_config(text: LlamaConfig, config: LlavaConfig) -> dict[str, Any]:
-    """The language part, in field names that old and new versions of `transformers` read."""
+    """Returns the language part, in field names of old and new versions of `transformers`."""
     scaling = None
     if text.rope_scaling is not None:
         rope = text.rope_scaling
@@ -318,5 +318,5 @@ def _hf_text_config(text: LlamaConfig, config: LlavaConfig) -> dict[str, Any]:
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    """Token ids as `transformers` writes them: none, one, or a list."""
+    """Returns token ids as `transformers` writes them: none, one, or a list."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)

@@ -1,4 +1,4 @@
-"""Checkpoint folders of LLaVA: which ones they are, and what is written into one."""
+"""Checkpoint folders of LLaVA: how they are recognised and written."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ SUPPORTED = (
 
 
 def matches(raw: dict[str, Any]) -> bool:
-    """Whether a parsed ``config.json`` is that of a LLaVA-1.5, in either layout."""
+    """Returns whether a parsed ``config.json`` is that of a LLaVA-1.5, in either layout."""
     return _is_original(raw) or (raw.get("model_type") == "llava" and "text_config" in raw)
 
 
@@ -23,10 +23,10 @@ def _is_original(raw: dict[str, Any]) -> bool:
 
 
 def vision_folder(raw: dict[str, Any]) -> str | None:
-    """Names the CLIP folder of the original layout, "" if it is not said; None if there is none.
+    """Returns the CLIP folder of the original layout, "" if unspecified; None if there is none.
 
     Raises:
-        ValueError: the field is no string.
+        ValueError: the field is not a string.
     """
     if not _is_original(raw):
         return None
@@ -49,11 +49,11 @@ def complete_vocabulary(config: LlavaConfig, tokenizer: Any) -> tuple[LlavaConfi
     """Adds the image token that the Hugging Face layout needs and the original one lacks.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         tokenizer: a `transformers` tokenizer, which is copied, or None.
 
     Returns:
-        Configuration and tokenizer with the token; the vocabulary may have grown by rows for it.
+        Configuration and tokenizer with the token; the vocabulary may have grown.
     """
     if config.image_token_id is not None:
         return config, tokenizer

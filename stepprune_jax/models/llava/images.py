@@ -25,16 +25,16 @@ from stepprune_jax.models.images import (
 )
 from stepprune_jax.models.llava.config import LlavaConfig
 
-# An image that is not padded may grow to so many pixels, half a gigabyte, before it is cropped.
+# An unpadded image may grow to this many pixels, half a gigabyte, before it is cropped.
 RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
 
 
 class ImageSettings(NamedTuple):
-    """What the image processor does, in the order of the fields.
+    """Steps of the image processor, in the order of the fields.
 
     Attributes:
-        pad_to_square: paste on a square of side max(width, height) before anything else. LLaVA-1.5
-            was trained so, although the published processor files leave it off.
+        pad_to_square: pad to a square of side max(width, height) first. LLaVA-1.5 was trained this
+            way, although the published processor files omit it.
         resize_to: length of the shorter edge after resizing, or (height, width), or None.
         crop_to: (height, width) of the centre crop, or None.
         rescale: factor on the 0 to 255 values, or None.
@@ -53,7 +53,7 @@ class ImageSettings(NamedTuple):
 
     @property
     def fill(self) -> tuple[int, ...]:
-        """Colour of the padding: the mean cut to integers, (122, 116, 104) for CLIP."""
+        """Colour of the padding: the mean truncated to integers, (122, 116, 104) for CLIP."""
         return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
 
 
@@ -64,14 +64,14 @@ def image_settings(folder: str | Path) -> ImageSettings:
     """Reads a checkpoint folder's image processor settings.
 
     Args:
-        folder: holds ``preprocessor_config.json``, or a ``processor_config.json`` with an
-            ``image_processor`` entry (where newer `transformers` put it).
+        folder: folder with ``preprocessor_config.json``, or with a ``processor_config.json`` that
+            has an ``image_processor`` entry (as newer `transformers` write it).
 
     Returns:
         The settings, with ``pad_to_square`` on (see `ImageSettings`).
 
     Raises:
-        FileNotFoundError: neither file is there.
+        FileNotFoundError: neither file exists.
         ValueError: a file is not JSON or describes another kind of processor.
     """
     return settings_from_hf(*read_processor(folder))
@@ -83,7 +83,7 @@ def bound_images(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> LlavaConfig:
-    """Returns the configuration: all images have the tower's size.
+    """Returns the configuration unchanged, as all images have the tower's size.
 
     Raises:
         ValueError: bounds are given.
@@ -105,7 +105,7 @@ def settings_from_hf(
 
     Args:
         config: the parsed JSON.
-        source: where it came from, for the error message.
+        source: its file, for error messages.
 
     Returns:
         The settings.
@@ -136,12 +136,12 @@ def settings_from_hf(
 
 
 def _switch(config: dict[str, Any], field: str, source: str) -> bool:
-    """A step of the processor, which is done unless the file says otherwise."""
+    """Reads a switch of the processor, on by default."""
     return checked(config, field, True, (True, False, None), source) is not False
 
 
 def _edge(config: dict[str, Any], source: str) -> int | tuple[int, int]:
-    """The resize target: a shorter edge, or (height, width)."""
+    """Reads the resize target: a shorter edge, or (height, width)."""
     size = config.get("size", 224)
     if isinstance(size, dict) and size.get("shortest_edge"):
         return _side(size["shortest_edge"], config, "size", source)
@@ -151,7 +151,7 @@ def _edge(config: dict[str, Any], source: str) -> int | tuple[int, int]:
 
 
 def _crop(config: dict[str, Any], source: str) -> tuple[int, int]:
-    """The (height, width) of the crop, from an object or one number."""
+    """Reads the (height, width) of the crop, from an object or one number."""
     size = config.get("crop_size", 224)
     if isinstance(size, dict):
         return _height_width(size, config, "crop_size", source)
@@ -167,7 +167,7 @@ def _height_width(
 
 
 def _side(value: Any, config: dict[str, Any], field: str, source: str) -> int:
-    """A side in pixels that a tower could have."""
+    """Reads a side in pixels, of a plausible size."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LONGEST_SIDE:
         edge = ", {shortest_edge}" if field == "size" else ""
         raise ValueError(
@@ -180,10 +180,10 @@ def _side(value: Any, config: dict[str, Any], field: str, source: str) -> int:
 def preprocess_clip(
     image: Image.Image, settings: ImageSettings = LLAVA_SETTINGS
 ) -> Float[np.ndarray, "3 height width"]:
-    """Turns an RGB image into the pixels that CLIP sees.
+    """Converts an RGB image to the pixels that CLIP sees.
 
     Args:
-        image: an RGB image of any size from 1 x 1.
+        image: an RGB image of any size.
         settings: the processor's settings.
 
     Returns:
@@ -238,10 +238,10 @@ def _resize(image: Image.Image, settings: ImageSettings) -> UInt8[np.ndarray, "3
 def preprocess(
     config: LlavaConfig, settings: ImageSettings, images: Sequence[Image.Image]
 ) -> Float[np.ndarray, "i 3 height width"]:
-    """Turns images into the pixels that a model takes.
+    """Converts images to the pixels that a model takes.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
         images: at least one RGB image; sizes may differ.
 
@@ -249,7 +249,7 @@ def preprocess(
         float32 `[i, 3, height, width]`.
 
     Raises:
-        ValueError: there are no images, or the settings give them another size than the tower's.
+        ValueError: there are no images, or the settings give a size other than the tower's.
     """
     if not images:
         raise ValueError("expected at least one image, got none")
@@ -270,10 +270,10 @@ def grids(config: LlavaConfig, pixels: Float[np.ndarray, "i 3 H W"]) -> Int[np.n
 
 
 def hf_processor(config: LlavaConfig, settings: ImageSettings) -> dict[str, dict[str, Any]]:
-    """Describes the image processor, where old and where new versions of `transformers` look.
+    """Describes the image processor in the files of old and new versions of `transformers`.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
 
     Returns:
@@ -311,7 +311,7 @@ def hf_processor(config: LlavaConfig, settings: ImageSettings) -> dict[str, dict
 
 
 def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) after resizing; an integer is the shorter edge."""
+    """Returns (height, width) after resizing; an integer is the shorter edge."""
     if isinstance(resize_to, tuple):
         return resize_to
     longer = int(resize_to * max(height, width) / min(height, width))
@@ -319,11 +319,11 @@ def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[
 
 
 def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Cuts the centre out of `[3, rows, columns]`; smaller images get zeros around."""
+    """Crops the centre of `[3, rows, columns]`; smaller images are padded with zeros."""
     rows, columns = pixels.shape[1:]
     if rows < height or columns < width:
         canvas = np.zeros((3, max(rows, height), max(columns, width)), pixels.dtype)
-        # Rounded up, as the reference does it.
+        # Rounded up, as in the reference.
         top, left = -((rows - canvas.shape[1]) // 2), -((columns - canvas.shape[2]) // 2)
         canvas[:, top : top + rows, left : left + columns] = pixels
         pixels, (rows, columns) = canvas, canvas.shape[1:]

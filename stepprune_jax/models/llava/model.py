@@ -1,6 +1,6 @@
 """LLaVA-v1.5 as pure functions: a CLIP tower, a two-layer projector, a Llama.
 
-Liu and others (https://arxiv.org/abs/2310.03744). These functions are the family protocol of
+Liu et al. (https://arxiv.org/abs/2310.03744). These functions are the family protocol of
 `models.family`; they are called through `models.vlm`.
 """
 
@@ -24,7 +24,7 @@ POSITION_AXES = 1
 
 
 class Projector(nn.Module):
-    """Two projections with an activation between, from the tower's width to the model's."""
+    """Two projections with an activation between them, from the tower's width to the model's."""
 
     config: LlavaConfig
 
@@ -74,7 +74,7 @@ def project(
 def num_tokens(
     config: LlavaConfig, grid: Int[Array | np.ndarray, "*b 2"]
 ) -> Int[Array | np.ndarray, "*b"]:
-    """Returns the number of visual tokens of unpruned images with so many rows and columns."""
+    """Returns the number of visual tokens of unpruned images with these grids."""
     patches = grid[..., 0] * grid[..., 1]
     return (patches + int(config.feature_select == "full")).astype(np.int32)
 
@@ -87,11 +87,11 @@ def image_positions(
     Args:
         config: the model's shape.
         grid: rows and columns of each image's patches.
-        place: which of an image's tokens each one is.
+        place: index of each token in its image.
 
     Returns:
-        Offsets [..., 1, k], which are the places themselves, and the number of positions that an
-        unpruned image takes up.
+        Offsets [..., 1, k], which equal `place`, and the number of positions that an unpruned image
+        occupies.
     """
     return place[..., None, :], jnp.asarray(num_tokens(config, grid))
 
@@ -100,7 +100,7 @@ def vision_flops(config: LlavaConfig, grid: tuple[int, int]) -> dict[str, int]:
     """Counts the operations of encoding and projecting an image.
 
     Args:
-        config: the model's shape; blocks after `feature_layer` are not run and not counted.
+        config: the model's shape; blocks after `feature_layer` are neither run nor counted.
         grid: rows and columns of the image's patches.
 
     Returns:

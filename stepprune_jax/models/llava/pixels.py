@@ -1,4 +1,4 @@
-"""Images of a data set as pixels, each decoded once as long as memory lasts."""
+"""Pixels of a data set's images, each decoded once as long as memory lasts."""
 
 from pathlib import Path
 
@@ -17,20 +17,19 @@ from stepprune_jax.user_input import user_input
 class PixelCache(ByteCache):
     """Preprocessed images by path.
 
-    A table of 256 numbers per channel turns the bytes that are kept into the very pixels of
-    `preprocess_clip`.
+    A table of 256 numbers per channel maps cached bytes to exactly the pixels of `preprocess_clip`.
     """
 
     def __init__(self, settings: ImageSettings, side: int, limit_bytes: int):
         """Starts empty.
 
         Args:
-            settings: of the model's image processor.
+            settings: settings of the model's image processor.
             side: height and width that the model takes.
-            limit_bytes: images beyond this are dropped, the least recently used first.
+            limit_bytes: size of the cache; the least recently used images are dropped.
         """
         super().__init__(limit_bytes)
-        # The mean stays: it is the colour that images are padded with.
+        # The mean is kept: it is the colour of the padding.
         self._bytes_only = settings._replace(rescale=None, std=None)
         self._table = _table(settings)
         self._side = side
@@ -46,7 +45,7 @@ class PixelCache(ByteCache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no image, a damaged one, or one that the settings bring to another size.
+            ValueError: not an image, a damaged one, or one that the settings give another size.
         """
         channels = zip(self._table, self._bytes(path), strict=True)
         return np.stack([row[channel] for row, channel in channels])
@@ -67,9 +66,9 @@ def pixel_cache(config: LlavaConfig, settings: ImageSettings, limit_bytes: int) 
     """Returns a cache of preprocessed image files.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
-        limit_bytes: images beyond this are dropped, the least recently used first.
+        limit_bytes: size of the cache; the least recently used images are dropped.
     """
     return PixelCache(settings, config.vision.image_size, limit_bytes)
 
@@ -81,7 +80,7 @@ def max_pixels(config: LlavaConfig, count: int) -> jax.ShapeDtypeStruct:
 
 
 def _table(settings: ImageSettings) -> Float[np.ndarray, "3 256"]:
-    """Value of each byte in each channel after the processor."""
+    """Returns the value of each byte in each channel after the processor."""
     ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
     same_size = settings._replace(pad_to_square=False, resize_to=None, crop_to=None)
     return preprocess_clip(Image.fromarray(ramp), same_size).reshape(3, 256)

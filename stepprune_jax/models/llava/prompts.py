@@ -1,10 +1,10 @@
-"""The ``vicuna_v1`` prompt form, exactly as the LLaVA-1.5 reference programs write it."""
+"""The ``vicuna_v1`` prompt template, exactly as in the LLaVA-1.5 reference programs."""
 
 from collections.abc import Sequence
 
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 
-# The longest row that LLaVA-1.5 was trained with, visual tokens counted.
+# The longest row that LLaVA-1.5 was trained with, including visual tokens.
 CONTEXT_LIMIT = 2048
 
 _SYSTEM = (
@@ -17,23 +17,23 @@ _ENDS = (" ", "</s>")
 
 
 def place_images(message: str, num_images: int) -> str:
-    """Puts image marks where LLaVA-1.5 has them, each followed by a newline: `marks_in_front`."""
+    """Puts image marks in front, each followed by a newline; see `marks_in_front`."""
     return marks_in_front(message, num_images, f"{IMAGE_MARK}\n")
 
 
 def conversation(turns: Sequence[str | None], system: str = _SYSTEM) -> str:
-    """Writes out a conversation in the ``vicuna_v1`` form.
+    """Formats a conversation by the ``vicuna_v1`` template.
 
     Args:
-        turns: what was said, user first and then alternating. None, an empty string, or a missing
-            last assistant turn is an open turn: the role and a colon only.
-        system: the sentence in front.
+        turns: the turns, user first and then alternating. None, an empty string, or a missing last
+            assistant turn is an open turn: the role and a colon only.
+        system: the system prompt.
 
     Returns:
         The prompt, ``"{system} USER: {message} ASSISTANT:"`` for one open exchange.
 
     Raises:
-        ValueError: there is no turn.
+        ValueError: there are no turns.
     """
     if not turns:
         raise ValueError("expected at least one turn, got none")

@@ -1,6 +1,6 @@
 """The CLIP vision transformer, as pure functions over a tree of stacked weights.
 
-Radford and others, "Learning transferable visual models from natural language supervision"
+Radford et al., "Learning transferable visual models from natural language supervision"
 (https://arxiv.org/abs/2103.00020). Pre-norm blocks over a class token and the patches.
 """
 
@@ -54,7 +54,7 @@ class ClipAttention(nn.Module):
 
 
 class ClipMlp(nn.Module):
-    """Two projections with an activation between."""
+    """Two projections with an activation between them."""
 
     config: ClipConfig
 
@@ -83,7 +83,7 @@ class ClipBlock(nn.Module):
 
 
 def init_vision(key: Array, config: ClipConfig) -> dict[str, Any]:
-    """Random float32 weights of the tower.
+    """Draws float32 weights of the tower.
 
     Args:
         key: PRNG key; consumed.
@@ -113,7 +113,7 @@ def init_vision(key: Array, config: ClipConfig) -> dict[str, Any]:
 def embed_patches(
     params: dict[str, Any], config: ClipConfig, pixels: Float[Array, "i 3 H W"]
 ) -> Float[Array, "i t d"]:
-    """Patches and class token with positions, after the first norm: hidden state 0.
+    """Embeds patches and class token with positions, after the first norm: hidden state 0.
 
     Args:
         params: the tower's weights.
@@ -121,7 +121,7 @@ def embed_patches(
         pixels: [i, 3, H, W] normalised images, channel first.
 
     Returns:
-        [i, n + 1, d], class token first, patches row by row, in the dtype of the weights.
+        [i, n + 1, d] class token, then patches in raster order, in the dtype of the weights.
 
     Raises:
         ValueError: the images do not have the tower's size.
@@ -135,7 +135,7 @@ def embed_patches(
     kernel = params["patch_embedding"]["kernel"]
     p, side = config.patch_size, config.image_size // config.patch_size
     # A strided convolution without overlap is one matrix product over cut-out patches, whose
-    # values run over (row, column, channel). An incomplete patch at the border is left out.
+    # values run over (row, column, channel). An incomplete patch at the border is dropped.
     patches = pixels[:, :, : side * p, : side * p].astype(kernel.dtype)
     patches = patches.reshape(i, 3, side, p, side, p).transpose(0, 2, 4, 3, 5, 1)
     patches = product(patches.reshape(i, side * side, p * p * 3), kernel)
@@ -159,16 +159,16 @@ def encode(
         params: the tower's weights.
         config: the tower's shape.
         pixels: [i, 3, H, W] normalised images.
-        layer: which hidden state to return, 0 to L or negative from the end, without the last norm.
+        layer: hidden state to return, 0 to L or negative from the end, without the final norm.
         taps: "hidden" [i, n+1, d]; "attention": the class token's row of softmax weights, heads
             kept, [i, h, n+1] float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
         execution: how the blocks are run.
 
     Returns:
-        The hidden state [i, n+1, d], and the taps by name, as in {"attention.22": ...}.
+        The hidden state [i, n+1, d], and the taps by name, such as {"attention.22": ...}.
 
     Raises:
-        ValueError: wrong image size, unknown tap.
+        ValueError: a wrong image size, or an unknown tap.
     """
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))

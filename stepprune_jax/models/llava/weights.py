@@ -1,7 +1,7 @@
-"""LLaVA's weights: the name of each in the files, and where it lies on a mesh.
+"""LLaVA's weights: the name of each in the files, and its sharding.
 
 Files come in several dialects (two generations of Hugging Face LLaVA, the original LLaVA-v1.5, a
-CLIP folder). Each name is first brought to one canonical form, the names of the published Hugging
+CLIP folder). Each name is first translated to a canonical form, the names of the published Hugging
 Face LLaVA-1.5 files, by its prefix alone; the rules are written in that form once.
 """
 
@@ -17,7 +17,7 @@ _PROJECTOR = "multi_modal_projector."
 _LANGUAGE = "language_model.model."
 _HEAD = "language_model.lm_head"
 
-# First match wins, so a longer prefix stands before the shorter one it starts with.
+# First match wins, so a longer prefix comes before a shorter one that it starts with.
 _PREFIXES = (
     ("model.vision_tower.vision_tower.vision_model.", _VISION),  # original LLaVA-v1.5
     ("model.vision_tower.vision_model.", _VISION),
@@ -41,7 +41,7 @@ _HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".embeddings.position_ids")
 _CLIP_EXTRAS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale")
 
 
-# Where weights lie on a mesh, see `parallel.sharding`. Projections that open heads or MLP
+# Sharding of weights, see `parallel.sharding`. Projections that open heads or MLP
 # channels are cut by column, those that close them by row, so that a block needs two sums only.
 SHARDING_RULES = (
     (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
@@ -56,19 +56,19 @@ SHARDING_RULES = (
     (r"language/embed/embedding", P("tensor", "fsdp")),
     (r"language/head/kernel", P("fsdp", "tensor")),
     (r"language/norm/scale", P()),
-    # Small, and with sides (577 positions, 588 values of a patch) that few meshes divide.
+    # Small, and with sizes (577 positions, 588 values of a patch) that few meshes divide.
     (r"vision/(class_embedding|position_embedding|patch_embedding/kernel)", P()),
     (r"vision/(pre|post)_norm/(scale|bias)", P()),
 )
 
 
 def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
-    """Rules of one layer norm with scale and bias."""
+    """Returns the rules of one layer norm with scale and bias."""
     return Rule(f"{path}/scale", f"{name}.weight"), Rule(f"{path}/bias", f"{name}.bias")
 
 
 def _rules(patch_size: int) -> tuple[Rule, ...]:
-    """All rules of a LLaVA with an output head of its own."""
+    """Returns all rules of a LLaVA with an untied output head."""
     tower, block = _VISION, _VISION + "encoder.layers.{}."
     return (
         Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
@@ -99,7 +99,7 @@ def weight_targets(abstract: Mapping[str, object], config: LlavaConfig) -> list[
     """Lists every weight of a model with the tensors that make it up.
 
     Args:
-        abstract: the model's tree, of anything with a shape.
+        abstract: the model's tree, with leaves that have a shape.
         config: the model.
 
     Returns:
@@ -112,14 +112,14 @@ def weight_targets(abstract: Mapping[str, object], config: LlavaConfig) -> list[
 
 
 def canonical_name(name: str, of_vision_folder: bool = False) -> str | None:
-    """Brings a weight name of any supported dialect to its canonical form.
+    """Translates a weight name of any supported dialect to its canonical form.
 
     Args:
         name: the name in the file.
-        of_vision_folder: whether the file lies in the CLIP folder of an original LLaVA-v1.5.
+        of_vision_folder: whether the file is in the CLIP folder of an original LLaVA-v1.5.
 
     Returns:
-        The canonical name; a name of no dialect is returned as it is. None for the text half of a
+        The canonical name; a name of no dialect is returned unchanged. None for the text half of a
         full CLIP.
     """
     if of_vision_folder:
@@ -130,12 +130,12 @@ def canonical_name(name: str, of_vision_folder: bool = False) -> str | None:
 
 
 def is_vision_name(name: str) -> bool:
-    """Whether a canonical name belongs to the image tower."""
+    """Returns whether a canonical name belongs to the image tower."""
     return name.startswith(_VISION)
 
 
 def is_harmless(name: str, config: LlavaConfig) -> bool:
-    """Whether a weight that nothing uses may lie in a file without being an error.
+    """Returns whether an unused weight in a file is not an error.
 
     Args:
         name: its canonical name.

@@ -19,7 +19,7 @@ from stepprune_jax.models.config import (
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
-# The longer side over the shorter one, at most.
+# Largest ratio of the longer side to the shorter one.
 MAX_ASPECT = 200
 
 
@@ -33,9 +33,9 @@ class QwenVisionConfig:
         num_layers: number of blocks.
         num_heads: attention heads.
         patch_size: side of a square patch in pixels.
-        temporal_patch_size: frames of a patch; an image is repeated as often.
+        temporal_patch_size: frames of a patch; an image is repeated this many times.
         merge_size: patches on each side of the square that becomes one token.
-        window_size: side in pixels of the windows that most blocks attend within.
+        window_size: side in pixels of the windows in which most blocks attend.
         full_blocks: blocks that attend to the whole image.
         out_size: width of the merged tokens, which is the language model's.
     """
@@ -55,7 +55,7 @@ class QwenVisionConfig:
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} is not a multiple of 4 x num_heads "
-                f"{self.num_heads}: a head's channels are turned in pairs by row and by column"
+                f"{self.num_heads}: a head's channels are rotated in pairs by row and by column"
             )
         if self.window_size < self.factor:
             raise ValueError(
@@ -75,7 +75,7 @@ class QwenVisionConfig:
 
     @property
     def unit(self) -> int:
-        """Patches of a merged one."""
+        """Patches in a merged patch."""
         return self.merge_size**2
 
     @property
@@ -123,10 +123,10 @@ class QwenConfig:
         vision: the tower.
         text: the language model.
         image_token_id: the vocabulary's `<|image_pad|>`.
-        bos_token_id: None: prompts begin with the template's own token.
+        bos_token_id: None, as prompts begin with the template's own token.
         eos_token_ids: ids that end an answer.
         pad_token_id: padding id, or None.
-        min_pixels: least area of a resized image.
+        min_pixels: smallest area of a resized image.
         max_pixels: largest area of a resized image.
     """
 
@@ -160,27 +160,27 @@ class QwenConfig:
 
     @property
     def family(self) -> Any:
-        """The package of functions that are this family's; see `models.family`."""
+        """The family's package of functions; see `models.family`."""
         return import_module(__name__.rpartition(".")[0])
 
     @property
     def feature_width(self) -> int:
-        """Width d of the visual tokens that a pruner sees: merged, and so the language model's."""
+        """Width d of the merged tokens that a pruner sees, which is the language model's."""
         return self.vision.out_size
 
     @property
     def class_token_block(self) -> None:
-        """None: the tower has no class token."""
+        """None, as the tower has no class token."""
 
     @property
     def received_block(self) -> int | None:
-        """The last block, if it sees the whole image."""
+        """The last block, if it attends to the whole image."""
         last = self.vision.num_layers - 1
         return last if last in self.vision.full_blocks else None
 
     @property
     def sizes_vary(self) -> bool:
-        """True: an image has as many visual tokens as its size gives."""
+        """True, as the number of visual tokens depends on the image's size."""
         return True
 
     @property
@@ -202,7 +202,7 @@ class QwenConfig:
         """Builds the config from a parsed `config.json`.
 
         Args:
-            config: the parsed dict; of both generations: the text fields at the top, or in a
+            config: the parsed dict, of either generation: with text fields at the top level or in a
                 `text_config`.
 
         Raises:
@@ -220,8 +220,8 @@ class QwenConfig:
             name: text.get(name) if config.get(name) is None else config[name]
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         }
-        # What the file calls the begin of a sequence is <|endoftext|>, which no prompt begins with
-        # and which ends an answer, too.
+        # The file's begin-of-sequence token is <|endoftext|>, which no prompt begins with and which
+        # also ends an answer.
         ends = token_ids(ids["eos_token_id"], "eos_token_id", where) or (151645,)
         ends += token_ids(ids["bos_token_id"], "bos_token_id", where) or (151643,)
         image = token_id(config.get("image_token_id"), "image_token_id", where)
@@ -235,7 +235,7 @@ class QwenConfig:
 
 
 def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
-    """Shape of the language model."""
+    """Reads the shape of the language model."""
     where = "text_config"
     checked(config, "hidden_act", "silu", ("silu",), where)
     checked(config, "use_sliding_window", False, (False, None), where)
@@ -245,7 +245,7 @@ def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
     rope = config.get(field) or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{where}: {field} is {rope!r}, expected an object with mrope_section")
-    # Once the three position ids were a kind of scaling; now the kind is the frequencies' alone.
+    # Older files describe the three position ids as a kind of scaling; newer ones do not.
     kind = rope.get("rope_type", rope.get("type", "mrope"))
     rope = rope | {"rope_type": "default" if kind == "mrope" else kind}
     sections = rope.get("mrope_section", (16, 24, 24))
@@ -278,7 +278,7 @@ def hf_config(config: QwenConfig, dtype: str) -> dict[str, Any]:
         dtype: name of the weights' dtype, such as "bfloat16".
 
     Returns:
-        A dict that `QwenConfig.from_hf` turns back into ``config``, but for the bounds of images.
+        A dict that `QwenConfig.from_hf` turns back into ``config``, except the bounds of images.
     """
     vision, text, scaling = config.vision, config.text, config.text.rope_scaling
     rope: dict[str, Any] = {"mrope_section": list(text.rope_sections)}

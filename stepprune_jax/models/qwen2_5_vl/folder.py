@@ -1,4 +1,4 @@
-"""Checkpoint folders of Qwen2.5-VL: which ones they are, and what is written into one."""
+"""Checkpoint folders of Qwen2.5-VL: how they are recognised and written."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
 
 
 def matches(raw: dict[str, Any]) -> bool:
-    """Whether a parsed ``config.json`` is that of a Qwen2.5-VL."""
+    """Returns whether a parsed ``config.json`` is that of a Qwen2.5-VL."""
     return raw.get("model_type") == "qwen2_5_vl"
 
 
 def vision_folder(raw: dict[str, Any]) -> None:
-    """Returns None: the tower is part of the checkpoint."""
+    """Returns None, as the tower is part of the checkpoint."""
     del raw
 
 
@@ -28,5 +28,5 @@ def read_config(raw: dict[str, Any], vision: dict[str, Any] | None) -> QwenConfi
 
 
 def complete_vocabulary(config: QwenConfig, tokenizer: Any) -> tuple[QwenConfig, Any]:
-    """Returns what it is given: the vocabulary has all tokens that the layout needs."""
+    """Returns its arguments: the vocabulary has all tokens that the layout needs."""
     return config, tokenizer

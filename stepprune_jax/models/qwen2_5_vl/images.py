@@ -1,9 +1,9 @@
-"""Images to the patches that Qwen2.5-VL's tower takes, each image at a size of its own.
+"""Images to the patches that Qwen2.5-VL's tower takes, each image at its own size.
 
 An image is resized so that its sides are multiples of a merged patch and its area is within bounds,
 scaled, normalised and cut into patches. Every number equals that of the Pillow image processor of
-``transformers``, bit for bit; but where that repeats an image as the second frame of its patches,
-these have one frame, which the tower reads twice.
+``transformers``, bit for bit. That processor repeats an image as the second frame of its patches;
+here patches have one frame, which the tower reads twice.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ _KINDS = (
     "Qwen2VLImageProcessorPil",
     "Qwen2_5_VLImageProcessor",
 )
-# As many as Pillow opens.
+# Pillow's own limit.
 MOST_PIXELS = 2 * 89_478_485
-# Tokens that an image is padded to a multiple of: as many patches are a block of the tower's
+# Images are padded to a multiple of this many tokens, whose patches are a block of the tower's
 # attention.
 BLOCK_TOKENS = 16
 
 
 class ImageSettings(NamedTuple):
-    """What the image processor does besides resizing, whose bounds are the `QwenConfig`'s.
+    """Settings of the image processor, except the bounds of resizing, which are in `QwenConfig`.
 
     Attributes:
         rescale: factor on the 0 to 255 values.
@@ -61,7 +61,7 @@ class ImageSettings(NamedTuple):
 
     @property
     def table(self) -> Float[np.ndarray, "3 256"]:
-        """Value of each byte in each channel."""
+        """Value of each byte in each channel after normalisation."""
         # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
         scaled = (np.arange(256).astype(np.float64) * self.rescale).astype(np.float32)
         mean, std = (np.asarray(x, np.float32)[:, None] for x in (self.mean, self.std))
@@ -72,8 +72,8 @@ class Patches(NamedTuple):
     """Images as patches, padded to one length.
 
     Attributes:
-        values: [i, m, v] float32 normalised patches, merged patch by merged patch, row by row of
-            the image; the v values run over channel, row and column. Zeros in the padding.
+        values: [i, m, v] float32 normalised patches, grouped by merged patch in raster order; the v
+            values run over channel, row and column. Zeros in the padding.
         grid: [i, 2] int32 rows and columns of merged patches.
     """
 
@@ -85,13 +85,13 @@ def image_settings(folder: str | Path) -> ImageSettings:
     """Reads a checkpoint folder's image processor settings.
 
     Args:
-        folder: holds ``preprocessor_config.json``, or a ``processor_config.json``.
+        folder: folder with ``preprocessor_config.json`` or ``processor_config.json``.
 
     Returns:
         The settings.
 
     Raises:
-        FileNotFoundError: neither file is there.
+        FileNotFoundError: neither file exists.
         ValueError: a file is not JSON or describes another kind of processor.
     """
     return _settings_from_hf(*read_processor(folder))
@@ -120,20 +120,20 @@ def bound_images(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> QwenConfig:
-    """Bounds the area of resized images as the folder's processor does, or the user.
+    """Bounds the area of resized images, by the folder's processor or the user.
 
     Args:
-        config: the model's.
-        folder: the checkpoint's; None for the bounds that the configuration has.
-        min_pixels: least area, in place of the folder's.
-        max_pixels: largest area, in place of the folder's.
+        config: the model's configuration.
+        folder: the checkpoint's folder; None for the bounds of the configuration.
+        min_pixels: smallest area, instead of the folder's.
+        max_pixels: largest area, instead of the folder's.
 
     Returns:
         The configuration with these bounds.
 
     Raises:
-        FileNotFoundError: the folder does not say how images are processed.
-        ValueError: bounds that are none, or a processor for other patches than the model's.
+        FileNotFoundError: the folder has no image processor file.
+        ValueError: invalid bounds, or a processor for patches other than the model's.
     """
     least, most = config.min_pixels, config.max_pixels
     if folder is not None:
@@ -148,14 +148,14 @@ def bound_images(
 def _processor_bounds(
     vision: QwenVisionConfig, processor: dict[str, Any], source: str
 ) -> tuple[int, int]:
-    """The bounds of a Hugging Face image processor dict, which must be for the tower's patches."""
+    """Reads the bounds of a Hugging Face image processor dict, and checks its patch sizes."""
     for field, value in (
         ("patch_size", vision.patch_size),
         ("temporal_patch_size", vision.temporal_patch_size),
         ("merge_size", vision.merge_size),
     ):
         checked(processor, field, value, (value,), source)
-    # The defaults are those of the processor's class, which the published files do not rely on.
+    # Defaults of the processor's class, which the published files do not rely on.
     bounds, size = [], processor.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(f"{source}: size is {size!r}, expected an object")
@@ -173,7 +173,7 @@ def hf_processor(config: QwenConfig, settings: ImageSettings) -> dict[str, dict[
     """Describes the image processor, in the field names of old and new versions of `transformers`.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
 
     Returns:
@@ -201,16 +201,16 @@ def hf_processor(config: QwenConfig, settings: ImageSettings) -> dict[str, dict[
 
 
 def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
-    """Returns the size that an image is resized to.
+    """Returns the size to which an image is resized.
 
-    Each side is rounded to the nearest multiple of a merged patch, halves to the even one. Where
-    the area is then out of bounds, both sides are scaled by one factor to meet the bound, and
-    rounded down, or up.
+    Each side is rounded to the nearest multiple of a merged patch, halves to even. If the area is
+    then out of bounds, both sides are scaled by one factor to meet the bound, and rounded down or
+    up.
 
     Args:
-        config: the model's.
-        height: of the image, in pixels.
-        width: likewise.
+        config: the model's configuration.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
 
     Returns:
         (height, width) in pixels.
@@ -238,7 +238,7 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
 def _resize(
     config: QwenConfig, settings: ImageSettings, image: Image.Image
 ) -> UInt8[np.ndarray, "3 height width"]:
-    """The bytes of an RGB image at the size that it is to have."""
+    """Returns the bytes of an RGB image at its target size."""
     if image.mode != "RGB":
         raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
     height, width = target_size(config, image.height, image.width)
@@ -250,7 +250,7 @@ def _to_patches(
     table: Float[np.ndarray, "3 256"],
     image: UInt8[np.ndarray, "3 height width"],
 ) -> Patches:
-    """Normalises a resized image and cuts it, padded to a bucket; without the axis of images."""
+    """Normalises a resized image and cuts it into padded patches, without the axis of images."""
     p, k = vision.patch_size, vision.merge_size
     rows, columns = (side // vision.factor for side in image.shape[1:])
     parts = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
@@ -262,7 +262,7 @@ def _to_patches(
 
 
 def padded_tokens(count: int) -> int:
-    """Returns the bucket of an image of so many tokens: four to each doubling, 16 at least.
+    """Returns the bucket of an image with `count` tokens: four per doubling, at least 16.
 
     16, 32, 48, 64, 80, 96, 112, 128, 160, 192, ...: padding adds at most a quarter to an image of
     64 tokens or more.
@@ -274,10 +274,10 @@ def padded_tokens(count: int) -> int:
 def preprocess(
     config: QwenConfig, settings: ImageSettings, images: Sequence[Image.Image]
 ) -> Patches:
-    """Turns images into the patches that a model takes.
+    """Converts images to the patches that a model takes.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
         images: at least one RGB image; sizes may differ.
 
@@ -297,12 +297,12 @@ def preprocess(
 
 
 def seen(config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Image.Image:
-    """Returns an image as the tower sees it, at the size that it is resized to."""
+    """Returns an image as the tower sees it, resized to its target size."""
     return Image.fromarray(_resize(config, settings, image).transpose(1, 2, 0))
 
 
 class PatchCache(ByteCache):
-    """The patches of images by path."""
+    """A cache of the patches of images by path."""
 
     def __init__(self, config: QwenConfig, settings: ImageSettings, limit_bytes: int):
         """Starts empty; the arguments are those of `pixel_cache`."""
@@ -317,7 +317,7 @@ class PatchCache(ByteCache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: no image, a damaged one, or one that is too narrow.
+            ValueError: not an image, or one that is damaged or too narrow.
         """
         return _to_patches(self._config.vision, self._table, self._bytes(path))
 
@@ -334,9 +334,9 @@ def pixel_cache(config: QwenConfig, settings: ImageSettings, limit_bytes: int) -
     """Returns a cache of preprocessed image files.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         settings: the processor's settings.
-        limit_bytes: images beyond this are dropped, the least recently used first.
+        limit_bytes: size of the cache; the least recently used images are dropped.
     """
     return PatchCache(config, settings, limit_bytes)
 

@@ -1,6 +1,6 @@
 """Qwen2.5-VL as pure functions: a tower with a merger, and a language model.
 
-Bai and others (https://arxiv.org/abs/2502.13923). These functions are the family protocol of
+Bai et al. (https://arxiv.org/abs/2502.13923). These functions are the family protocol of
 `models.family`; they are called through `models.vlm`.
 """
 
@@ -46,7 +46,7 @@ def encode_image(
 def project(
     params: dict[str, Any], config: QwenConfig, features: Float[Array, "*b d"]
 ) -> Float[Array, "*b e"]:
-    """Returns the features: merged tokens have the language model's width."""
+    """Returns the features, as merged tokens already have the language model's width."""
     del params, config
     return features
 
@@ -54,7 +54,7 @@ def project(
 def num_tokens(
     config: QwenConfig, grid: Int[Array | np.ndarray, "*b 2"]
 ) -> Int[Array | np.ndarray, "*b"]:
-    """Returns the number of visual tokens of unpruned images with so many rows and columns."""
+    """Returns the number of visual tokens of unpruned images with these grids."""
     del config
     return (grid[..., 0] * grid[..., 1]).astype(np.int32)
 
@@ -67,11 +67,11 @@ def image_positions(
     Args:
         config: the model's shape.
         grid: rows and columns of each image's tokens.
-        place: which of an image's tokens each one is.
+        place: index of each token in its image.
 
     Returns:
-        Offsets [..., 3, k]: 0 in time, the row, and the column; and the longer side, which is how
-        far the text behind the image moves on.
+        Offsets [..., 3, k]: 0 in time, the row, and the column; and the longer side, by which text
+        after the image is shifted.
     """
     del config
     columns = jnp.maximum(grid[..., 1:], 1)

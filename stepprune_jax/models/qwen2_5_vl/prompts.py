@@ -4,34 +4,34 @@ from collections.abc import Sequence
 
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 
-# The longest row that Qwen2.5-VL was trained with, visual tokens counted.
+# The longest row that Qwen2.5-VL was trained with, including visual tokens.
 CONTEXT_LIMIT = 32768
 
 _SYSTEM = "You are a helpful assistant."
 _ROLES = ("user", "assistant")
 _START, _END = "<|im_start|>", "<|im_end|>"
 _IMAGE = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
-# Tokens that stand for visual tokens: written out, they would be so many that are not there.
+# Placeholders of visual tokens: in the user's text they would count as tokens that do not exist.
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 def place_images(message: str, num_images: int) -> str:
-    """Puts image marks in front, with nothing between: `marks_in_front`."""
+    """Puts image marks in front, with nothing between them; see `marks_in_front`."""
     return marks_in_front(message, num_images)
 
 
 def conversation(turns: Sequence[str | None]) -> str:
-    """Writes out a conversation in the form of the model's chat template.
+    """Formats a conversation by the model's chat template.
 
     Args:
-        turns: what was said, user first and then alternating. None, an empty string, or a missing
-            last assistant turn is an open turn: the role only.
+        turns: the turns, user first and then alternating. None, an empty string, or a missing last
+            assistant turn is an open turn: the role only.
 
     Returns:
-        The prompt. A closed last turn ends with its end token, without a newline behind it.
+        The prompt. A closed last turn ends with its end token, without a newline after it.
 
     Raises:
-        ValueError: there is no turn, or one has a placeholder of the template in it.
+        ValueError: there are no turns, or one contains a placeholder of the template.
     """
     if not turns:
         raise ValueError("expected at least one turn, got none")
@@ -48,7 +48,7 @@ def conversation(turns: Sequence[str | None]) -> str:
 
 
 def _misplaced(placeholder: str) -> str:
-    """The message about a placeholder of the template among the user's words."""
+    """Returns the message about a placeholder of the template in the user's text."""
     if placeholder == "<|video_pad|>":
         return "the prompt has <|video_pad|>, but videos are not supported"
-    return f"the prompt has {placeholder}, which the template adds: write {IMAGE_MARK} for an image"
+    return f"the prompt has {placeholder}, which the template adds: use {IMAGE_MARK} for an image"

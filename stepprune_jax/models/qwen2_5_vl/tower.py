@@ -1,12 +1,12 @@
 """Qwen2.5-VL's vision transformer, as pure functions over a tree of stacked weights.
 
-Bai and others, "Qwen2.5-VL Technical Report" (https://arxiv.org/abs/2502.13923). Pre-norm blocks
-with rotary positions by row and by column; most attend within windows of the image, a few to all of
-it. A merger makes a token of each square of patches.
+Bai et al., "Qwen2.5-VL Technical Report" (https://arxiv.org/abs/2502.13923). Pre-norm blocks with
+rotary positions by row and by column; most attend within windows of the image, a few to all of it.
+A merger turns each square of patches into a token.
 
-Patches stand window by window, so that a window is a run of at most as many patches as a whole one
-has. Rows of patches are cut into blocks of that length: what a patch attends to within its window
-lies in its own block and the two beside it, wherever the windows begin. No window is padded.
+Patches are ordered by window, so that a window is a run of at most as many patches as a full one
+has. Rows of patches are cut into blocks of that length: a patch's window lies in its own block and
+the two neighbouring ones, wherever windows begin. No window is padded.
 """
 
 import functools
@@ -43,20 +43,20 @@ from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, ru
 TAP_KINDS = ("received", "keys")
 _EPS = 1e-6
 _ROPE_BASE = 10000.0
-# Queries whose attention to a whole image is computed at a time: all of them would take 16 GiB of
-# scores for an image of 4,096 tokens.
+# Queries per chunk of attention to a whole image: all at once would take 16 GiB of scores for an
+# image of 4,096 tokens.
 _QUERIES = 1024
 
 
 class Layout(NamedTuple):
-    """Where the merged patches of images stand when they are put window by window.
+    """Order of merged patches by window.
 
     Attributes:
-        raster: [i, n] int32 the merged patch, row by row of the image, that stands in each slot.
+        raster: [i, n] int32 raster index of the merged patch in each slot.
         slot: [i, n] int32 the inverse.
         window: [i, n] int32 number of each slot's window; -1 in the padding.
         place: [i, 2, n] int32 row and column of each slot's merged patch.
-        size: [i] int32 merged patches of each image; padding stands behind them.
+        size: [i] int32 merged patches of each image, followed by padding.
     """
 
     raster: Int[Array, "i n"]
@@ -67,11 +67,11 @@ class Layout(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every block reads besides its weights and the residual stream.
+    """Inputs shared by all blocks.
 
     Attributes:
-        cosine: [i, m, c] of the rotary angles.
-        sine: [i, m, c] likewise.
+        cosine: [i, m, c] cosine of the rotary angles.
+        sine: [i, m, c] sine of the rotary angles.
         window: [i, m] int32 number of each patch's window; -1 in the padding.
         length: [i] int32 patches of each image.
     """
@@ -83,19 +83,19 @@ class Context(NamedTuple):
 
     @property
     def valid(self) -> Bool[Array, "i 1 m"]:
-        """Which patches are real, as a mask of keys."""
+        """Mask of real patches, for keys."""
         return (self.window >= 0)[:, None]
 
 
 def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
-    """Puts merged patches window by window.
+    """Orders merged patches by window.
 
     Windows begin at the image's first row and column; those at its other edges may be smaller.
 
     Args:
         grid: rows and columns of each image's merged patches.
         side: merged patches on each side of a window.
-        slots: n, for the largest image.
+        slots: n, the slots of the largest image.
 
     Returns:
         The layout.
@@ -106,10 +106,10 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
     real = number < size[:, None]
 
     def extent(total, first):
-        """Patches of a window from `first` on; at least one, as padding has none."""
+        """Patches of a window that starts at `first`; at least one, as padding has none."""
         return jnp.clip(total - first, 1, side)
 
-    # From a slot to its place: whole rows of windows, then whole windows, then within one.
+    # From a slot to its place: full rows of windows, then full windows, then within one.
     top, inner = number // (side * columns) * side, number % (side * columns)
     height = extent(rows, top)
     left, inner = inner // (height * side) * side, inner % (height * side)
@@ -136,7 +136,7 @@ def rotary_frequencies(config: QwenVisionConfig) -> np.ndarray:
 
 
 def _context(config: QwenVisionConfig, layout: Layout) -> Context:
-    """Angles and windows of the patches of laid out merged ones."""
+    """Computes angles and windows of patches in window order."""
     k, unit = config.merge_size, config.unit
     within = jnp.stack(jnp.divmod(jnp.arange(unit), k))  # row and column in the merged patch
     position = layout.place[..., None] * k + within[:, None]
@@ -153,7 +153,7 @@ def _attend_in_windows(
     window: Int[Array, "i m"],
     length: int,
 ) -> Float[Array, "i h m c"]:
-    """Attention of each patch to those of its window, none of which is longer than `length`."""
+    """Attends from each patch to its window, of at most `length` patches."""
     i, h, m, c = query.shape
     missing = -m % length
     blocks = (m + missing) // length
@@ -181,7 +181,7 @@ def _attend_in_windows(
 def _map_queries(
     function: Callable[[Array, Array], Array], query: Float[Array, "i h m c"], context: Context
 ) -> Array:
-    """Applies a function of queries, and which of them are real, to a few queries at a time.
+    """Applies a function of queries and their mask to a few queries at a time.
 
     Results are stacked along a new first axis.
     """
@@ -203,7 +203,7 @@ def _attend_to_all(
     context: Context,
     attention: str,
 ) -> Float[Array, "i h m c"]:
-    """Attention of each patch to all of its image."""
+    """Attends from each patch to its whole image."""
     if attention != "matmul":
         return fused_attend(query, key, value, False, attention, context.length)
     keys = [Segment(key, value, context.valid)]
@@ -215,12 +215,12 @@ def _attend_to_all(
 def received_attention(
     query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: Context
 ) -> Float[Array, "i m"]:
-    """Computes how much patches are attended to, in the mean over heads and the image's patches.
+    """Computes the attention that patches receive, averaged over heads and the image's patches.
 
     Args:
-        query: of all patches.
-        key: of all patches.
-        context: of the block.
+        query: queries of all patches.
+        key: keys of all patches.
+        context: context of the block.
 
     Returns:
         [i, m] float32; 0 in the padding.
@@ -297,7 +297,7 @@ class QwenVisionBlock(nn.Module):
         full: Bool[Array, ""] | bool,
         attention: str = "matmul",
     ) -> BlockOutput:
-        """Runs the block; `full`: whether patches attend to the whole image."""
+        """Runs the block; `full` selects attention to the whole image."""
         mixed = QwenVisionAttention(self.config, name="attention")(
             RmsNorm(_EPS, name="norm1")(hidden), context, full, attention
         )
@@ -313,7 +313,7 @@ class Merger(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "i m d"]) -> Float[Array, "i n e"]:
-        """Merges patches that stand square by square."""
+        """Merges patches that are grouped by square."""
         i, m, d = hidden.shape
         unit = self.config.unit
         x = RmsNorm(_EPS, name="norm")(hidden).reshape(i, m // unit, unit * d)
@@ -351,7 +351,7 @@ def init_vision(key: Array, config: QwenVisionConfig) -> dict[str, Any]:
 def _embed(
     params: dict[str, Any], config: QwenVisionConfig, values: Float[Array, "i m v"]
 ) -> Float[Array, "i m d"]:
-    """Projects patches; each frame of a patch is the image."""
+    """Projects patches, whose frames all equal the image."""
     kernel = params["patch_embedding"]["kernel"]
     p, frames = config.patch_size, config.temporal_patch_size
     # The kernel runs over (frame, row, column, channel), the values over (channel, row, column).
@@ -362,7 +362,7 @@ def _embed(
 
 
 def _taken(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "i n w"]:
-    """Rows of each image in another order."""
+    """Reorders the rows of each image."""
     return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
@@ -379,24 +379,24 @@ def encode(
         params: the model's weights, with "vision" and "merger".
         config: the tower's shape.
         pixels: patches of images whose sizes may differ.
-        taps: by merged patch, row by row of the image: "received" [i, n] float32, how much a patch
-            is attended to in a block that sees the whole image, in the mean over heads, the image's
-            patches, and those of the merged one; "keys" [i, n, c] float32, the mean over heads and
-            the patches of the merged one, after rotary positions.
+        taps: by merged patch in raster order: "received" [i, n] float32, the attention received in
+            a block that attends to the whole image, averaged over heads, the image's patches and
+            those of the merged one; "keys" [i, n, c] float32, the mean over heads and the patches
+            of the merged one, after rotary positions.
         execution: how the blocks are run.
 
     Returns:
-        [i, n, e] merged tokens row by row of the image, those of a smaller image a prefix; and the
+        [i, n, e] merged tokens in raster order, those of a smaller image being a prefix; and the
         taps by name.
 
     Raises:
-        ValueError: unknown tap, or "received" of a block that attends within windows.
+        ValueError: an unknown tap, or "received" of a block that attends within windows.
     """
     vision, unit = params["vision"], config.unit
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
         if kind == "received" and at not in config.full_blocks:
-            raise ValueError(f"tap {name} is of a block that attends within windows")
+            raise ValueError(f"tap {name} belongs to a block that attends within windows")
     i, m, values = pixels.values.shape
     layout = lay_out_windows(jnp.asarray(pixels.grid), config.window, m // unit)
     context = _context(config, layout)

@@ -1,7 +1,7 @@
-"""Qwen2.5-VL's weights: the name of each in the files, and where it lies on a mesh.
+"""Qwen2.5-VL's weights: the name of each in the files, and its sharding.
 
-Each name is first brought to that of the published files; newer `transformers` have the whole model
-below "model.".
+Each name is first translated to that of the published files; newer `transformers` put the whole
+model below "model.".
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _MERGER = "visual.merger."
 _LANGUAGE = "model."
 _HEAD = "lm_head"
 
-# First match wins, so a longer prefix stands before the shorter one it starts with.
+# First match wins, so a longer prefix comes before a shorter one that it starts with.
 _PREFIXES = (("model.visual.", _VISION), ("model.language_model.", _LANGUAGE))
 
-# Where weights lie on a mesh, see `parallel.sharding`. Projections that open heads or MLP channels
-# are cut by column, those that close them by row. The tower's queries, keys and values are one
-# matrix, whose columns are not cut, as its parts would be torn apart.
+# Sharding of weights, see `parallel.sharding`. Projections that open heads or MLP channels are cut
+# by column, those that close them by row. The tower's queries, keys and values are one matrix; its
+# columns are not cut, as that would split its parts.
 SHARDING_RULES = (
     (r"vision/layers/attention/qkv/kernel", P(None, "fsdp", None)),
     (r"vision/layers/attention/qkv/bias", P()),
@@ -42,7 +42,7 @@ SHARDING_RULES = (
 
 
 def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
-    """All rules of a model with an output head of its own."""
+    """Returns all rules of a model with an untied output head."""
     block, p = _VISION + "blocks.{}.", vision.patch_size
     return (
         Rule(
@@ -69,7 +69,7 @@ def weight_targets(abstract: Mapping[str, object], config: QwenConfig) -> list[T
     """Lists every weight of a model with the tensors that make it up.
 
     Args:
-        abstract: the model's tree, of anything with a shape.
+        abstract: the model's tree, with leaves that have a shape.
         config: the model.
 
     Returns:
@@ -82,26 +82,26 @@ def weight_targets(abstract: Mapping[str, object], config: QwenConfig) -> list[T
 
 
 def canonical_name(name: str, of_vision_folder: bool = False) -> str:
-    """Brings a weight name to that of the published files.
+    """Translates a weight name to that of the published files.
 
     Args:
         name: the name in the file.
-        of_vision_folder: never, as the tower is part of the checkpoint.
+        of_vision_folder: unused, as the tower is part of the checkpoint.
 
     Returns:
-        The canonical name; a name of no dialect is returned as it is.
+        The canonical name; a name of no dialect is returned unchanged.
     """
     del of_vision_folder
     return renamed(name, _PREFIXES)
 
 
 def is_vision_name(name: str) -> bool:
-    """Whether a canonical name belongs to the tower, its merger included."""
+    """Returns whether a canonical name belongs to the tower or its merger."""
     return name.startswith(_VISION)
 
 
 def is_harmless(name: str, config: QwenConfig) -> bool:
-    """Whether a weight that nothing uses may lie in a file: a stored copy of a tied head.
+    """Returns whether an unused weight in a file is not an error: a stored copy of a tied head.
 
     Args:
         name: its canonical name.
