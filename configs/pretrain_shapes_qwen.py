@@ -38,11 +38,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.rope_sections = (4, 6, 6)
     c.model.rope_theta = 30.0
 
-    c.tower.steps = 600
-
-    c.language.steps = 3200
-    c.language.whole_steps = 1800
+    c.language.steps = 3600
+    c.language.whole_steps = 2000
     c.language.kept = (4, 16, 48)  # each is a program for each size
 
-    c.noise.steps = 900
+    c.noise.steps = 1000
     return c

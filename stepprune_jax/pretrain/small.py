@@ -76,6 +76,9 @@ def saliency_tap(config: ModelConfig) -> Tap:
     return Tap("received", config.received_block) if block is None else Tap("attention", block)
 
 
-def saliency(tap: Float[Array, "i *h n"]) -> Float[Array, "i n"]:
-    """Returns how much each visual token is looked at, from `saliency_tap`."""
+def saliency(tap: Float[Array, "i *h t"]) -> Float[Array, "i n"]:
+    """Returns how much each visual token is looked at, from `saliency_tap`.
+
+    A class token's attention is averaged over heads, and that to itself left out.
+    """
     return tap if tap.ndim == 2 else tap[..., 1:].mean(1)

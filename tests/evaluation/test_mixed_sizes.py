@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmark_folders import write_benchmarks
 from PIL import Image
-from small_world import one_width, small_run
+from small_world import changed, one_width, small_run
 
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import Policy, save_policy
