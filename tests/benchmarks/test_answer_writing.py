@@ -175,7 +175,7 @@ def test_other_settings_do_not_add_to_a_file(file):
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
     file.provenance_path.unlink()
-    with pytest.raises(ValueError, match=r"no stepprune-adaptive-66.7.json beside it"):
+    with pytest.raises(ValueError, match=r"provenance stepprune-adaptive-66.7.json is missing"):
         claim(file)
 
 
