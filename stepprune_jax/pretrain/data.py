@@ -1,4 +1,4 @@
-"""What pretraining reads: conversations, images, and labels of their patches."""
+"""Data of pretraining: conversations, images, and labels of their patches."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ PATCHES_FILE = "train_patches.npz"
 
 
 class Data(NamedTuple):
-    """What both stages read.
+    """Data of all stages.
 
     Attributes:
       samples: Conversations, each with an image.
-      pixels: From a path to pixels.
-      labels: Labels of patches and images by name, none without their file.
-      words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
+      pixels: Maps a path to pixels.
+      labels: Labels of patches and images by name, empty without their file.
+      words: For some `class_*` labels by name, the word of each class; "" if it has none.
       mentions: What the questions mention; None without their file.
     """
 
@@ -46,12 +46,12 @@ def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
       settings: Of the image processor.
 
     Returns:
-      The data; images are read when they are needed.
+      The data; images are read on demand.
 
     Raises:
       FileNotFoundError: The training file or an image is missing.
       ValueError: A sample without an image, labels of another shape, more rows in a batch than
-        there are samples, or nothing that would train the tower.
+        samples, or no stage that trains the tower.
     """
     samples = read_conversations(folder / "train.json", folder / "images")
     bare = next((sample for sample in samples if sample.image is None), None)
@@ -80,7 +80,7 @@ def read_data(run: Pretraining, folder: Path, settings: ImageSettings) -> Data:
 def _read_labels(
     path: Path, images: int, patches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Labels, and words of classes, by the labels' name; none where there is no such file."""
+    """Reads labels, and words of classes, by label name; empty if there is no such file."""
     if not path.is_file():
         return {}, {}
     with np.load(path) as file:
@@ -103,7 +103,7 @@ def _read_labels(
 
 
 def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
-    """Refuses labels of other images or of another grid."""
+    """Rejects labels of other images or of another grid."""
     expected = {"class_": (images, patches), "value_": (images, patches, -1)}
     expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
@@ -124,11 +124,11 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
     """Looks up the tokens of the words for classes of patches.
 
     Args:
-      tokenizer: The model's.
+      tokenizer: The model's tokenizer.
       words: `Data.words`.
 
     Returns:
-      For each label the token of each class; -1 where it has no word, or an unknown one.
+      For each label the token of each class; -1 if it has no word, or an unknown one.
     """
     unknown = tokenizer.unk_token_id
 
@@ -146,13 +146,13 @@ def batch_indices(seed: int, step: int, size: int, total: int) -> Int[np.ndarray
     """Returns the rows of batch `step`; each epoch is a permutation without its last, short batch.
 
     Args:
-      seed: Of the order.
+      seed: Seed of the order.
       step: Number of the batch, from 0.
       size: Rows of a batch, at most `total`.
-      total: Rows there are.
+      total: Number of rows.
 
     Returns:
-      Indices of different rows.
+      Distinct indices of rows.
     """
     epoch, place = divmod(step, total // size)
     order = np.random.default_rng([seed, epoch]).permutation(total)

@@ -82,17 +82,17 @@ def model_config(shape: ShapeSettings, vocab_size: int, image_token: int) -> Lla
 
 
 class _Pretrainer(NamedTuple):
-    """What all stages of a run read.
+    """Inputs of all stages of a run.
 
     Attributes:
-      settings: Of the run.
+      settings: Settings of the run.
       workdir: Its folder.
       model: Shape of the model.
       data: Images, conversations and labels.
       packed: The conversations as tokens.
-      mentions: What their questions mention; None without labels.
+      mentions: Mentions of their questions; None without labels.
       tokens: Token of each class of patches, by label.
-      interrupt: Whether to stop.
+      interrupt: Tells whether to stop.
     """
 
     settings: Pretraining
@@ -129,7 +129,7 @@ class _Pretrainer(NamedTuple):
         Args:
           name: Its name, that of its folder.
           stage: Its settings.
-          state: Before its first update.
+          state: State before its first update.
           update: (number of the update, state, rows) -> state and scalars.
         """
         run, folder, total = self.settings, self.workdir / name, len(self.data.samples)
@@ -161,13 +161,13 @@ class _Pretrainer(NamedTuple):
         return state
 
     def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
-        """Trains the tower on labels of patches; None after an interruption.
+        """Trains the tower on patch labels; None after an interruption.
 
         Args:
           params: The model's weights.
 
         Returns:
-          The tower's weights, as they are where there are no labels.
+          The tower's weights, unchanged without labels.
         """
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
@@ -190,11 +190,11 @@ class _Pretrainer(NamedTuple):
         """Trains the stage "language" or "noise"; None after an interruption.
 
         Args:
-          name: Of the stage.
-          params: The model's weights, with the heads of mentions or without.
+          name: Name of the stage.
+          params: The model's weights, with or without the heads of mentions.
 
         Returns:
-          All weights, heads of mentions among them.
+          All weights, including heads of mentions.
         """
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
@@ -235,7 +235,7 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
 
     Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
-    in the stage "language" behind its first updates.
+    in the stage "language" after its first updates.
 
     Args:
       run: Settings of the run.
@@ -253,7 +253,7 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
 
 
 def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
-    """Weights on scales that a small model learns from: embeddings as wide as what layers add."""
+    """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
     pixels = data.images(np.arange(min(64, len(data.samples))))
     features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, pixels)[0]
     language = dict(params["language"])
@@ -263,12 +263,12 @@ def _start_language(params: dict, model: LlavaConfig, data: Data) -> dict:
 
 
 def _wide(label: np.ndarray) -> np.ndarray:
-    """Labels as programs take them."""
+    """Converts labels to a dtype for programs."""
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
 def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
-    """Weights, shape and tokenizer to start from: random ones, or those of `run.init`.
+    """Returns initial weights, shape and tokenizer: random ones, or those of `run.init`.
 
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
@@ -281,7 +281,7 @@ def _first_model(run: Pretraining, data: Data) -> tuple[dict, LlavaConfig, Any]:
     key = jax.random.key(run.seed)
     if old is not None:
         language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-        _LOG.info("words that %s lacks: %s", run.init, ", ".join(new) or "none")
+        _LOG.info("words missing in %s: %s", run.init, ", ".join(new) or "none")
         text = dataclasses.replace(old.config.text, vocab_size=sizes[0])
         model = dataclasses.replace(old.config, text=text, image_token_id=sizes[1])
         return old.params | {"language": language}, model, tokenizer
@@ -325,7 +325,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
         vision = pretrainer.train_tower(params)
         if vision is None:
             return None
-        # Fetched: stages may share the work among different devices.
+        # Fetched, as stages may use different devices.
         params = jax.device_get(params | {"vision": vision})
         if not run.init:
             params = _start_language(params, model, data)
@@ -342,7 +342,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
 
 
 def _save(model: VLM, workdir: Path) -> Path:
-    """Writes the model's folder, unless it is there; it is there as a whole or not at all."""
+    """Writes the model's folder atomically, unless it exists."""
     folder, partial = workdir / MODEL, workdir / f"{MODEL}.partial"
     if not folder.exists():
         shutil.rmtree(partial, ignore_errors=True)

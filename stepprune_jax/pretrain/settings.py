@@ -86,7 +86,7 @@ class ShapeSettings(Settings, group="model"):
             self.require(f"{part}_width", width % (divisor * heads) == 0, expected)
         fits = self.image_size % self.patch_size == 0
         self.require("image_size", fits, "a multiple of model.patch_size")
-        # One that follows a block: images are thinned by that block's attention.
+        # It must follow a block: images are thinned by that block's attention.
         layers = self.vision_layers
         expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
         self.require("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
@@ -99,7 +99,7 @@ class ShapeSettings(Settings, group="model"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSettings(Settings):
-    """What the stages of a pretraining run share.
+    """Settings common to the stages of a pretraining run.
 
     Attributes:
       steps: Updates.
@@ -116,7 +116,7 @@ class StageSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerSettings(StageSettings, group="tower"):
-    """The first stage, in which the tower learns to label patches; 0 steps leave it out."""
+    """The first stage, in which the tower learns to label patches; 0 steps skip it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,11 +124,11 @@ class LanguageSettings(StageSettings, group="language"):
     """The second stage, in which projector and language model learn to answer.
 
     Attributes:
-      steps: Updates, one at least.
+      steps: Updates, at least one.
       whole_steps: Updates before images are thinned.
-      thinned_share: Share of the later updates that show some of the tokens only.
-      kept: Numbers of tokens that are shown then.
-      taste: How strongly the choice depends on what patches show.
+      thinned_share: Share of the later updates that show only some of the tokens.
+      kept: Possible numbers of shown tokens.
+      taste: How strongly the choice depends on the contents of patches.
       train_tower: Whether the tower is trained, too.
     """
 
@@ -147,8 +147,8 @@ class NoiseSettings(StageSettings, group="noise"):
     """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
 
     Attributes:
-      thinned_share: Share of the other updates that show some of the tokens only.
-      taste: How strongly the choice depends on what patches show.
+      thinned_share: Share of the other updates that show only some of the tokens.
+      taste: How strongly the choice depends on the contents of patches.
     """
 
     thinned_share: float = share()
@@ -162,7 +162,7 @@ class Pretraining(Settings):
     Attributes:
       method: "pretrain".
       seed: Seed of weights and of the order of samples.
-      init: A model's folder to start from; empty for random weights.
+      init: Model folder to start from; empty for random weights.
       micro_batch: Images whose gradient is computed at once.
       cpu_devices: CPU devices; 0 leaves their number to jax.
       log_every: Updates between lines of metrics.
@@ -200,7 +200,7 @@ class Pretraining(Settings):
             self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
 
     def check_world(self) -> None:
-        """Refuses to draw a shapes world whose patches are not those of the model.
+        """Checks that the shapes world's patches are those of the model.
 
         Raises:
           ValueError: The grids differ, or there are no scenes.
@@ -218,7 +218,7 @@ def read_pretraining(config: ConfigDict) -> Pretraining:
     """Reads the settings of a pretraining run from its configuration.
 
     Args:
-      config: What `configs/pretrain_shapes.py` returns, with the changes of the command line.
+      config: Configuration from `configs/pretrain_shapes.py`, with changes of the command line.
 
     Raises:
       ValueError: A field is unknown, missing, or has a bad value; the message names it.
