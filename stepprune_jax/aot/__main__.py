@@ -1,13 +1,13 @@
-"""Compiles what a user runs for GPUs and TPUs that this machine does not have, and prints a table.
+"""Compiles a run's programs for GPUs and TPUs that this machine lacks, and prints a table.
 
     python -m stepprune_jax.aot                    # small shapes: minutes
     python -m stepprune_jax.aot --full             # LLaVA-7B, every ablation and target: hours
     python -m stepprune_jax.aot --target a6000:2 --config configs/llava7b.py --program update
 
-Without flags a selection of targets, configurations and programs is compiled; flags name others,
-and all combinations of them are compiled. The exit status is 1 if a program failed to compile.
-With `--results FILE` every result is kept at once: the same command again continues where it was
-interrupted, and after a change compiles what the change touched.
+Without flags a selection of targets, configurations and programs is compiled; with flags, all their
+combinations. The exit status is 1 if a program failed to compile. With `--results FILE` every
+result is saved at once: the same command resumes after an interruption, and recompiles only what
+has changed.
 """
 
 import argparse
@@ -46,17 +46,17 @@ COLUMNS = (
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
-# What the scores of an ablation are part of, and what its selector is part of: all else of it is as
-# in `configs/shapes.py`.
+# Programs that an ablation of scores affects, and those that one of the selector affects; all
+# others are as in `configs/shapes.py`.
 LEARNING = ("update",)
 CHOOSING = ("update", "rank", *(f"{name} {rows}" for name in ("select", "answer") for rows in ROWS))
 PICKS = ("policy.pick 1", "policy.pick 2", "policy.pick 8")
-# Those that have failed on some target, or are built like them.
+# Programs that have failed on some target, or resemble them.
 CRITICAL = (*PICKS, "prefill cut")
 
 
 class Group(NamedTuple):
-    """All combinations of these; no program names mean all that the configuration has."""
+    """Combinations to compile; without program names, all programs of the configuration."""
 
     targets: Sequence[str]
     configs: Sequence[str]
@@ -89,18 +89,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="7B shapes, every ablation and target")
     parser.add_argument("--target", nargs="+", help="such as h200, a6000:2, v5e:2x4")
-    parser.add_argument("--config", nargs="+", help="names or files, as shapes:literal")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="of model and policy")
+    parser.add_argument("--config", nargs="+", help="names or files, such as shapes:literal")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="dtype of model and policy")
     parser.add_argument("--program", nargs="+", help="such as update, or 'select own 8'")
-    parser.add_argument("--results", type=Path, help="file that keeps them, a JSON line each")
+    parser.add_argument("--results", type=Path, help="file that saves results as JSON lines")
     flags = parser.parse_args(arguments)
     if flags.full and (flags.target or flags.config or flags.dtype or flags.program):
-        parser.error("--full stands alone: it has targets, configurations and programs of its own")
+        parser.error("--full has its own targets, configurations and programs: use it alone")
     return flags
 
 
 def groups(flags: argparse.Namespace) -> Sequence[Group]:
-    """What the flags ask for."""
+    """Returns the groups that the flags request."""
     if flags.full:
         return FULL
     if not (flags.target or flags.config or flags.dtype or flags.program):
@@ -120,14 +120,14 @@ def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[l
 
     Args:
         device_memory: bytes of a device.
-        to: what for.
+        to: the target.
         lowered: the program.
 
     Returns:
-        Memory, kernels, CPU seconds and result, and whether it compiled. That a program does not
-        fit is a result as well.
+        Memory, kernels, CPU seconds and result, and whether it compiled. A program that does not
+        fit counts as compiled.
     """
-    begin = time.process_time()  # of all threads: what the wall clock says depends on the machine
+    begin = time.process_time()  # of all threads: wall time depends on the load
     try:
         compiled = to.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
@@ -142,16 +142,16 @@ def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[l
 
 
 class Results(dict[str, list[str]]):
-    """Lines of the table by a digest of target, program and compiler.
+    """Table lines by a digest of target, program and compiler.
 
-    Configurations share programs, the tower for example, which are compiled once for a target.
+    Configurations share programs, such as the tower, which are compiled once per target.
     """
 
     def __init__(self, path: Path | None):
-        """Reads those of earlier runs.
+        """Reads the results of earlier runs.
 
         Args:
-            path: JSON lines, to which new results are appended; None keeps nothing.
+            path: JSON lines, to which new results are appended; None saves nothing.
 
         Raises:
             ValueError: a line is not a result.
@@ -179,7 +179,7 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
 
     Args:
         group: what to compile.
-        done: what need not be compiled again; it is added to.
+        done: results that are not compiled again; new ones are added.
 
     Raises:
         FileNotFoundError: there is no such configuration.
@@ -190,7 +190,7 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
         with user_input():
             to = make_target(name)
             kind = to.devices[0].device_kind
-            # TPUs have less memory each: there the frozen weights are cut.
+            # TPUs have less memory each: there the frozen weights are sharded.
             preset = "fsdp" if kind.startswith("TPU") else "data"
             programs = Programs(load_run(config), build_mesh(preset, to.devices), dtype)
             known = programs.names()
@@ -217,7 +217,7 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; 1 if a program failed to compile, else 0."""
+    """Prints the table; returns 1 if a program failed to compile, otherwise 0."""
     flags = parse(arguments)
     with user_input():
         done = Results(flags.results)
@@ -233,6 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Before anything asks jax for devices: there is none that could be used.
+    # Before jax looks for devices: there is none to use.
     jax.config.update("jax_platforms", "cpu")
     exit_with(NAME, main)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Instructions that start nothing on the device: names, shapes, and the ends of what began before.
+# Instructions that launch nothing on the device: names, shapes, and ends of asynchronous ones.
 _FREE = {
     "parameter",
     "constant",
@@ -25,7 +25,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (.*)$")
 _CALLED = re.compile(r"to_apply=%?([^\s,]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]+)\}|(?:true|false)_computation=([^\s,]+))")
-# What is called by a fusion or a reduction is part of it; calls are not.
+# Computations called by a fusion or a reduction are part of it; calls are not.
 _FUSED = re.compile(
     r"\b(?:fusion|reduce|reduce-window|scatter|sort|map)\(.*(?:calls|to_apply)=%?([^\s,]+)"
 )
@@ -41,7 +41,7 @@ class Loop(NamedTuple):
 
     Attributes:
         name: path of the JAX operation it comes from, for example "jit(pick)/while".
-        kernels: that one iteration starts, its condition among them, loops inside of it not.
+        kernels: kernels launched per iteration, including the condition, without inner loops.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Loop(NamedTuple):
 
 
 def loops(text: str) -> tuple[Loop, ...]:
-    """Counts what each loop of a program starts on the device in one iteration.
+    """Counts the kernels that each loop of a program launches in one iteration.
 
     On a GPU each of them is a kernel or a copy (a product in a library may be two), and a small one
     takes as long as its launch. On a TPU a program is one kernel, and these are its steps.
 
     Args:
-        text: of a compiled, scheduled program: `compiled.as_text()`.
+        text: text of a compiled, scheduled program: `compiled.as_text()`.
 
     Returns:
-        The loops, outer and inner ones, by falling number of kernels.
+        The loops, outer and inner ones, by descending number of kernels.
 
     Raises:
         ValueError: the text is not that of a scheduled program.
@@ -78,14 +78,14 @@ def loops(text: str) -> tuple[Loop, ...]:
 
 
 def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """Lists what a program writes to memory in the shape of a weight.
+    """Lists arrays in the shape of a weight that a program writes to memory.
 
-    That are copies: slices of a stack, matrices that were put together, transposed or converted. A
-    program whose products read the weights where they lie has none. What a TPU fetches into its
-    vector memory is no copy.
+    These are copies: slices of a stack, or concatenated, transposed or converted matrices. A
+    program whose products read the weights in place has none. A TPU's fetches into its vector
+    memory are not copies.
 
     Args:
-        text: of a compiled, scheduled program.
+        text: text of a compiled, scheduled program.
         weights: [k, n] shapes of matrices. No number of tokens may be a multiple of k or n.
 
     Returns:
@@ -108,7 +108,7 @@ def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, 
 
 
 def _written(line: str) -> list[tuple[str, str]]:
-    """Types and sizes of the arrays that an instruction writes to the device's memory."""
+    """Returns types and sizes of the arrays that an instruction writes to device memory."""
     opcode = _opcode(line)
     if opcode in _FREE or opcode in _CONTROL or opcode.endswith(_ASYNCHRONOUS):
         return []
@@ -117,7 +117,7 @@ def _written(line: str) -> list[tuple[str, str]]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Instructions by computation, each without its name."""
+    """Returns instructions by computation, each without its name."""
     computations, lines = {}, []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -128,7 +128,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _opcode(line: str) -> str:
-    """What stands behind the type of the result, which may be a tuple of types."""
+    """Returns the opcode, after the type of the result, which may be a tuple of types."""
     depth = 0
     for i, character in enumerate(line):
         depth += (character in "([{") - (character in ")]}")
@@ -138,7 +138,7 @@ def _opcode(line: str) -> str:
 
 
 def _kernels(name: str, computations: dict[str, list[str]]) -> int:
-    """What one pass through a computation starts; of a conditional's branches the longest."""
+    """Counts launches of one pass through a computation, with a conditional's longest branch."""
     count = 0
     for line in computations[name]:
         opcode = _opcode(line)

@@ -1,4 +1,4 @@
-"""What a user runs, as named programs of a run's settings, traced from shapes alone."""
+"""The programs of a run by name, traced from shapes alone."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_losses
 from stepprune_jax.training.settings import make_setup
 
-# Name to the dtypes of the frozen model and of the selector.
+# Dtypes of the frozen model and of the selector, by name.
 DTYPES = {
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
@@ -48,14 +48,14 @@ def load_run(name: str) -> Run:
     """Reads and checks a configuration.
 
     Args:
-        name: as `configurations.find` takes it: "shapes:literal", "configs/shapes.py".
+        name: a name for `configurations.find`: "shapes:literal", "configs/shapes.py".
 
     Returns:
         The settings of its run.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is bad.
+        FileNotFoundError: there is no such configuration.
+        ValueError: the configuration is invalid.
     """
     return read_run(load_config(name))
 
@@ -77,9 +77,9 @@ class Programs:
         """Builds the static part of the programs.
 
         Args:
-            run: from `load_run`.
-            mesh: of a target's devices, from `build_mesh`.
-            dtype: of `DTYPES`.
+            run: result of `load_run`.
+            mesh: mesh of a target's devices, from `build_mesh`.
+            dtype: dtype of `DTYPES`.
 
         Raises:
             ValueError: the settings do not fit the mesh.
@@ -95,7 +95,7 @@ class Programs:
         self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
 
     def names(self) -> tuple[str, ...]:
-        """Lists what there is to trace."""
+        """Returns the names of the programs."""
         return tuple(self._table())
 
     def trace(self, name: str) -> Any:
@@ -134,10 +134,10 @@ class Programs:
                 table[f"policy.pick {rows}"] = functools.partial(self._choose, policy.pick, rows)
         return table
 
-    # Shapes and where they lie.
+    # Shapes and their shardings.
 
     def _place(self, tree: Any, rules: Any = _WHOLE) -> Any:
-        """Shapes with the shardings of the rules."""
+        """Returns shapes with the shardings of the rules."""
         return jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
             tree,
@@ -145,18 +145,18 @@ class Programs:
         )
 
     def _by_rows(self, tree: Any) -> Any:
-        """Shapes that begin with a row axis, which is split where the mesh divides it."""
+        """Returns shapes with a leading row axis, split if the mesh divides it."""
         rows = jax.tree.leaves(tree)[0].shape[0]
         return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
 
     @functools.cached_property
     def _trained_through(self) -> Any:
-        """The frozen weights as training has them, with all layers stacked."""
+        """Returns the frozen weights as in training, with all layers stacked."""
         return plan.abstract_weights(self._setup, self._dtype)
 
     @functools.cached_property
     def _weights(self) -> Any:
-        """The frozen weights as they are loaded to answer."""
+        """Returns the frozen weights as loaded for inference."""
         platform = self._mesh.devices.flat[0].platform
         weights = vlm.abstract_params(self._model, self._dtype, "auto", platform)
         return self._place(weights, self._model.family.SHARDING_RULES)
@@ -173,7 +173,7 @@ class Programs:
 
     @property
     def _kept(self) -> int:
-        """Tokens of an image that a budget leaves."""
+        """Returns the tokens of an image kept at a budget."""
         return -(-self._tokens // 4)
 
     @property
@@ -201,7 +201,7 @@ class Programs:
         return self._by_rows(Features(self._features(rows)))
 
     def _texts(self, rows: int, cuts: int = 0) -> Texts:
-        """Questions with an image each."""
+        """Returns questions with an image each."""
         one = _shape((rows, 1))
         ids, row = _shape((rows, self._bucket.text)), _shape((rows,))
         shown, grid = _shape(one.shape, bool), _shape((rows, 1, 2))
@@ -242,7 +242,7 @@ class Programs:
         )
 
     def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
-        """The selector as a pruner, and what it has learned."""
+        """Returns the selector as a pruner, and its trained parameters."""
         selector = self._setup.selector
         kind = StepPrune if isinstance(selector, PolicyConfig) else AutoSelect
         bias = self._place(_shape((), jnp.float32))
@@ -282,7 +282,7 @@ class Programs:
         return RunOptions(execution=self._execution, max_tokens=NEW_TOKENS)
 
     def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `programs.begin`, behind the weights, for a question with all tokens."""
+        """Returns arguments of `programs.begin` after the weights, with all visual tokens."""
         stages = Stages((self._slots(self._tokens),))
         if pruner is not None:
             slots = (*stages.slots, self._slots(self._kept))
@@ -292,7 +292,7 @@ class Programs:
         return ((), kept, texts, self._sampling), options
 
     def _slots(self, kept: int) -> int:
-        """Length of a question whose image is so many tokens."""
+        """Returns the length of a question with `kept` visual tokens."""
         return self._bucket.text + kept - 1
 
     @property
@@ -304,7 +304,7 @@ class Programs:
         return programs.run_begin.trace(self._weights, self._model, *arrays, **options)
 
     def _answer(self, rows: int) -> Any:
-        """From pixels to the first token at an exact budget."""
+        """Traces from pixels to the first token at an exact budget."""
         learned, choice = self._choosing(Budget("count", self._kept))
         images = Pixels(self._pixels(rows))
         return programs.run_answer.trace(
@@ -334,7 +334,7 @@ class Programs:
             mesh=self._mesh,
         )
 
-    # The policy by itself.
+    # The policy alone.
 
     def _choose(self, function: Callable[..., Any], rows: int) -> Any:
         """Traces `policy.pick` or `policy.select_parallel`."""

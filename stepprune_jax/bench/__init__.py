@@ -1,1 +1,1 @@
-"""Benchmarks that print ratios measured side by side in one run; compile time is kept apart."""
+"""Benchmarks that measure ratios side by side in one run, with separate compile times."""

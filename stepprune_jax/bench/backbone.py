@@ -49,7 +49,7 @@ PRESETS = {
 
 
 class Case(NamedTuple):
-    """One setting of the comparison: who is compared on what."""
+    """One setting of the comparison: both models and their inputs."""
 
     params: dict[str, Any]
     config: LlavaConfig
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 
 def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[Callable, float]:
-    """A compiled function and the seconds that tracing and compiling took."""
+    """Returns a compiled function and the seconds for tracing and compiling."""
     start = time.perf_counter()
     options = OPTIONS.get(jax.default_backend())
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
@@ -67,13 +67,13 @@ def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[C
 
 
 def difference(ours: Float[Array | np.ndarray, "*s"], reference: Float[np.ndarray, "*s"]) -> float:
-    """Largest difference relative to the largest magnitude of the reference."""
+    """Returns the largest difference relative to the reference's largest magnitude."""
     ours = np.asarray(ours, np.float32)
     return float(np.abs(ours - reference).max() / np.abs(reference).max())
 
 
 def make_case(params, config, reference, batch: int, length: int, new_tokens: int) -> Case:
-    """Full rows of random text, embedded once for both programs."""
+    """Builds full rows of random text, embedded once for both programs."""
     random = np.random.default_rng(0)
     ids = random.integers(3, config.text.vocab_size, (batch, length), np.int32)
     embeddings = vlm.embed_text(params, config, jnp.asarray(ids))
@@ -214,7 +214,7 @@ DECODE_HEADER = [
 
 
 def peak_tflops(given: float | None) -> float | None:
-    """The device's peak in bfloat16: the flag's, else the data sheet's, else None."""
+    """Returns the device's peak in bfloat16, from the flag or the data sheet; or None."""
     if given or jax.default_backend() == "cpu":
         return given
     name = known_as(jax.devices()[0].device_kind)
@@ -222,26 +222,26 @@ def peak_tflops(given: float | None) -> float | None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The flags; stops with a message where they do not fit the machine."""
+    """Reads the flags; exits with a message if they do not suit the machine."""
     parser = argparse.ArgumentParser(
         prog="python -m stepprune_jax.bench.backbone", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--preset", choices=PRESETS, default="mid")
-    parser.add_argument("--hidden_size", type=int, help="in place of the preset's")
-    parser.add_argument("--num_layers", type=int, help="in place of the preset's")
+    parser.add_argument("--hidden_size", type=int, help="replaces the preset's")
+    parser.add_argument("--num_layers", type=int, help="replaces the preset's")
     parser.add_argument("--length", type=int, nargs="+", default=[320, 640], help="prompt tokens")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--new_tokens", type=int, default=32, help="decoded after the prompt")
+    parser.add_argument("--new_tokens", type=int, default=32, help="tokens to decode")
     parser.add_argument(
         "--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
     )
     parser.add_argument(
-        "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="of the prefill"
+        "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="prefill attention"
     )
-    parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="where weights lie")
+    parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="layout of layer weights")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no_torch", action="store_true", help="time ours alone")
-    parser.add_argument("--peak_tflops", type=float, help="of the device, for its utilisation")
+    parser.add_argument("--no_torch", action="store_true", help="do not time transformers")
+    parser.add_argument("--peak_tflops", type=float, help="peak of the device, for utilisation")
     parser.add_argument("--load_gb", type=float, default=1.0, help="synthetic folder; 0: none")
     flags = parser.parse_args(arguments)
     if "cudnn" in flags.attention and (
@@ -253,7 +253,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the comparison and prints Markdown tables."""
-    # Both programs share the card, so that neither may take it all in advance.
+    # Both programs share the card, so neither may preallocate all of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = parse(arguments)
     changes = {"hidden_size": flags.hidden_size, "num_hidden_layers": flags.num_layers}

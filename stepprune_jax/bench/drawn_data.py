@@ -1,4 +1,4 @@
-"""A model's folder without weights, and data in LLaVA's format: drawn, for timing."""
+"""Synthetic model folders without weights, and data in LLaVA's format, for timing."""
 
 import json
 from pathlib import Path
@@ -12,17 +12,17 @@ from stepprune_jax.testing import llava_encoder, tiny_tokenizer
 
 # As most images of COCO, which most of LLaVA's are from.
 _WIDTH, _HEIGHT = 640, 480
-# Patches of colour, in pixels, under noise of so many grey levels: files of about 140 kB.
+# Patches of colour, in pixels, under noise of a few grey levels: files of about 140 kB.
 _PATCH, _NOISE = 40, 12.0
 _QUESTION_WORDS = 16
 
 
 def write_model(folder: Path, fields: dict[str, Any]) -> Path:
-    """Writes what is read of a model before its weights.
+    """Writes the files of a model that are read before its weights.
 
     Args:
         folder: created.
-        fields: of `config.json`, in the Hugging Face layout.
+        fields: fields of `config.json`, in the Hugging Face layout.
 
     Returns:
         The folder: configuration, image processor and a small tokenizer.
@@ -40,19 +40,19 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def write_conversations(folder: Path, count: int, questions: int, ids: int) -> Path:
-    """Writes conversations of one length about images of their own.
+    """Writes conversations of equal length, each about its own image.
 
     Args:
         folder: created.
         count: conversations, each with a JPEG file of 640 x 480.
-        questions: of each; an answer of one length follows every one.
-        ids: of each, of `tiny_tokenizer`, the image as one; met to within a question each.
+        questions: questions of each conversation, with answers of equal length.
+        ids: ids of each conversation, with the image as one; met up to one per question.
 
     Returns:
         The folder: train.json and images/.
 
     Raises:
-        ValueError: so many ids leave no room for answers.
+        ValueError: too few ids for answers.
     """
     encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
     bare = len(encoder.encode(_turns(questions, 1), 1).ids)
@@ -75,7 +75,7 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
 
 
 def _turns(questions: int, words: int) -> list[str]:
-    """Questions and answers of words that are one token each."""
+    """Builds questions and answers of words that are one token each."""
     question, answer = " ".join(["two"] * _QUESTION_WORDS), " ".join(["red"] * words)
     return [question, answer] * questions
 

@@ -1,16 +1,16 @@
-"""What pruning costs and saves from pixels to the first token: the paper's table of efficiency.
+"""Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
 
     python -m stepprune_jax.bench.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
 
-Weights, images and prompts are random, on whatever device there is. Rows take turns, so that drift
-of the machine hits all alike; ratios are taken within a turn; compilation is timed apart. What is
-measured begins with pixels in the host's memory and ends when the first token is known.
-`stepprune_jax.bench.efficiency_page` makes a section of the documentation of such results.
+Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
+the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
+measurement starts with pixels in host memory and ends when the first token is known.
+`stepprune_jax.bench.efficiency_page` turns such results into a section of the documentation.
 
-Random weights stop anywhere. So that a learned stop keeps the mean that is asked for, the price of
-a token grows steeply with their number, and the bias is calibrated on the images of the batch, as
-it is on validation questions after training. What deciding costs is measured, how much the counts
-of different images differ is not.
+Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
+grows steeply with their number, and the bias is calibrated on the images of the batch, as on
+validation questions after training. This measures the cost of deciding, not how much the counts of
+different images vary.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from stepprune_jax.pruning import PRUNERS, Policy, make_method
 from stepprune_jax.training import selectors
 
 UNPRUNED, REFERENCE = "all", "transformers"
-# Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in so many.
+# Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
 _ONE_IN = (3, 4.5, 9)
-# Power of the count that the price of a token grows with; see above.
+# Power of the count with which the price of a token grows; see above.
 _PRICE_GROWTH = 30.0
 
 
 def default_rows(config: ModelConfig) -> list[str]:
-    """Names all tokens, every pruner at the paper's budgets, and its own stop at these as means.
+    """Returns all tokens, every pruner at the paper's budgets, and learned stops at these means.
 
     Budgets that a pruner cannot keep on this model are left out, with a line on stderr.
     """
@@ -74,19 +74,19 @@ def default_rows(config: ModelConfig) -> list[str]:
 def read_rows(
     names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
 ) -> list[Row]:
-    """Makes the methods of rows, without what they would have learned.
+    """Builds the methods of rows, without trained parameters.
 
     Args:
         names: "all", or a pruner and its budget, such as "cls@64" or "stepprune@mean:64".
-        config: the model's.
-        decoder_layers: of StepPrune's policy.
-        dtype: that policies compute in.
+        config: the model's configuration.
+        decoder_layers: decoder layers of StepPrune's policy.
+        dtype: compute dtype of policies.
 
     Returns:
         A row for each name; the first is that of all tokens.
 
     Raises:
-        ValueError: an unknown pruner, a budget that it cannot keep, or a row that is given twice.
+        ValueError: an unknown pruner, an unsupported budget, or a repeated row.
     """
     rows = []
     for name in dict.fromkeys([UNPRUNED, *names]):
@@ -111,7 +111,7 @@ def read_rows(
 
 
 def draw_learned(row: Row) -> Row:
-    """Draws what a row's method would have learned."""
+    """Draws random parameters of a row's method."""
     if not row.method.params:
         return row
     pruner = row.method.pruner
@@ -122,16 +122,16 @@ def draw_learned(row: Row) -> Row:
 
 @functools.cache  # the budgets of a method share one policy
 def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
-    """Random weights of a policy, and statistics that leave features as they are."""
+    """Draws random weights of a policy, and statistics that leave features unchanged."""
     weights = jax.jit(selectors.init, static_argnums=1)(jax.random.key(1), shape)
     return weights, FeatureStats.start(shape.feature_width)
 
 
 def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[Row]) -> None:
-    """Refuses what does not fit into the memory that is free, before anything is allocated.
+    """Checks that the benchmark fits in free memory, before anything is allocated.
 
     Raises:
-        ValueError: what is needed, at least, what there is, and what to choose instead.
+        ValueError: it does not fit; the message has required and free memory and a remedy.
     """
     dtype, text = jnp.dtype(flags.dtype), config.text
     itemsize = dtype.itemsize
@@ -162,10 +162,10 @@ def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[
 
 
 def torch_device() -> str:
-    """The torch device that is jax's.
+    """Returns the torch device that matches jax's.
 
     Raises:
-        ValueError: `transformers` cannot run there; the message says what to install.
+        ValueError: `transformers` cannot run there; the message gives a remedy.
     """
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
@@ -184,7 +184,7 @@ def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
     """Builds LLaVA of `transformers` with SDPA and our weights.
 
     Returns:
-        From a batch to a call that brings it to its first tokens, which it returns.
+        A function from a batch to a call that returns its first logits.
     """
     llava = torch_llama.build_llava(model.params, model.config, device)
 
@@ -205,15 +205,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="stepprune_jax.bench.efficiency", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="mid", help=f"{', '.join(MODELS)}, or a config.json")
     parser.add_argument("--json", required=True, help="file for the results")
-    parser.add_argument("--rows", nargs="+", help="as all cls@64 stepprune@mean:64; else all")
+    parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--decoder_layers", type=int, default=PolicyConfig().decoder_layers)
-    parser.add_argument("--text", type=int, default=64, help="tokens of a prompt beside its image")
-    parser.add_argument("--new_tokens", type=int, default=16, help="decoded after the first one")
+    parser.add_argument("--text", type=int, default=64, help="tokens of a prompt besides its image")
+    parser.add_argument("--new_tokens", type=int, default=16, help="tokens after the first")
     parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
-    parser.add_argument("--rounds", type=int, default=5, help="turns that every row takes")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every row")
     parser.add_argument(
         "--transformers", action="store_true", help="compare with `transformers` and SDPA as well"
     )
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         flags.parser.error(" ".join(str(error).split()))
     dtype = jnp.dtype(flags.dtype)
-    # As `load_vlm` lays weights out.
+    # The same layout as in `load_vlm`.
     model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(method=place_method(model, row.method)) for row in rows]
@@ -275,6 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # `transformers` shares the card, so that jax may not take it all in advance.
+    # `transformers` shares the card, so jax may not preallocate all of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     main()

@@ -55,10 +55,10 @@ prompts (`stepprune_jax/bench/efficiency.py`):
 
 
 def section(results: Sequence[Mapping[str, Any]]) -> str:
-    """Writes results as Markdown.
+    """Formats results as Markdown.
 
     Args:
-        results: objects that `stepprune_jax.bench.efficiency` wrote.
+        results: objects from `stepprune_jax.bench.efficiency`.
 
     Returns:
         The section, the paper's own figures first.
@@ -67,7 +67,7 @@ def section(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _paper() -> Iterator[str]:
-    """What the paper prints, as it prints it."""
+    """Formats the paper's own figures."""
     paper = json.loads(_PAPER.read_text(encoding="utf-8"))
     rows = [
         [str(row[name]) for name in ("method", "tokens", "tflops", "latency_ms", "speed_up")]
@@ -79,7 +79,7 @@ def _paper() -> Iterator[str]:
 
 
 def _device(result: Mapping[str, Any]) -> Iterator[str]:
-    """A model on a device: what it was, and a table for each batch."""
+    """Formats the results of a model on a device, with a table for each batch."""
     about, peak, most = result["environment"], result["peak"], result.get("peak_bytes")
     yield f"### {result['model']}, {result['dtype']}, {about['device']}"
     yield (
@@ -100,7 +100,7 @@ def _device(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(row: Mapping[str, Any]) -> list[object]:
-    """The cells of a row; a reference has little more than times."""
+    """Returns the cells of a row; a reference has little more than times."""
     times, ratios = row["ms"], row["speed_up"]
     stages = {part: f"{spread[0]:.3g}" for part, spread in times.items()}
     cells = {name: "-" for name in _HEADER} | {
@@ -132,14 +132,14 @@ def _row(row: Mapping[str, Any]) -> list[object]:
 
 
 def _step(row: Mapping[str, Any]) -> str:
-    """Microseconds of the loop for each token of the longest row."""
+    """Returns the loop's microseconds per token of the longest row."""
     if "loop" not in row["ms"]:
         return "-"
     return f"{1e3 * row['ms']['loop'][0] / row['kept'][2]:.3g}"
 
 
 def _spread(values: Sequence[float]) -> str:
-    """A median with the least and the most."""
+    """Formats a median with minimum and maximum."""
     median, least, most = values
     return f"{median:.3g} ({least:.3g}, {most:.3g})"
 
@@ -147,7 +147,7 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.bench.efficiency_page", description=__doc__.split("\n")[0])
-    parser.add_argument("results", nargs="*", help="files that the benchmark wrote")
+    parser.add_argument("results", nargs="*", help="result files of the benchmark")
     parser.add_argument("--page", help="file whose marked part is replaced")
     flags = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Rows of a table of efficiency, measured in turns: pixels to the first token, and its stages."""
+"""Rows of an efficiency table, measured in turns: pixels to the first token, and its stages."""
 
 import functools
 import statistics
@@ -38,8 +38,8 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: of the row, as "stepprune@64".
-        method: how it prunes, from `pipeline.place_method`.
+        name: name of the row, such as "stepprune@64".
+        method: pruning method, from `pipeline.place_method`.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What all rows are asked.
+    """Inputs of all rows.
 
     Attributes:
-        prompts: one image each.
-        images: of the prompts.
+        prompts: prompts with one image each.
+        images: images of the prompts.
     """
 
     prompts: Prompts
@@ -59,13 +59,13 @@ class Batch(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What is measured, and how.
+    """Model and settings of the measurements.
 
     Attributes:
-        model: with random weights.
-        options: how it is run; one token more than are decoded.
-        peak: of the device.
-        rounds: turns that every row takes.
+        model: the model, with random weights.
+        options: how it is run, with one token more than are decoded.
+        peak: peak of the device.
+        rounds: turns of every row.
     """
 
     model: VLM
@@ -78,10 +78,10 @@ def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batc
     """Draws images and prompts.
 
     Args:
-        config: the model's.
-        size: prompts, with an image each.
+        config: the model's configuration.
+        size: number of prompts, with an image each.
         text: tokens of a prompt besides its image; the pruner reads all of them.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     random = np.random.default_rng(seed)
     pixels = jax.tree.map(
@@ -126,15 +126,15 @@ def measure(
     """Measures rows, which take turns.
 
     Args:
-        bench: what is measured.
-        rows: of the table; the first is what the others are compared with.
-        batch: what they are asked.
-        references: programs of others, by name, that bring the same batch to its first token and
-            return its logits [b, v]; they take turns with the rows.
+        bench: model and settings.
+        rows: rows of the table; the first is the baseline of the others.
+        batch: the inputs.
+        references: other programs by name, which run the same batch to its first token and return
+            its logits [b, v]; they take turns with the rows.
 
     Returns:
         A JSON object for each row and each reference. Times are milliseconds of the whole batch as
-        [median, least, most] of the turns, and so are ratios, which are taken within a turn.
+        [median, minimum, maximum] over turns, and so are ratios, computed within a turn.
     """
     rows = [with_stop_bias(bench, row, batch) for row in rows]
     first = {row.name: _answer(bench, row, batch) for row in rows}
@@ -168,7 +168,7 @@ def _result(
     turns: Sequence["_Turn"],
     stages: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """The JSON object of a row, from its turns, the first of which compiled, and its stages."""
+    """Builds a row's JSON object from its turns, the first of which compiled, and its stages."""
     compiling, *turns = turns
     steps, kept = bench.options.max_tokens - 1, compiling.kept
     again = statistics.median(turn.whole + turn.decode for turn in turns)
@@ -191,7 +191,7 @@ def _result(
 
 
 class _Turn(NamedTuple):
-    """An answered batch: seconds to the first token and from there to the last, and what it was."""
+    """An answered batch: seconds to the first token and from there to the last, and results."""
 
     whole: float
     decode: float = 0.0
@@ -201,7 +201,7 @@ class _Turn(NamedTuple):
 
 
 def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
-    """Answers a batch as a user's program does, with one look at the clock at the first token."""
+    """Answers a batch like a user's program, timing the first token."""
     model, options = bench.model, bench.options
     sampling = decoding.greedy(())
     begin = time.perf_counter()
@@ -217,27 +217,27 @@ def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Time of a call until its result is there."""
+    """Returns the time of a call until its result is ready."""
     begin = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - begin
 
 
 def _spread(values: Iterable[float]) -> list[float]:
-    """Median, least and most."""
+    """Returns median, minimum and maximum."""
     values = sorted(values)
     return [statistics.median(values), values[0], values[-1]]
 
 
 class _Stage(NamedTuple):
-    """A part of the way to the first token; those with the same key are the same program."""
+    """A stage before the first token; those with the same key are the same program."""
 
     key: Any
     run: Callable[[], Any]
 
 
 def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
-    """The parts of a row, each of which is a program by itself here."""
+    """Returns the stages of a row, each as a separate program."""
     (model, options, *_), method = bench, row.method
     taps = method.pruner.taps(model.config)
     vision = pipeline.encode(model, batch.images, taps, options.execution)
@@ -282,7 +282,7 @@ def _encode_for_policy(
     *,
     shape: PolicyConfig,
 ) -> Array:
-    """The slots that a policy points at: the part of its work before its loop."""
+    """Computes the slots that a policy points at: its work before the loop."""
     x = policy.standardise(features, learned.stats)
     text = vlm.embed_text(params, config, words) if shape.text_width else None
     return policy.memory(learned.weights, policy.encode(learned.weights, shape, x, text))
@@ -294,7 +294,7 @@ _encode = jit_for_weights(_encode_for_policy, ("config", "shape"))
 def _time_stages(
     rows: Mapping[str, Mapping[str, _Stage]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the stages of each row, turn by turn; what rows have in common is run once."""
+    """Times the stages of each row, turn by turn; shared stages are run once."""
     calls = {(part, s.key): s.run for stages in rows.values() for part, s in stages.items()}
     for call in calls.values():
         jax.block_until_ready(call())
@@ -311,7 +311,7 @@ def _time_stages(
 
 
 def _programs(bench: Bench, row: Row, batch: Batch) -> dict[str, Any]:
-    """Memory that the compiler plans for a row's programs, and the operations in them."""
+    """Returns the planned memory of a row's programs, and their operations."""
     ready = pipeline.prepare(
         *(bench.model, row.method, batch.prompts, batch.images),
         *(decoding.greedy(()), bench.options),
@@ -328,7 +328,7 @@ def _programs(bench: Bench, row: Row, batch: Batch) -> dict[str, Any]:
 def _work(
     model: VLM, method: Method, batch: Batch, kept: int
 ) -> dict[str, tuple[float | int, int]]:
-    """Operations, by formula, and bytes of weights and caches that each stage has to move."""
+    """Returns each stage's operations, by formula, and bytes of weights and caches it moves."""
     config, pruner, size = model.config, method.pruner, len(batch.prompts.length)
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
     flops = first_token_flops(config, pruner, grid, text, text, kept)

@@ -22,7 +22,7 @@ LAYER_BYTES = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
 
 
 def forget(files: list[Path]) -> bool:
-    """Drops files from the system's cache, where the system offers that; says whether it did."""
+    """Drops files from the system's cache if possible; returns whether it did."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for file in files:
@@ -33,7 +33,7 @@ def forget(files: list[Path]) -> bool:
 
 
 def read_all(files: list[Path]) -> None:
-    """Reads files from end to end and throws the bytes away."""
+    """Reads files completely and discards the bytes."""
     buffer = bytearray(16 << 20)
     for file in files:
         with open(file, "rb", buffering=0) as handle:
@@ -46,7 +46,7 @@ def report(gigabytes: float, repeats: int) -> str:
 
     Args:
         gigabytes: size of the folder, rounded to whole layers of 0.40 GB, at least one.
-        repeats: rounds; the best is shown, as others use the disk too.
+        repeats: rounds; the best is shown, as other programs use the disk too.
 
     Returns:
         A Markdown table: `load_vlm` and a plain reading of the same files, from the disk and from

@@ -1,4 +1,4 @@
-"""Memory per device of a backbone's programs, from their compilation alone.
+"""Memory per device of a backbone's programs, from compilation alone.
 
     python -m stepprune_jax.bench.memory --model llava-7b --mesh single data tensor data_tensor
 
@@ -121,13 +121,13 @@ def compiled_programs(
     """Compiles the backbone's programs for a mesh from shapes only.
 
     Args:
-        config: the model's shape; images are as large as it says.
-        mesh: from `build_mesh`.
+        config: the model's shape, including the image size.
+        mesh: result of `build_mesh`.
         batch: rows, one image each; divisible by the mesh's "data" and "fsdp" axes.
         length: tokens of the assembled sequence.
-        max_new_tokens: further slots of the cache.
+        max_new_tokens: additional slots of the cache.
         programs: which of "encode" (tower and projector), "prefill", "decode" (cache donated).
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
 
     Returns:
         `jax.stages.Compiled` by program.
@@ -183,7 +183,7 @@ def compiled_programs(
 
 
 def model_config(name: str) -> ModelConfig:
-    """The config of a known model or of a folder or file in the Hugging Face layout."""
+    """Returns the config of a known model, or of a folder or file in the Hugging Face layout."""
     known = MODELS | QWEN_MODELS
     if name in known:
         return find_family(known[name]).read_config(known[name], None)
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Before anything asks jax for devices.
+    # Before jax is asked for devices.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     main()

@@ -1,4 +1,4 @@
-"""What a device can do at best, as the measure of what a program reaches."""
+"""Peak performance of a device, as the reference of what a program reaches."""
 
 import time
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class Peak(NamedTuple):
     """The bounds of a roofline.
 
     Attributes:
-        flops: operations a second.
-        bandwidth: bytes a second to and from the device's memory.
-        source: where they are from.
+        flops: operations per second.
+        bandwidth: bytes per second to and from the device's memory.
+        source: their source.
     """
 
     flops: float
@@ -28,21 +28,21 @@ class Peak(NamedTuple):
     source: str
 
     def seconds(self, flops: float | int, nbytes: int) -> float:
-        """The least time of a program with so many operations that moves so many bytes."""
+        """Returns the shortest time of a program with these operations and bytes moved."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
 
 def device_peak(dtype: Any, side: int = _SIDE, nbytes: int = _BYTES) -> Peak:
-    """The peak of the first device that jax sees.
+    """Returns the peak of the first device that jax sees.
 
     Args:
-        dtype: of the matrix products.
-        side: of the matrices, where it is measured.
-        nbytes: that are copied and read, likewise.
+        dtype: dtype of the matrix products.
+        side: side of the matrices, if it is measured.
+        nbytes: bytes to copy and to read, if it is measured.
 
     Returns:
-        In bfloat16 that of the vendor, for the devices of `ACCELERATORS`. Otherwise what a large
-        matrix product, and a copy or a read, reach now.
+        The vendor's peak for bfloat16 and devices of `ACCELERATORS`; otherwise the measured rates
+        of a large matrix product, and of a copy or a read.
     """
     name = known_as(jax.devices()[0].device_kind)
     if name and jnp.dtype(dtype) == jnp.bfloat16:
@@ -60,7 +60,7 @@ def device_peak(dtype: Any, side: int = _SIDE, nbytes: int = _BYTES) -> Peak:
 
 
 def _best(call: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:
-    """Seconds of the fastest of a few calls, after one that compiles."""
+    """Returns seconds of the fastest of a few calls, after one that compiles."""
     jax.block_until_ready(call(*arguments))
     taken = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""What the policy costs at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
+"""Cost of the policy at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
 
     python -m stepprune_jax.bench.policy
     python -m stepprune_jax.bench.policy --parts agreement --run runs/shapes
@@ -6,8 +6,8 @@
 The first command prints the temporary memory of the gradient through the selection at several
 T_max, for the plain scan, the scan with saved rows and the parallel estimator, their gradients'
 difference and the time of each; the time of the pointer loop step by step and with tables over
-slots, with one and two decoder layers; and the policy's operations per image. The second prints how
-much of what a run's policy chooses on the run's test split it also chooses in bfloat16, either way.
+slots, with one and two decoder layers; and the policy's operations per image. The second prints the
+share of a policy's choices on the run's test split that bfloat16 and tables reproduce.
 """
 
 import argparse
@@ -48,7 +48,7 @@ ESTIMATORS = {
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "name"))
 def selection_gradient(params, memory, weights, *, config, steps, name):
-    """Gradient of a weighted sum of soft scores and the expected count, through one selection."""
+    """Returns the gradient of a weighted sum of soft scores and the expected count."""
 
     def loss(params, memory):
         t = ESTIMATORS[name](params, config, memory, max_steps=steps)
@@ -60,7 +60,7 @@ def selection_gradient(params, memory, weights, *, config, steps, name):
 
 
 def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str) -> int:
-    """Temporary memory the compiler plans for `selection_gradient` at batch 1."""
+    """Returns the temporary memory planned for `selection_gradient` at batch 1."""
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = policy.abstract_policy(config)
     memory = float32((1, num_tokens + 1, config.policy_width))
@@ -71,7 +71,7 @@ def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str
 
 
 def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list[list[object]]:
-    """MiB per estimator and T_max, growth from first to last, and the plain scan over each."""
+    """Tabulates MiB per estimator and T_max, growth, and the plain scan's ratio to each."""
     plan = {
         name: [temporary_bytes(config, num_tokens, t, name) / 2**20 for t in steps]
         for name in ESTIMATORS
@@ -81,7 +81,7 @@ def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list
 
 
 def relative_difference(a, b) -> float:
-    """Largest ||a - b|| / ||b|| over the leaves of two trees; 0 where both are zero."""
+    """Returns the largest ||a - b|| / ||b|| over the leaves of two trees; 0 where both are zero."""
 
     def of_leaf(x: jax.Array, y: jax.Array) -> float:
         difference, size = float(jnp.linalg.norm(x - y)), float(jnp.linalg.norm(y))
@@ -93,7 +93,7 @@ def relative_difference(a, b) -> float:
 
 
 def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: int) -> str:
-    """Times and differences of the estimators' gradients."""
+    """Reports times and differences of the estimators' gradients."""
     weights = jax.random.normal(jax.random.key(2), (memory.shape[0], memory.shape[1] - 1))
     calls = {
         name: functools.partial(
@@ -119,7 +119,7 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
 
 
 def step_by_step(*arguments):
-    """`pointer_step` by another name: `pick` makes tables for the built-in decoder alone."""
+    """Wraps `pointer_step`, as `pick` builds tables only for the built-in decoder."""
     return policy.pointer_step(*arguments)
 
 
@@ -134,12 +134,12 @@ def pick(params, memory, budget, *, config, steps, group=1, tables=True):
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
 def pick_and_stop(params, memory, most, *, config, steps):
-    """Chooses as many, but looks at the stop, which never wins."""
+    """Chooses the same number, but checks the stop, which never wins."""
     return policy.pick(params, config, memory, max_steps=steps, max_tokens=most, stop_bias=-1e6)
 
 
 class Size(NamedTuple):
-    """What the loop goes through: rows of so many tokens, T_max, and how many of them it keeps."""
+    """Size of the loop: rows, tokens, T_max, and kept tokens."""
 
     batch: int
     num_tokens: int
@@ -150,7 +150,7 @@ class Size(NamedTuple):
 def loop_report(
     config: PolicyConfig, size: Size, layers: list[int], groups: list[int], repeats: int
 ) -> str:
-    """Times of the encoder and of ways through the pointer loop."""
+    """Reports times of the encoder and of implementations of the pointer loop."""
     batch, num_tokens, steps, kept = size
     draw = functools.partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
     memory = draw(jax.random.key(1), (batch, num_tokens + 1, config.policy_width))
@@ -189,13 +189,13 @@ def loop_report(
 
 
 def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str:
-    """How much of what a trained policy chooses step by step in float32 it chooses otherwise.
+    """Reports how far a trained policy's choices agree with those step by step in float32.
 
     Args:
       run: Folder of its training run.
       model: Folder of the model that it was trained with.
       most: Questions of the run's test split, spread evenly.
-      counts: Tokens kept.
+      counts: Numbers of tokens kept.
     """
     learned = load_policy(run / "policy.safetensors")
     vlm = load_vlm(model, dtype=jnp.float32, progress=False)
@@ -235,13 +235,13 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
 
 
 def _shared(found: np.ndarray, reference: np.ndarray, count: int) -> float:
-    """Mean share of the first `count` of an order that are among the first of another."""
+    """Returns the mean share of the first `count` of an order that are among another's first."""
     pairs = zip(found[:, :count], reference[:, :count], strict=True)
     return float(np.mean([np.isin(a, b).mean() for a, b in pairs]))
 
 
 def main(arguments: list[str] | None = None):
-    """Runs the parts of the benchmark that the flags name, at their size."""
+    """Runs the parts of the benchmark that the flags select."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
     parser.add_argument("--num_tokens", type=int, default=576)
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", type=Path, help="folder of a finished training run")
-    parser.add_argument("--model", default=str(SHAPES_MODEL), help="the model it was trained with")
+    parser.add_argument("--model", default=str(SHAPES_MODEL), help="model it was trained with")
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--counts", type=int, nargs="+", default=[48, 32, 16, 8])
     flags = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""Memory and compiled programs of one process that answers for long, whatever it is asked.
+"""Memory and compiled programs of a long-running process that answers varied requests.
 
     python -m stepprune_jax.bench.soak --generations 3000
 
 Each generation has another batch size, number and sizes of images, lengths of prompts, pruner and
-budget. Both figures have to level off: shapes are padded to buckets, and nothing
-is kept of what has been answered.
+budget. Both figures must level off: shapes are padded to buckets, and no state of earlier requests
+is kept.
 """
 
 import itertools
@@ -34,11 +34,11 @@ PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", Fal
 
 
 class Asked(NamedTuple):
-    """What one generation is asked.
+    """Inputs of one generation.
 
     Attributes:
-        prompts: of the batch.
-        images: of each prompt.
+        prompts: prompts of the batch.
+        images: images of each prompt.
         options: further arguments of `generate`.
     """
 
@@ -48,15 +48,15 @@ class Asked(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a process holds.
+    """Resources of a process.
 
     Attributes:
-        generations: so far.
-        programs: compiled.
+        generations: generations so far.
+        programs: compiled programs.
         megabytes: resident memory, in MiB.
         maps: mapped regions of memory, of which Linux allows a process 65,530 by default; a
             program on a CPU takes some for each of its kernels.
-        seconds: since the start.
+        seconds: seconds since the start.
     """
 
     generations: int
@@ -67,12 +67,12 @@ class Look(NamedTuple):
 
 
 def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iterator[Asked]:
-    """Yields random requests without end.
+    """Yields random requests endlessly.
 
     Args:
-        seed: of the draws.
-        words: that prompts are made of.
-        policy: of the pruner "stepprune".
+        seed: seed of the draws.
+        words: words for prompts.
+        policy: policy of the pruner "stepprune".
         most: the largest budget.
     """
     random = np.random.default_rng(seed)
@@ -92,14 +92,14 @@ def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iter
 
 
 def _image(random: np.random.Generator) -> Image.Image:
-    """Noise of any size, the same over blocks of pixels."""
+    """Draws noise of any size, constant over blocks of pixels."""
     size = (MOST_PIXELS ** random.random(2)).astype(int)
     small = random.integers(0, 256, (*np.maximum(size // 16, 1), 3), np.uint8)
     return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
 
 
 def _look(generations: int, begin: float) -> Look:
-    """What this process holds now, `begin` seconds on the clock being its start."""
+    """Returns the process's current resources; `begin` is its start on the clock."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_bytes().count(b"\n")
     megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -110,12 +110,12 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
     """Answers random requests with the shipped model in this process.
 
     Args:
-        generations: how many.
-        seed: of the requests.
-        looks: how often memory and programs are looked at.
+        generations: number of generations.
+        seed: seed of the requests.
+        looks: number of measurements.
 
     Yields:
-        What the process holds, at the start and then `looks` times.
+        The resources of the process, at the start and then `looks` times.
     """
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
     policy = load_policy("literal")
@@ -131,13 +131,13 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line each time memory and programs are looked at."""
+    """Prints a line for each measurement."""
     parser = Parser(prog="stepprune_jax.bench.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--generations", type=int, default=3000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--generations", type=int, default=3000, help="number of generations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     arguments = parser.parse_args(argv)
     if arguments.generations < 1 or arguments.seed < 0:
-        parser.error("--generations is from 1 on, --seed from 0")
+        parser.error("expected --generations of at least 1 and --seed of at least 0")
     print(f"{machine()}, seed {arguments.seed}\n", flush=True)
     header = "| generations | programs | resident MiB | maps | s |"
     print(f"{header}\n{'| ---: ' * 5}|", flush=True)

@@ -12,7 +12,7 @@ import jax
 
 
 def machine() -> str:
-    """One line that says what the numbers below it were measured on."""
+    """Describes the machine of the measurements in one line."""
     device, processor = jax.devices()[0], platform.processor() or platform.machine()
     return (
         f"{jax.device_count()} x {device.device_kind} ({device.platform}), {processor}, "
@@ -21,7 +21,7 @@ def machine() -> str:
 
 
 def environment() -> dict[str, str | int]:
-    """What decides how fast a program is: device, driver, versions, flags, and the commit."""
+    """Returns what affects the speed of programs: device, driver, versions, flags and commit."""
     device = jax.devices()[0]
     driver = Path("/proc/driver/nvidia/version")
     flags = {k: v for k, v in os.environ.items() if k == "XLA_FLAGS" or k.startswith("JAX_")}
@@ -42,7 +42,7 @@ def environment() -> dict[str, str | int]:
 
 
 def _processor() -> str:
-    """The processor's name, where the system says it."""
+    """Returns the processor's name, if the system reports it."""
     lines = Path("/proc/cpuinfo")
     named = lines.read_text().splitlines() if lines.is_file() else []
     names = (line.partition(":")[2].strip() for line in named if line.startswith("model name"))
@@ -50,7 +50,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit that runs, "-dirty" if files differ from it; "unknown" outside of a checkout."""
+    """Returns the commit, with "-dirty" for modified files; "unknown" outside a checkout."""
     command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -59,7 +59,7 @@ def _commit() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated on the first device; of the machine's memory on a CPU."""
+    """Returns bytes that can be allocated on the first device; on a CPU, in main memory."""
     device = jax.devices()[0]
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats:
@@ -72,7 +72,7 @@ def free_memory() -> int:
 
 
 def peak_memory() -> int | None:
-    """Most bytes in use on any of this process's devices so far; None where jax does not say."""
+    """Returns the largest peak bytes of this process's devices; None if unreported."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
 
@@ -82,12 +82,12 @@ def time_side_by_side(
     repeats: int,
     setups: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Median seconds of each call, taken in turns so that drift of the machine hits all alike.
+    """Returns median seconds of each call, in turns, so that drift affects all equally.
 
     Args:
       calls: Functions that return arrays; each is called once before, to compile.
       repeats: Timed rounds.
-      setups: By name, what makes the one argument of a call, afresh and untimed each time; calls
+      setups: Functions by name that build the single argument of a call, untimed, each time; calls
         without one take no argument.
     """
     setups = setups or {}
@@ -108,7 +108,7 @@ def time_side_by_side(
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:
-    """A Markdown table; floats get three significant digits."""
+    """Formats a Markdown table; floats get three significant digits."""
     cells = [[f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

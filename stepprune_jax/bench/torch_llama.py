@@ -1,4 +1,4 @@
-"""Llama and LLaVA of `transformers` with our weights, as the contenders of the benchmarks.
+"""Llama and LLaVA of `transformers` with our weights, as references of the benchmarks.
 
 torch and the models of `transformers` are imported inside the functions: nothing else of the
 package needs them.
@@ -29,17 +29,17 @@ class Prefilled(NamedTuple):
 
 
 def to_torch(array: Array | np.ndarray, device: str = "cpu") -> Any:
-    """A torch tensor with the values and dtype of an array, through host memory."""
+    """Copies an array to a torch tensor of the same dtype, through host memory."""
     import torch
 
     host = np.array(array)
-    if host.dtype == np.dtype("bfloat16"):  # numpy's has no counterpart in torch but its bits
+    if host.dtype == np.dtype("bfloat16"):  # torch does not know numpy's bfloat16, so by its bits
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(host).to(device)
 
 
 def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") -> Any:
-    """Makes a `LlamaForCausalLM` with SDPA attention that holds a copy of our weights.
+    """Builds a `LlamaForCausalLM` with SDPA attention and a copy of our weights.
 
     Args:
         language: the tree under "language" of our parameters.
@@ -59,13 +59,13 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     tensors = _tensors({"language": language}, config, device)
     state = {name.removeprefix("language_model."): tensor for name, tensor in tensors}
     model.load_state_dict(state, strict=True, assign=True)
-    # The rotary frequencies are no weights: the meta device left them without values.
+    # The rotary frequencies are not weights: the meta device left them without values.
     model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(device)
     return model.eval().requires_grad_(False)
 
 
 def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu") -> Any:
-    """Makes a `LlavaForConditionalGeneration` with SDPA attention and a copy of our weights.
+    """Builds a `LlavaForConditionalGeneration` with SDPA attention and a copy of our weights.
 
     Args:
         params: the model's weights.
@@ -86,7 +86,7 @@ def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu"
     names = {canonical_name(name): name for name in model.state_dict()}
     state = {names[name]: tensor for name, tensor in _tensors(params, config, device)}
     model.load_state_dict(state, strict=True, assign=True)
-    # What is computed is no weight: the meta device left it without values.
+    # Computed buffers are not weights: the meta device left them without values.
     language, embeddings = model.model.language_model, model.model.vision_tower.embeddings
     language.rotary_emb = type(language.rotary_emb)(hf.text_config).to(device)
     embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]
@@ -94,7 +94,7 @@ def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu"
 
 
 def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
-    """The tensors of some weights under their canonical names."""
+    """Yields tensors of weights under their canonical names."""
     flat, abstract = weights.flatten(params), vlm.abstract_params(config, layers=layout_of(params))
     for target in weight_targets(abstract, config):
         if target.path in flat:
@@ -111,13 +111,13 @@ def first_tokens(
     """Runs LLaVA over prompts with an image each.
 
     Args:
-        model: from `build_llava`.
-        ids: [b, l] ids with -200 where the image stands.
-        pixels: [b, 3, H, W] of the images.
+        model: result of `build_llava`.
+        ids: [b, l] ids with -200 instead of the image.
+        pixels: [b, 3, H, W] pixels of the images.
         config: the model's shape.
 
     Returns:
-        [b, v] the logits that the first tokens are drawn from, once they are in host memory.
+        [b, v] logits of the first tokens, in host memory.
     """
     import torch
 
@@ -136,7 +136,7 @@ def first_tokens(
 
 
 def new_cache(model: Any, kind: str, capacity: int) -> Any:
-    """An empty cache of `transformers`: "dynamic" grows, "static" has `capacity` slots."""
+    """Returns an empty cache of `transformers`: "dynamic", or "static" of `capacity` slots."""
     import transformers
 
     if kind == "dynamic":
@@ -145,7 +145,7 @@ def new_cache(model: Any, kind: str, capacity: int) -> Any:
 
 
 def wait(device: str) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until a GPU has finished its work."""
     import torch
 
     if device != "cpu":
@@ -179,17 +179,17 @@ def decode(model: Any, cache: Any, tokens: Any) -> Any:
 
 
 def fresh(cache: Any) -> Any:
-    """A copy of a cache, so that a run starts where the one before started."""
+    """Copies a cache, so that every run starts from the same state."""
     return copy.deepcopy(cache)
 
 
 def as_numpy(tensor: Any) -> Float[np.ndarray, "b v"]:
-    """Logits as a float32 array."""
+    """Returns logits as a float32 array."""
     return tensor.float().cpu().numpy()
 
 
 def tokens_on(tokens: Int[np.ndarray, "t b"], device: str) -> Any:
-    """Token ids as a torch tensor."""
+    """Returns token ids as a torch tensor."""
     import torch
 
     return torch.from_numpy(np.asarray(tokens, np.int64)).to(device)

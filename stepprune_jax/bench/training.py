@@ -1,11 +1,11 @@
-r"""Updates of a training run, timed at full size without weights or data of your own.
+r"""Updates of a training run, timed at full size without real weights or data.
 
     python -m stepprune_jax.bench.training --config configs/llava7b.py --model llava-7b
 
 The run is the configuration's, on all devices that jax sees, with random weights of the model's
-shape, made on the devices, and with drawn images and conversations in LLaVA's format, which go
-through the pipeline that a run has. Prints the time of an update, model FLOP utilisation, peak
-memory, how long an update waits for its batch, and the policy's share.
+shape, drawn on the devices, and with synthetic images and conversations in LLaVA's format, which go
+through the usual pipeline. Prints the time of an update, model FLOP utilisation, peak memory, how
+long an update waits for its batch, and the policy's share.
 """
 
 import collections
@@ -44,11 +44,11 @@ from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.training.settings import Run, make_mesh, make_setup, read_run
 from stepprune_jax.user_input import user_input
 
-# Updates that are on their way before the host waits for one, as in a run.
+# Updates in flight before the host waits for one, as in a run.
 _IN_FLIGHT = 2
-# Updates before the clock starts: the pipeline fills.
+# Updates before timing starts, while the pipeline fills.
 _WARM_UP = 3
-# Images that are drawn; none is kept in memory, so each is read and decoded every time.
+# Number of images; none is cached, so each is read and decoded every time.
 _IMAGES = 256
 _QUESTIONS = 4
 
@@ -57,16 +57,16 @@ class Measured(NamedTuple):
     """Measurements of a run; seconds are of one update, operations on all devices.
 
     Attributes:
-        update: mean time from one to the next, fed by the pipeline.
+        update: mean time between updates, fed by the pipeline.
         wait: mean time in which the host has no batch; updates in flight hide some of it.
-        fed: mean time of an update whose batch is at hand.
-        policy: mean time of the policy's part alone, with inputs at hand: forward, backward and
+        fed: mean time of an update whose batch is ready.
+        policy: mean time of the policy's part alone, with inputs ready: forward, backward and
             optimiser, in front of a language model that costs nothing.
-        model_flops: operations of an update without those that `remat` does again.
+        model_flops: operations of an update without recomputation by `remat`.
         flops: operations of the program.
         policy_flops: operations of the policy's part.
         planned: memory on each device, as the compiler plans it.
-        peak: largest memory of a device that was in use, in bytes; None where jax does not say.
+        peak: largest memory in use on a device, in bytes; None if jax does not report it.
     """
 
     update: float
@@ -81,7 +81,7 @@ class Measured(NamedTuple):
 
 
 class _Bench(NamedTuple):
-    """What is timed."""
+    """State of the benchmark."""
 
     params: Any
     state: step.State
@@ -99,9 +99,9 @@ def measure(
     Args:
         config: configuration of the run; its model and data are replaced.
         fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
-        steps: updates that are timed.
-        ids: of each conversation, its image as one.
-        folder: empty; for data.
+        steps: number of timed updates.
+        ids: ids of each conversation, its image as one.
+        folder: empty folder for data.
 
     Returns:
         The measurements.
@@ -172,7 +172,7 @@ def _open(run: Run, folder: Path) -> tuple[Source, Batches]:
 def _through_the_pipeline(
     bench: _Bench, update: Callable[..., Any], steps: int
 ) -> tuple[float, float, _Bench]:
-    """Mean seconds of an update and of waiting for a batch; updates as a run makes them."""
+    """Returns mean seconds of an update and of waiting for a batch, as in a run."""
     state, flying, wait, begin = bench.state, collections.deque(), 0.0, 0.0
     stream = bench.batches.stream(_WARM_UP + steps)
     try:
@@ -199,7 +199,7 @@ def _through_the_pipeline(
 def _repeated(
     bench: _Bench, update: Callable[[_Bench, np.int32], Any], repeats: int = 10
 ) -> tuple[float, _Bench]:
-    """Mean seconds of one update after another, after one that is not timed."""
+    """Returns mean seconds of consecutive updates, after one that is not timed."""
     for number in range(repeats + 1):
         if number == 1:
             jax.block_until_ready(bench.state)
@@ -210,7 +210,7 @@ def _repeated(
 
 
 def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:
-    """The compiled policy's part of an update for one batch, and its operations."""
+    """Returns the compiled policy's part of an update for one batch, and its operations."""
     setup = bench.setup
     inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(
         bench.params, setup=setup, batch=batch
@@ -233,12 +233,12 @@ def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any],
 
 
 def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
-    """The numbers in lines.
+    """Formats the measurements line by line.
 
     Args:
-        measured: from `measure`.
-        devices: that took part.
-        name: of them, in `ACCELERATORS`; None if their peak is not known.
+        measured: result of `measure`.
+        devices: number of devices.
+        name: their name in `ACCELERATORS`; None if their peak is unknown.
     """
     yield f"update        {measured.update:.4g} s, fed by the pipeline"
     yield f"              {measured.fed:.4g} s with the batch at hand"
@@ -246,7 +246,7 @@ def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
     done = f"{measured.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
     if name:
         peak = devices * ACCELERATORS[name].flops
-        again = f"{measured.flops / measured.update / peak:.1%} with what remat computes again"
+        again = f"{measured.flops / measured.update / peak:.1%} with recomputation by remat"
         yield f"MFU           {rate / peak:.1%} of {devices} {name} ({again}); {done}"
     else:
         yield f"MFU           none: no peak is known of this device; {done}"
@@ -269,8 +269,8 @@ def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
     Args:
         config: configuration of the run.
         model: name or folder of the shape.
-        steps: updates that are timed.
-        ids: of each conversation.
+        steps: number of timed updates.
+        ids: ids of each conversation.
     """
     with user_input():
         run = read_run(config)
@@ -291,8 +291,8 @@ def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
 if __name__ == "__main__":
     command_line.define_config()
     flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
-    flags.DEFINE_integer("steps", 50, "Updates that are timed.", lower_bound=1)
-    flags.DEFINE_integer("ids", 640, "Of each conversation, the image as one.", lower_bound=1)
+    flags.DEFINE_integer("steps", 50, "Number of timed updates.", lower_bound=1)
+    flags.DEFINE_integer("ids", 640, "Ids of each conversation, the image as one.", lower_bound=1)
     command_line.run(
         "stepprune_jax.bench.training",
         lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),

@@ -1,11 +1,11 @@
-"""Memory per device and operations of a training update, from its compilation alone.
+"""Memory per device and operations of a training update, from compilation alone.
 
     python -m stepprune_jax.bench.update --model llava-7b --mesh data=2 fsdp=8 --ids 640 1473
 
 Nothing is allocated and no weights are needed: the update is compiled for virtual CPU devices, as
-`train.py --dry_run` compiles that of a run. Frozen weights are bfloat16, the policy is float32 and
-as wide as the tower; the frozen model takes a row at a time on each device and computes its blocks
-again in the backward pass.
+in `train.py --dry_run`. Frozen weights are bfloat16, the policy is float32 and as wide as the
+tower; the frozen model processes one row at a time on each device and recomputes its blocks in the
+backward pass.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ids", nargs="+", type=int, default=[640], help="widths; images are one")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--policy_text", type=int, default=128, help="tokens the policy sees")
+    parser.add_argument("--policy_text", type=int, default=128, help="tokens the policy reads")
     parser.add_argument("--targets", type=int, default=256, help="supervised tokens")
     options = parser.parse_args(arguments)
     print(f"batch {options.batch}, GiB per device, TFLOPs on all devices")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Before anything asks jax for devices.
+    # Before jax is asked for devices.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

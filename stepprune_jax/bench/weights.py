@@ -1,4 +1,4 @@
-"""Random weights of any size, drawn where they lie."""
+"""Random weights of any size, drawn on their devices."""
 
 import functools
 from typing import Any
@@ -13,12 +13,12 @@ def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
     """Draws weights in their own dtype and on their own devices, leaf by leaf.
 
     Args:
-        abstract: tree of `jax.ShapeDtypeStruct` as of `vlm.abstract_params`; a leaf that has a
-            sharding is drawn in its parts.
-        seed: of the draw.
+        abstract: tree of `jax.ShapeDtypeStruct`, as from `vlm.abstract_params`; a leaf with a
+            sharding is drawn shard by shard.
+        seed: seed of the draw.
 
     Returns:
-        The tree: kernels and embeddings scaled to keep activations near one, scales 1, biases 0.
+        The weights: kernels and embeddings scaled to keep activations near 1, scales 1, biases 0.
     """
     flat = weights.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(flat))
@@ -31,7 +31,7 @@ def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
 
 @functools.cache
 def _program(kind: str, shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The compiled draw of a leaf."""
+    """Compiles the draw of a leaf."""
 
     def draw(key):
         if kind in ("scale", "bias"):

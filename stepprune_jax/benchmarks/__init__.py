@@ -1,6 +1,6 @@
 """The benchmarks: their questions, answer files and scorers. Nothing here imports jax.
 
-One module a benchmark, the shapes world among them. `BENCHMARKS` names them all.
+Each benchmark is a module, including the shapes world. `BENCHMARKS` lists them all.
 """
 
 from stepprune_jax.benchmarks import gqa, mmbench, mme, pope, scienceqa, shapes, textvqa, vqav2

@@ -1,9 +1,9 @@
 """Answer files as a run writes them: line by line, resumed after an interruption.
 
-Beside `METHOD.jsonl` lies `METHOD.json`, its provenance: everything that determines the answers. A
-run that would answer otherwise does not add to the file. Where several processes share the
-questions, all but the first write to files of their own, `METHOD.part-1.jsonl` and so on, until
-they are merged.
+`METHOD.jsonl` is accompanied by `METHOD.json`, its provenance: everything that determines the
+answers. A run of another provenance does not add to the file. If several processes share the
+questions, all but the first write to separate files, `METHOD.part-1.jsonl` and so on, which are
+merged later.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ ANSWERS = "answers"
 
 
 def pruning_rate(count: float | int, num_tokens: int) -> float:
-    """Share of an image's tokens that is pruned, in percent, to one decimal."""
+    """Returns the pruned share of an image's tokens in percent, to one decimal."""
     return round(100 * (1 - count / num_tokens), 1)
 
 
 def budget_of_rate(method: str, rate: float | None, num_tokens: int) -> int | None:
-    """Recovers a budget from files that hold its rounded pruning rate in place of the count."""
+    """Recovers a budget from files that hold its rounded pruning rate instead of the count."""
     if rate is None or method.endswith(", own stop"):
         return None
     return round(num_tokens * (1 - rate / 100))
@@ -43,17 +43,17 @@ class Provenance(NamedTuple):
     """Provenance of an answer file: everything that determines its answers.
 
     Attributes:
-        benchmark: its name.
-        questions: `questions_digest` of all that is asked.
-        asked: their number.
+        benchmark: name of the benchmark.
+        questions: `questions_digest` of all questions.
+        asked: number of questions.
         method: name of the table row.
         mode: "exact" (every image keeps the budget) or "adaptive" (the policy stops by itself).
-        budget: tokens to keep of each image, on average if adaptive; N for all tokens; None where
-            the policy stops where it learned to.
+        budget: tokens to keep per image, on average if adaptive; N for all tokens; None for a
+            policy's own stop.
         num_tokens: N, visual tokens of an image.
         stop_bias: added to the stop logits; None for exact rows.
         model: its name.
-        made: what else the answers depend on, JSON values by name.
+        made: everything else that determines the answers, JSON values by name.
     """
 
     benchmark: str
@@ -69,12 +69,12 @@ class Provenance(NamedTuple):
 
     @property
     def pruning_rate(self) -> float | None:
-        """In percent; None for a policy's own stop, which is not known before."""
+        """Pruning rate in percent; None for a policy's own stop, unknown in advance."""
         return None if self.budget is None else pruning_rate(self.budget, self.num_tokens)
 
     @property
     def slug(self) -> str:
-        """Names the row's files."""
+        """Base name of the row's files."""
         rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
         words = " ".join([self.method, *rate]).lower().replace("+", " plus")
         return re.sub("[^a-z0-9.]+", "-", words).strip("-")
@@ -95,7 +95,7 @@ class AnswerFile(NamedTuple):
 
     Attributes:
         path: the file, JSON lines.
-        provenance: what the answers depend on.
+        provenance: everything that determines the answers.
     """
 
     path: Path
@@ -108,11 +108,11 @@ class AnswerFile(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, provenance: Provenance) -> "AnswerFile":
-        """Places the file of a row in a folder with one folder a benchmark."""
+        """Returns the file of a row in a folder with one folder per benchmark."""
         return cls(folder / provenance.benchmark / f"{provenance.slug}.jsonl", provenance)
 
     def part(self, number: int) -> Path:
-        """Path that a process writes to; process 0 writes to the file itself."""
+        """Returns the path that a process writes to; process 0 writes to the file itself."""
         return self.path.with_suffix(f".part-{number}.jsonl") if number else self.path
 
     def parts(self) -> list[Path]:
@@ -128,7 +128,7 @@ class AnswerLine(NamedTuple):
         text: the answer.
         kept: K, the number of visual tokens kept; 0 without an image.
         ms: milliseconds it took.
-        order: the kept tokens in order of choice, where they are to be drawn; or None.
+        order: the kept tokens in order of choice, if they are to be drawn; or None.
     """
 
     text: str
@@ -138,10 +138,10 @@ class AnswerLine(NamedTuple):
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Verifies that a file was written as this run would write it; changes nothing.
+    """Verifies that a file has the provenance of this run; changes nothing.
 
     Args:
-        file: with the provenance of this run.
+        file: the answer file, with the provenance of this run.
 
     Raises:
         ValueError: answers without a provenance, or with a different one; the message names the
@@ -157,21 +157,21 @@ def check_claim(file: AnswerFile) -> None:
             ]
             if changed:
                 raise ValueError(
-                    f"{file.path} holds answers that were made differently; move it and its .json "
+                    f"{file.path} holds answers of another provenance; move it and its .json "
                     f"away, or give another --workdir. {'; '.join(changed)}"
                 )
     elif file.parts():
         raise ValueError(
-            f"{file.path} holds answers, but no {file.provenance_path.name} beside it says how "
-            "they were made; move it away"
+            f"{file.path} holds answers, but their provenance {file.provenance_path.name} is "
+            "missing; move it away"
         )
 
 
 def claim(file: AnswerFile) -> None:
-    """Claims a file for this run by writing its provenance beside it.
+    """Claims a file for this run by writing its provenance next to it.
 
     Args:
-        file: with the provenance of this run.
+        file: the answer file, with the provenance of this run.
 
     Raises:
         ValueError: as `check_claim`.
@@ -203,7 +203,7 @@ def read_files(folder: Path) -> list[AnswerFile]:
     """Lists the answer files of one benchmark by name.
 
     Args:
-        folder: of the benchmark.
+        folder: folder of the benchmark.
 
     Raises:
         ValueError: a provenance that cannot be read.
@@ -217,10 +217,10 @@ def recover(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
 
     Args:
-        path: the file; an incomplete last line is cut off, one that lacks only its newline gets it.
+        path: the file; an incomplete last line is removed, a missing last newline is added.
 
     Returns:
-        The objects; none where there is no file.
+        The objects; none if there is no file.
 
     Raises:
         ValueError: another line is not a JSON object; the message names it.
@@ -245,7 +245,7 @@ def recover(path: Path) -> list[dict[str, Any]]:
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
-    """Parses a line that says which question it answers."""
+    """Parses a line and checks its question."""
     try:
         value = parse_json(line, where)
         good = isinstance(value, dict) and {"question_id", "prompt", "text"} <= value.keys()
@@ -260,16 +260,16 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
-    """Lists the questions without an answer; merges parts and sorts lines as the questions are.
+    """Lists unanswered questions; merges parts and sorts lines in the order of the questions.
 
-    Call it in one process only, while none writes.
+    Must be called in one process only, while none writes.
 
     Args:
-        file: claimed.
-        questions: of the benchmark.
+        file: a claimed file.
+        questions: questions of the benchmark.
 
     Returns:
-        Numbers of questions, ascending. A question that is listed twice needs two lines.
+        Numbers of questions, ascending. A question that occurs twice needs two lines.
 
     Raises:
         ValueError: a line cannot be read, or answers a question that was not asked.
@@ -288,7 +288,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
                     f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
                     "this benchmark; move the file away"
                 )
-            if waiting[key]:  # of several answers to one question the first counts
+            if waiting[key]:  # the first of several answers counts
                 answered[waiting[key].pop(0)] = value
     ordered = sorted(answered)
     if len(parts) > 1 or num_lines > len(answered) or list(answered) != ordered:
@@ -315,7 +315,7 @@ def answer_object(
 
     Args:
         file: the file that the line is for.
-        number: of the question.
+        number: number of the question.
         question: the question.
         line: its answer.
 
@@ -333,5 +333,5 @@ def answer_object(
 
 
 def _bytes(value: dict[str, Any]) -> bytes:
-    # An answer may hold half of a surrogate pair, which only an escape takes.
+    # An answer may hold half of a surrogate pair, which must be escaped.
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"

@@ -1,7 +1,7 @@
-"""Reads LLaVA's answer files: one JSON object a line, in the order of the file.
+"""Reads LLaVA's answer files: one JSON object per line, in the order of the file.
 
-The fields that count are `question_id`, `text` (the answer) and `prompt` (the question as the
-model saw it, without the conversation template). Other programs may have written the file.
+The relevant fields are `question_id`, `text` (the answer) and `prompt` (the question as the model
+saw it, without the conversation template). Other programs may have written the file.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ class Answer(NamedTuple):
 
     Attributes:
         where: file and line, for messages.
-        id: `question_id`; a number is written out, so that 7 and "7" are the same question.
-        text: what the model said, as it is: any string, the empty one included.
+        id: `question_id` as a string, so that 7 and "7" are the same question.
+        text: the model's answer, unchanged: any string, possibly empty.
         fields: the whole object.
     """
 
@@ -41,17 +41,17 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
 
     Args:
         file: UTF-8 JSON lines, with or without a byte order mark, with either kind of line end.
-        broken: where given, lines that are not JSON are skipped and a message on each is appended
-            to it; otherwise the first one is an error.
+        broken: if given, lines that are not JSON are skipped and a message on each is appended to
+            it; otherwise the first one is an error.
 
     Returns:
         The answers in the order of the file, at least one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no answer, or a line, which is named, is not JSON (of a last line without an
-            end the message asks whether the file was cut short), or has no `question_id` or no
-            string as `text`.
+        ValueError: there is no answer, or a line, which is named, is not JSON (for an incomplete
+            last line the message suggests truncation), or has no `question_id` or no string as
+            `text`.
     """
     answers = []
     for where, value in read_json_lines(file, broken):
@@ -93,12 +93,13 @@ def latest(
             f"no answer is to a question of this benchmark, whose first question is {known[0]!r}"
         )
     if repeated:
-        warnings.append(f"{repeated:,} questions answered again: the later answer counts")
+        warnings.append(f"{repeated:,} questions answered repeatedly: the last answer counts")
     if unknown:
-        warnings.append(f"{len(unknown):,} answers to unknown questions ignored, as {unknown[0]!r}")
+        ignored = f"{len(unknown):,} answers to unknown questions ignored"
+        warnings.append(f"{ignored}, such as {unknown[0]!r}")
     missing = [name for name in known if name not in kept]
     if missing:
         warnings.append(
-            f"{len(missing):,} of {len(known):,} questions have no answer, as {missing[0]!r}"
+            f"{len(missing):,} of {len(known):,} questions have no answer, such as {missing[0]!r}"
         )
     return kept

@@ -1,4 +1,4 @@
-"""What a benchmark is to the three stages of an evaluation: generate, convert, score."""
+"""The interface of benchmarks for the stages of an evaluation: generate, convert, score."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -18,9 +18,8 @@ class Score(NamedTuple):
     Attributes:
         headline: the figure that papers print for this benchmark, unrounded where the
             official program does not round it.
-        parts: every other figure by name, JSON values only; percentages unless the name is one
-            of a count.
-        warnings: what a reader of the figures must know, one sentence each.
+        parts: every other figure by name, JSON values only; percentages, except counts.
+        warnings: caveats for readers of the figures, one sentence each.
     """
 
     headline: float
@@ -34,25 +33,25 @@ class Benchmark:
 
     Attributes:
         name: as given on the command line; the key in `BENCHMARKS`.
-        title: as papers print it.
-        headline: what the headline number is, in words.
-        decimals: of the headline number in tables.
-        question_files: places of LLaVA's question file, relative to the root, the preferred one
-            first.
+        title: its name in papers.
+        headline: description of the headline number.
+        decimals: decimals of the headline number in tables.
+        question_files: possible paths of LLaVA's question file, relative to the root, the preferred
+            one first.
         question_source: where to get the question file.
         read: `read(path, images)` yields the questions of a file in the benchmark's form.
-        images: folder that the question file's image paths start from, relative to the root;
-            empty where the question file holds the images itself.
+        images: folder that the question file's image paths start from, relative to the root; empty
+            if the question file contains the images.
         image_source: where to get the images.
-        without_ocr: removes the OCR tokens from a question, where the question file has them.
+        without_ocr: removes the OCR tokens from a question, if the question file has them.
         max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
         score: `score(root, answers, **options)`.
         options: keyword options of `score`, each with its values, the default first.
-        worth: `worth(root)` returns a function that grades a single answer from 0 to 1, or None
-            where the answer to its question is not known. The headline need not be the mean.
+        worth: `worth(root)` returns a function that grades a single answer from 0 to 1, or None if
+            the correct answer is unknown. The headline need not be the mean.
         convert: `convert(root, answers, out)`, which writes the official submission or text files
-            and returns their path; None where the official program reads the answers themselves.
-        submission_suffix: of the file that `convert` writes; empty for a folder.
+            and returns their path; None if the official program reads the answers directly.
+        submission_suffix: suffix of the file that `convert` writes; empty for a folder.
     """
 
     name: str
@@ -80,15 +79,15 @@ class Benchmark:
         Args:
             root: folder of LLaVA's layout; for the shapes world a folder of its data.
             file: another question file, relative to the root: any of the benchmark's splits in the
-                same form, or, for VQAv2, the official questions of a split.
-            ocr: whether prompts keep their OCR tokens, as LLaVA's figures on TextVQA have it.
+                same format, or, for VQAv2, the official questions of a split.
+            ocr: whether prompts keep their OCR tokens, as for LLaVA's figures on TextVQA.
 
         Returns:
             The questions in the order of the file, at least one.
 
         Raises:
             FileNotFoundError: the file or an image is missing.
-            ValueError: the file is not what it should be; the message names file, line and field.
+            ValueError: the file is malformed; the message names file, line and field.
         """
         root = Path(root)
         places = [root / name for name in ([file] if file else self.question_files)]
@@ -103,7 +102,7 @@ class Benchmark:
         return questions
 
     def judge(self, root: str | Path, answers: str | Path) -> list[float | None]:
-        """Grades each line of an answer file on its own.
+        """Grades each line of an answer file separately.
 
         Args:
             root: as for `score`.
@@ -114,7 +113,7 @@ class Benchmark:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is not what it should be.
+            ValueError: a malformed file.
         """
         worth = self.worth(Path(root))
         return [worth(answer) for answer in read_answers(answers)]
@@ -126,11 +125,11 @@ def worth_by_id(
     """Judges answers by the ids of their questions; see `Benchmark.worth`.
 
     Args:
-        known: what there is to know of each question, by id.
-        judge: what a text is worth, given that.
+        known: annotations of each question, by id.
+        judge: grades a text, given the annotations.
 
     Returns:
-        `judge` of an answer, None of one to an unknown question.
+        A function that applies `judge`; None for answers to unknown questions.
     """
     return lambda answer: (
         float(judge(answer.text, known[answer.id])) if answer.id in known else None
@@ -141,7 +140,7 @@ def mean_percent(values: Iterable[float | bool]) -> float:
     """Averages values in percent.
 
     Args:
-        values: what each question is worth, from 0 to 1; at least one.
+        values: grade of each question from 0 to 1; at least one.
 
     Returns:
         A number from 0 to 100.

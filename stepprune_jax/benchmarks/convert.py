@@ -1,4 +1,4 @@
-"""Turns an answer file into what the official program or server of a benchmark takes.
+"""Converts an answer file to the format of a benchmark's official program or server.
 
 python -m stepprune_jax.benchmarks.convert mme --answers A.jsonl --out FOLDER
 """
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog="stepprune_jax.benchmarks.convert", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("benchmark", choices=names, help="the others are scored from the answers themselves")
+    add("benchmark", choices=names, help="benchmark; others are scored directly")
     add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
     add("--answers", required=True, help="answer file, JSON lines")
     add("--out", required=True, help="file or folder to write")

@@ -25,13 +25,13 @@ _NO_STEP = ("exist", "query: name", "choose name")
 
 
 class Question(NamedTuple):
-    """What the official program reads of a question.
+    """Fields of a question that the official program reads.
 
     Attributes:
-        answer: the one right answer.
-        structural: structural type, as "verify"; "query" questions are the open ones.
-        semantic: semantic type, as "attr".
-        steps: operations of its program, those of naming and of existence left out.
+        answer: the correct answer.
+        structural: structural type, such as "verify"; "query" questions are the open ones.
+        semantic: semantic type, such as "attr".
+        steps: operations of its program, except those of naming and of existence.
         words: words of the question.
         group: global group, within which answers are distributed, or None.
     """
@@ -45,13 +45,13 @@ class Question(NamedTuple):
 
 
 def predicted(text: str) -> str:
-    """The answer that is compared.
+    """Normalises an answer for comparison.
 
     Args:
-        text: what the model said.
+        text: the model's answer.
 
     Returns:
-        It without the full stops at its end, in lower case; nothing else is changed.
+        The answer without full stops at its end, in lower case; otherwise unchanged.
     """
     return text.rstrip(".").lower()
 
@@ -67,7 +67,7 @@ def read_questions(path: Path) -> dict[str, Question]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no such object, a record lacks a field, or no question is balanced.
+        ValueError: it is malformed, a record lacks a field, or no question is balanced.
     """
     questions = {}
     for name, record in read_json_object(path).items():
@@ -85,7 +85,7 @@ def read_questions(path: Path) -> dict[str, Question]:
 
 
 def _question(record: Mapping[str, Any]) -> Question:
-    """Picks the fields that count from a record."""
+    """Extracts the relevant fields of a record."""
     operations = (f"{each['operation']}: {each['argument']}" for each in record["semantic"])
     return Question(
         answer=record["answer"],
@@ -98,7 +98,7 @@ def _question(record: Mapping[str, Any]) -> Question:
 
 
 def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
-    """Measures how far the answers in each group are distributed from the right ones.
+    """Measures how much the distribution of answers in each group differs from the correct one.
 
     For each group, the chi-square statistic of the predicted counts of the right answers against
     their true counts; the mean over groups, weighted by questions; divided by 100. Answers that
@@ -128,8 +128,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     Args:
         root: LLaVA's evaluation folder; `gqa/data/testdev_balanced_questions.json` is read.
         answers: an answer file.
-        missing: "refuse" as the official program does, or "leave-out" to score the questions that
-            were answered.
+        missing: "refuse" as in the official program, or "leave-out" to score answered questions
+            only.
 
     Returns:
         Accuracy in per cent as headline. Parts: `binary` and `open` accuracy; accuracy per
@@ -138,7 +138,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or a question has no answer.
+        ValueError: a malformed file, or a question without an answer.
     """
     questions = read_questions(_questions_path(root))
     warnings = layout.size_warnings(
@@ -149,7 +149,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         first = next(name for name in questions if name not in kept)
         raise ValueError(
             f"{answers}: {len(questions) - len(kept):,} of {len(questions):,} questions have no "
-            f"answer, as {first!r}: the official program refuses this; leave them out with "
+            f"answer, such as {first!r}: the official program refuses this; skip them with "
             "--missing leave-out"
         )
     scored = [(questions[name], predicted(answer.text)) for name, answer in kept.items()]
@@ -158,7 +158,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
 
 def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, Any]]:
-    """Accuracy over all questions, and over each kind of them."""
+    """Computes accuracy over all questions, and over each kind of them."""
     kinds: dict[str, dict[Any, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for question, prediction in scored:
         right = prediction == question.answer
@@ -177,12 +177,12 @@ def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, An
 
 
 def _questions_path(root: str | Path) -> Path:
-    """The official questions of test-dev."""
+    """Returns the path of the official questions of test-dev."""
     return layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Whether an answer is right; see `Benchmark.worth`."""
+    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     known = read_questions(_questions_path(root))
     return worth_by_id(known, lambda text, question: predicted(text) == question.answer)
 
@@ -191,9 +191,9 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     """Writes the predictions file that the official program reads.
 
     Args:
-        root: LLaVA's evaluation folder; nothing of it is read.
+        root: LLaVA's evaluation folder; not read.
         answers: an answer file.
-        out: where to write; the official program looks for
+        out: file to write; the official program looks for
             gqa/data/testdev_balanced_predictions.json.
 
     Returns:
@@ -201,7 +201,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no such answer file.
-        ValueError: it is not what it should be.
+        ValueError: it is malformed.
     """
     lines = [
         {"questionId": answer.id, "prediction": predicted(answer.text)}

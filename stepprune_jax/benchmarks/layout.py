@@ -9,8 +9,8 @@ def folder(root: str | Path, *names: str) -> Path:
     """Finds the folder of a benchmark.
 
     Args:
-        root: folder that holds one folder a benchmark.
-        names: what the folder may be called, the preferred name first.
+        root: folder that holds one folder per benchmark.
+        names: possible names of the folder, the preferred one first.
 
     Returns:
         The first of them that exists.
@@ -29,10 +29,10 @@ def folder(root: str | Path, *names: str) -> Path:
 
 
 def file(path: Path, source: str) -> Path:
-    """Checks that a file of the benchmark is there.
+    """Checks that a file of the benchmark exists.
 
     Args:
-        path: where the layout has it.
+        path: its path in the layout.
         source: where to get it, for the message.
 
     Returns:
@@ -50,12 +50,12 @@ def size_warnings(what: str, count: int, published: int) -> list[str]:
     """Compares the size of a list with that of the published one.
 
     Args:
-        what: the list, as file name and unit.
+        what: description of the list, as file name and unit.
         count: its size.
         published: size of the published list.
 
     Returns:
-        No warning, or one that names both numbers.
+        No warning, or one that gives both numbers.
     """
     if count == published:
         return []
@@ -63,17 +63,17 @@ def size_warnings(what: str, count: int, published: int) -> list[str]:
 
 
 def write_submission(out: str | Path, content: bytes) -> Path:
-    """Writes a submission whole: an interrupted run leaves the earlier file as it was.
+    """Writes a submission atomically, so that an interrupted run keeps the earlier file.
 
     Args:
         out: the file; its folder is created if missing.
-        content: all of it.
+        content: its content.
 
     Returns:
         `out`.
 
     Raises:
-        OSError: it cannot be written, as where `out` is a folder.
+        OSError: it cannot be written, for example because `out` is a folder.
     """
     out = Path(out)
     if out.is_dir():

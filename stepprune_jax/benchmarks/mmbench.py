@@ -1,6 +1,6 @@
-"""MMBench and MMBench-CN: circular accuracy on the dev split, the sheet for the server.
+"""MMBench and MMBench-CN: circular accuracy on the dev split, and the sheet for the server.
 
-A question counts only if it is answered rightly in every rotation of its options; the rotations
+A question counts only if it is answered correctly in every rotation of its options; the rotations
 are rows of the file. Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?"
 (ECCV 2024).
 """
@@ -28,7 +28,7 @@ ROTATION = 1_000_000
 SERVER = "https://mmbench.opencompass.org.cn"
 SOURCE = "https://download.openmmlab.com/mmclassification/datasets/mmbench/"
 
-# What pandas, with which LLaVA reads and writes the files, takes for an empty cell.
+# Cells that pandas, which LLaVA uses to read and write the files, treats as empty.
 _EMPTY = frozenset(
     [
         *("", "None", "NULL", "null", "NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>"),
@@ -38,7 +38,7 @@ _EMPTY = frozenset(
 # Not part of a submission, which has the prediction as its seventh column.
 _LEFT_OUT = frozenset(("hint", "category", "source", "image", "comment", "l2-category"))
 _PREDICTION = 6
-_ASKED = "ABCD"  # options that LLaVA's program shows
+_ASKED = "ABCD"  # options shown by LLaVA's program
 
 _BLANKED = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 _STATED = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
@@ -49,11 +49,11 @@ class Edition(NamedTuple):
     """One language of the benchmark.
 
     Attributes:
-        name: of the benchmark.
-        folders: folders that the files may lie in, the preferred one first.
+        name: name of the benchmark.
+        folders: possible folders of the files, the preferred one first.
         dev: file with answers.
         test: files without answers, which only the server scores.
-        size: rows and questions of the published dev file, where they are known.
+        size: rows and questions of the published dev file, if known.
     """
 
     name: str
@@ -92,8 +92,8 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
         Each row by column; None where pandas finds an empty cell.
 
     Raises:
-        ValueError: it is no such file; or a row, whose last line is named, has too few or too many
-            fields or no whole number as index.
+        ValueError: it is malformed; or a row, whose last line is named, has too few or too many
+            fields or no integer as index.
     """
     limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the usual limit
     try:
@@ -102,12 +102,12 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
             names = next(reader, [])
             if missing := [name for name in ("index", "question", "A", "B") if name not in names]:
                 raise ValueError(f"{path}: line 1: expected a column {missing[0]}")
-            for fields in filter(None, reader):  # pandas passes over blank lines, too
+            for fields in filter(None, reader):  # pandas skips blank lines, too
                 where = f"{path}: line {reader.line_num}"
                 if len(fields) != len(names):
                     raise ValueError(
                         f"{where}: expected {len(names)} fields, got {len(fields)}: was the file "
-                        "cut short?"
+                        "truncated?"
                     )
                 row = dict(zip(names, (None if f in _EMPTY else f for f in fields), strict=True))
                 if not (row["index"] or "").isdecimal():
@@ -125,7 +125,7 @@ def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQ
     Args:
         path: as for `read_rows`; images are in its rows.
         images: not read.
-        instruction: the request for a letter, which the message has and the recorded prompt lacks.
+        instruction: the request for a letter, added to the message but not to the recorded prompt.
 
     Yields:
         The rows as questions, each with its hint, if it has one, and its options up to the first
@@ -154,12 +154,12 @@ def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQ
 
 
 def _has_text(cell: str | None) -> bool:
-    """Whether LLaVA's program finds something in a cell; pandas' empty cells are None already."""
+    """Returns whether LLaVA's program treats a cell as non-empty; pandas' empty cells are None."""
     return cell is not None and cell.lower() not in ("nan", "none")
 
 
 def _rows_by_index(path: Path) -> dict[str, TsvRow]:
-    """The rows of a file by index, without the images."""
+    """Reads the rows of a file by index, without the images."""
     table = {}
     for row in read_rows(path):
         name = str(int(row["index"]))
@@ -172,12 +172,12 @@ def _rows_by_index(path: Path) -> dict[str, TsvRow]:
 
 
 def options_of(row: TsvRow) -> dict[str, str]:
-    """The options of a row that are not empty, by letter."""
+    """Returns the non-empty options of a row, by letter."""
     return {name: text for name, text in row.items() if re.fullmatch("[A-Z]", name) and text}
 
 
 def option_letter(text: str, options: Mapping[str, str]) -> str | None:
-    """Finds the chosen option as VLMEvalKit's "exact matching" does, without a judge.
+    """Finds the chosen option as in VLMEvalKit's "exact matching", without a judge.
 
     Brackets and marks (not the full-width ones) become blanks. The first that applies:
 
@@ -228,7 +228,7 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or the answers are to another file.
+        ValueError: a malformed file, or answers to another file.
     """
     name, table = edition.dev, _read_dev(root, edition)
     rows = _one_round(answers)
@@ -252,7 +252,7 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
 
 
 def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
-    """Whether an answer to one row is right; see `Benchmark.worth`."""
+    """Grades an answer to one row; see `Benchmark.worth`."""
     table = _read_dev(root, edition)
     return worth_by_id(
         table, lambda text, row: option_letter(text, options_of(row)) == row["answer"]
@@ -260,7 +260,7 @@ def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
 
 
 def _submit(edition: Edition) -> str:
-    """Says how to have the test split scored."""
+    """Returns how to have the test split scored."""
     return (
         f"the test split is scored by the server only: write a submission with `python -m "
         f"stepprune_jax.benchmarks.convert {edition.name}` and upload it at {SERVER}"
@@ -268,7 +268,7 @@ def _submit(edition: Edition) -> str:
 
 
 def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
-    """The rows of the dev file with their answers, without the images."""
+    """Reads the rows of the dev file with their answers, without the images."""
     path = _find(root, edition).get(edition.dev)
     if path is None:
         raise FileNotFoundError(
@@ -283,7 +283,7 @@ def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
 
 
 class _Outcome(NamedTuple):
-    """Whether the answer to a row is right, by each way to find the letter."""
+    """Whether the answer to a row is right, for each way of finding the letter."""
 
     matched: bool
     letter_only: bool
@@ -297,12 +297,12 @@ class _Question(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether every rotation was answered rightly."""
+        """Returns whether every rotation was answered correctly."""
         return all(outcome.matched for outcome in self.rotations)
 
 
 def _questions(table: Mapping[str, TsvRow], kept: Mapping[str, Answer]) -> list[_Question]:
-    """Groups the rows of a file by question and judges the answers."""
+    """Groups the rows of a file by question and grades the answers."""
     questions: dict[int, _Question] = {}
     for name in sorted(table, key=int):
         row = table[name]
@@ -318,7 +318,7 @@ def _questions(table: Mapping[str, TsvRow], kept: Mapping[str, Answer]) -> list[
 
 
 def _per_kind(questions: Sequence[_Question], column: str) -> dict[str, float]:
-    """Circular accuracy per value of a column."""
+    """Computes circular accuracy per value of a column."""
     kinds = defaultdict(list)
     for question in questions:
         kinds[question.row.get(column)].append(question.right)
@@ -328,7 +328,7 @@ def _per_kind(questions: Sequence[_Question], column: str) -> dict[str, float]:
 
 
 def _one_round(answers: str | Path) -> list[Answer]:
-    """Reads answers and refuses those of LLaVA's rotations, whose letters mean something else."""
+    """Reads answers and rejects those of LLaVA's rotations, whose letters differ in meaning."""
     rows = read_answers(answers)
     for row in rows:
         if row.fields.get("round_id", 0) != 0:
@@ -341,7 +341,7 @@ def _one_round(answers: str | Path) -> list[Answer]:
 
 
 def _find(root: str | Path, edition: Edition) -> dict[str, Path]:
-    """The files of an edition that are there, by name."""
+    """Finds the existing files of an edition, by name."""
     layout.folder(root, *edition.folders)
     paths = {}
     for name in (edition.dev, *edition.test):
@@ -354,16 +354,15 @@ def _find(root: str | Path, edition: Edition) -> dict[str, Path]:
 def convert(
     root: str | Path, answers: str | Path, out: str | Path, *, edition: Edition = ENGLISH
 ) -> Path:
-    """Writes the sheet that the server takes.
+    """Writes the sheet for the server.
 
-    Of the dev file and the test files that are there, the one that knows most of the answered
-    rows is filled in: every row of it, the later of several answers, an empty cell where there is
-    none.
+    The existing dev or test file that contains most of the answered rows is filled in: every row of
+    it, with the last of several answers, and an empty cell if there is none.
 
     Args:
         root: LLaVA's evaluation folder.
         answers: answer file.
-        out: the file to write; LLaVA calls it mmbench/answers_upload/SPLIT/MODEL.xlsx.
+        out: file to write; mmbench/answers_upload/SPLIT/MODEL.xlsx in LLaVA's layout.
         edition: the language.
 
     Returns:
@@ -372,7 +371,7 @@ def convert(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or the answers are to none of them.
+        ValueError: a malformed file, or answers to none of them.
     """
     paths = _find(root, edition)
     if not paths:
@@ -398,15 +397,15 @@ def convert(
     return layout.write_submission(out, xlsx(sheet))
 
 
-# What XML 1.0 cannot hold, not even as a reference. openpyxl refuses the control characters only.
+# Characters that XML 1.0 cannot hold. openpyxl rejects only the control characters.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
     """Writes a workbook whose only sheet has these rows.
 
-    Characters that XML cannot hold are left out, and a text is cut at the 32,767 characters that a
-    cell may have. Readers take each line end for a newline, as in the sheets of LLaVA's program.
+    Characters that XML cannot hold are dropped, and a text is truncated to the 32,767 characters of
+    a cell. Readers treat each line end as a newline, as in the sheets of LLaVA's program.
 
     Args:
         rows: the cells of each row, the names of the columns first. None is an empty cell.
@@ -425,7 +424,7 @@ def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
         texts = [_NOT_XML.sub("", cell) if isinstance(cell, str) else cell for cell in row]
         cells = [WriteOnlyCell(sheet, text) for text in texts]
         for cell in cells:
-            if cell.data_type in "fe":  # "=1+1" is no formula and "#N/A" no error: they are texts
+            if cell.data_type in "fe":  # "=1+1" and "#N/A" are texts, not a formula and an error
                 cell.data_type = "s"
         sheet.append(cells)
     content = io.BytesIO()

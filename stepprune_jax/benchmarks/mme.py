@@ -1,7 +1,7 @@
-"""MME: fourteen tasks of yes or no, two questions an image, one point more for having both right.
+"""MME: fourteen yes-or-no tasks, two questions per image, an extra point if both are right.
 
-The official program takes two consecutive lines of a task for an image. Here the two answers to an
-image are joined by image; the figures of consecutive lines are reported beside them.
+The official program assumes that two consecutive lines of a task belong to an image. Here the two
+answers to an image are joined by image; the figures of consecutive lines are also reported.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +44,7 @@ class Question(NamedTuple):
     Attributes:
         task: name of the task's folder.
         file: name of the image's text file.
-        text: the question as the text file has it.
+        text: the question as in the text file.
         truth: `Yes` or `No`.
     """
 
@@ -67,12 +67,12 @@ class OfficialLine(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether the answer counts as the truth."""
+        """Returns whether the answer is read as the truth."""
         return reading(self.answer) == self.question.truth.lower()
 
 
 def reading(text: str) -> str:
-    """Reads an answer as MME's program does: by its first four characters.
+    """Reads an answer as MME's program does, by its first four characters.
 
     Args:
         text: the answer.
@@ -92,7 +92,7 @@ def on_one_line(text: str) -> str:
         text: the answer.
 
     Returns:
-        It without tabs and line ends around it; those inside are blanks.
+        The answer without surrounding tabs and line ends; those inside become blanks.
     """
     return "".join(" " if mark in "\t\r\n" else mark for mark in text.strip("\t\r\n"))
 
@@ -103,8 +103,8 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
     Args:
         root: LLaVA's evaluation folder; the text files of `MME/MME_Benchmark_release_version` are
             read.
-        answers: answer file; `prompt` is needed to tell the questions of an image apart.
-        pairs: what belongs together: "image", the two answers to one image, or "position", two
+        answers: answer file; `prompt` distinguishes the questions of an image.
+        pairs: how answers are paired: "image", the two answers to one image, or "position", two
             consecutive answers of a task, as in the official program.
 
     Returns:
@@ -143,7 +143,7 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Whether an answer is right; see `Benchmark.worth`."""
+    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     release = _read_release(layout.folder(root, "MME"))
 
     def worth(row: Answer) -> float | None:
@@ -159,9 +159,9 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     Args:
         root: LLaVA's evaluation folder.
         answers: answer file.
-        out: folder for one file a task; made if missing. Images are in the order in which they
-            are first answered, both questions of an image together; of several answers to a
-            question the last is written.
+        out: folder for one file per task; created if needed. Images are in the order of their first
+            answers, with both questions of an image together; the last of several answers to a
+            question is written.
 
     Returns:
         The folder.
@@ -169,7 +169,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     Raises:
         FileExistsError: `out` is a file.
         FileNotFoundError: a file or a task's folder is missing.
-        ValueError: as for `score`; nothing is written then.
+        ValueError: as for `score`; nothing is written.
     """
     out = Path(out)
     if out.exists() and not out.is_dir():
@@ -186,14 +186,14 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
             for image in images
             for line in image
         ]
-        # An answer may hold half of a surrogate pair, which no file takes.
+        # An answer may hold half of a surrogate pair, which cannot be encoded.
         text = "".join(f"{line}\n" for line in lines)
         (out / f"{task}.txt").write_bytes(text.encode("utf-8", "replace"))
     return out
 
 
 def _read_release(folder: Path) -> dict[str, Question]:
-    """All questions by name, from the text files of all tasks."""
+    """Reads all questions by name, from the text files of all tasks."""
     release = {}
     for task in (*PERCEPTION, *COGNITION):
         place = folder / RELEASE / task
@@ -209,12 +209,12 @@ def _read_release(folder: Path) -> dict[str, Question]:
 
 
 def _name(task: str, file: str, text: str) -> str:
-    """One name a question; its image has two."""
+    """Returns a unique name of a question; an image has two."""
     return f"{task}/{file}: {text}"
 
 
 def _read_questions(file: Path) -> list[tuple[str, str]]:
-    """The two questions of an image and their truths."""
+    """Reads the two questions of an image and their truths."""
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -231,7 +231,7 @@ def _read_questions(file: Path) -> list[tuple[str, str]]:
 
 
 def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer]:
-    """The answers with their questions' names as ids; those to no question keep theirs."""
+    """Returns the answers with their questions' names as ids; unknown ones keep their ids."""
     rows = []
     for answer in answers:
         path = answer.id.split("/")
@@ -246,7 +246,7 @@ def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer
 
 
 def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[OfficialLine]:
-    """The answers to questions of the release as lines of the official files."""
+    """Converts answers to questions of the release to lines of the official files."""
     return [
         OfficialLine(release[answer.id], on_one_line(answer.text))
         for answer in answers
@@ -255,7 +255,7 @@ def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[Offi
 
 
 def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]]:
-    """The lines of each image of each task; every task must be there and no half image."""
+    """Groups lines by image and task; all tasks must be present, and both lines of an image."""
     names = (*PERCEPTION, *COGNITION)
     tasks: dict[str, dict[str, list[OfficialLine]]] = {task: {} for task in names}
     for line in lines:
@@ -273,7 +273,7 @@ def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]
 
 
 def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]] | None:
-    """The official pairs; None where a line is left over."""
+    """Returns the official pairs; None if a line is unpaired."""
     tasks: dict[str, list[OfficialLine]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
     for line in lines:
         tasks[line.question.task].append(line)
@@ -286,7 +286,7 @@ def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[Officia
 
 
 def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> dict[str, Any]:
-    """Figures of every task and the two sums."""
+    """Computes the figures of every task and the two sums."""
     tasks = {}
     for task, images in pairs.items():
         lines = [line for image in images for line in image]
@@ -307,7 +307,7 @@ def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> dict[str, Any]:
 
 
 def _total(parts: dict[str, Any]) -> float:
-    """Perception and cognition."""
+    """Adds perception and cognition."""
     return parts["perception"] + parts["cognition"]
 
 

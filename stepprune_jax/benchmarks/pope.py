@@ -1,7 +1,7 @@
 """POPE: is the object in the image? Yes or no, in three splits that differ in the absent objects.
 
 The official program joins answers and labels by their position in the files. Here both are
-joined by question; the figures of the official join are reported beside them.
+joined by question; the figures of the official join are also reported.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ _NO = frozenset(("No", "no", "not"))
 
 
 class _Question(NamedTuple):
-    """A question of LLaVA's list with its label: whether the object is there."""
+    """A question of LLaVA's list with its label: whether the object is present."""
 
     id: str
     split: str
@@ -123,13 +123,13 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Whether an answer is right; see `Benchmark.worth`."""
+    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     questions, _ = _read_questions(layout.folder(root, "pope"))
     return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
 def _percent(part: int, whole: int) -> float:
-    """A share in percent, 0 of nothing."""
+    """Returns a share in percent; 0 of nothing."""
     return 100 * part / whole if whole else 0.0
 
 
@@ -143,7 +143,7 @@ def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
 def _join_by_question(
     answers: dict[str, Answer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts of each split, an answer's label being that of its question."""
+    """Counts each split, an answer's label being that of its question."""
     return {
         split: _count(
             (says_yes(answer.text), questions[name].label)
@@ -155,7 +155,7 @@ def _join_by_question(
 
 
 def _join_by_position(rows: list[Answer], questions: dict[str, _Question]) -> dict[str, Counts]:
-    """Counts of each split, its n-th answer having the n-th label."""
+    """Counts each split, its n-th answer having the n-th label."""
     said = {split: [] for split in SPLITS}
     for row in rows:
         if row.id in questions:
@@ -166,7 +166,7 @@ def _join_by_position(rows: list[Answer], questions: dict[str, _Question]) -> di
 
 
 def _parts(counts: dict[str, Counts]) -> dict[str, object]:
-    """The figures of all splits and their means."""
+    """Computes the figures of all splits and their means."""
     for split, count in counts.items():
         if not sum(count):
             raise ValueError(f"no answer to a question of split {split} of {QUESTIONS}")
@@ -198,7 +198,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
 
 
 def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
-    """Reads the annotations of a split, in their order; refuses those of another list."""
+    """Reads the annotations of a split, in their order; rejects those of another list."""
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
     rows: list[Record] = read_json_lines(path)
     if len(rows) != len(ids):
@@ -219,7 +219,7 @@ def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list
 
 
 def _key(row: dict[str, object], where: str) -> tuple[str, str]:
-    """Image and question, without the line that asks for a short answer."""
+    """Returns image and question, without the request for a short answer."""
     question = words(row, "text", where).partition("\n")[0].strip()
     return words(row, "image", where), question
 

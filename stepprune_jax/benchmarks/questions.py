@@ -1,4 +1,4 @@
-"""What is asked of the model: the questions of a benchmark, and LLaVA's usual list of them.
+"""The questions of a benchmark, and LLaVA's usual list of them.
 
 GQA, VQAv2, TextVQA, POPE, MME and the shapes world have lists of JSON lines whose `text` is the
 whole message. ScienceQA and MMBench have forms of their own, to which their readers add the request
@@ -20,11 +20,11 @@ class BenchmarkQuestion(NamedTuple):
     """A question of a benchmark.
 
     Attributes:
-        question_id: as the list has it. That of TextVQA names the image and is not unique.
+        question_id: id in the list. That of TextVQA names the image and is not unique.
         text: the user's whole message, without an image mark.
-        prompt: the question as the answer file records it.
+        prompt: the question as recorded in the answer file.
         image: a file, the bytes of one, or None.
-        fields: what else the answer file records: names to JSON values.
+        fields: further fields of the answer file: names to JSON values.
     """
 
     question_id: str | int
@@ -35,12 +35,12 @@ class BenchmarkQuestion(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells questions of a benchmark apart, and finds the lines that answer them."""
+        """Key that identifies a question in its benchmark and in answer lines."""
         return str(self.question_id), self.prompt
 
 
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
-    """Reads a list in LLaVA's usual form.
+    """Reads a list in LLaVA's usual format.
 
     Args:
         path: JSON lines with `question_id`, `image` and `text`, the whole message.
@@ -50,7 +50,7 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
         The questions in the order of the file.
 
     Raises:
-        ValueError: a line is not what it should be; the message names file, line and field.
+        ValueError: a malformed line; the message names file, line and field.
     """
     for where, value in read_json_lines(path):
         identity(value, "question_id", where)
@@ -60,14 +60,14 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 
 
 def check_images(questions: Sequence[BenchmarkQuestion], source: str) -> None:
-    """Looks for every image before a model is loaded.
+    """Checks that every image exists, before a model is loaded.
 
     Args:
-        questions: of a benchmark.
+        questions: questions of a benchmark.
         source: where to get the images, for the message; may be empty.
 
     Raises:
-        FileNotFoundError: some are missing; the message says how many and names the first.
+        FileNotFoundError: some are missing; the message has their number and the first.
     """
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
     missing = [path for path in paths if not path.is_file()]

@@ -24,15 +24,15 @@ LETTERS = "ABCDE"
 QUESTIONS = 4241
 WITH_IMAGE = 2017
 _SOURCE = "github.com/lupantech/ScienceQA, folder data/scienceqa"
-# The official pattern wants one more character after the letter, whatever it is.
+# The official pattern requires one more character after the letter, of any kind.
 _SENTENCE = re.compile("The answer is ([A-Z]).")
 
 
 class Problem(NamedTuple):
-    """What scoring needs of a question.
+    """Fields of a question that scoring reads.
 
     Attributes:
-        answer: letter of the right choice.
+        answer: letter of the correct choice.
         has_image: whether the question comes with an image.
     """
 
@@ -54,7 +54,7 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
         The questions in the order of the file.
 
     Raises:
-        ValueError: an entry is not what it should be; the message names file, number and field.
+        ValueError: a malformed entry; the message names file, number and field.
     """
     for number, entry in enumerate(read_json_list(path, "question"), start=1):
         where = f"{path}: question {number}"
@@ -122,7 +122,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     if differ:
         warnings.append(
             f"{len(differ):,} answers have <image> in the prompt but no image in problems.json, "
-            f"or the reverse, as {min(differ)!r}"
+            f"or the reverse, such as {min(differ)!r}"
         )
     letters = {name: letter(answer.text) for name, answer in kept.items()}
     right = {name for name, found in letters.items() if found == problems[name].answer}
@@ -139,18 +139,18 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Whether an answer is right; see `Benchmark.worth`."""
+    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     problems = _read_problems(layout.folder(root, "scienceqa"))
     return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)
 
 
 def _percent(right: set[str], names: Collection[str]) -> float:
-    """How many of these questions are right, in percent; 0 of none."""
+    """Returns the share of these questions that are right in percent; 0 of none."""
     return 100 * len(right.intersection(names)) / max(len(names), 1)
 
 
 def _read_problems(folder: Path) -> dict[str, Problem]:
-    """The problems of the test split, in its order."""
+    """Reads the problems of the test split, in its order."""
     splits, table = (
         layout.file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
     )

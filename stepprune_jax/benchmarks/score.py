@@ -17,7 +17,7 @@ DATA = "playground/data/eval"
 
 
 def _parser() -> argparse.ArgumentParser:
-    """One sub-command a benchmark, each with the options of its scorer."""
+    """Builds a parser with one sub-command per benchmark."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
-    """One line a figure; the names of nested figures are joined by a slash."""
+    """Formats one line per figure; names of nested figures are joined by a slash."""
     lines = []
     for name, value in parts.items():
         if isinstance(value, dict):
@@ -43,14 +43,14 @@ def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def summary(benchmark: Benchmark, score: Score) -> str:
-    """Writes a score out for a reader.
+    """Formats a score as text.
 
     Args:
-        benchmark: what was scored.
+        benchmark: the benchmark.
         score: the outcome.
 
     Returns:
-        The headline, then one line a part and one a warning.
+        The headline, then one line per part and per warning.
     """
     headline = f"{benchmark.title}  {score.headline:.2f}  ({benchmark.headline})"
     warnings = [f"warning: {warning}" for warning in score.warnings]

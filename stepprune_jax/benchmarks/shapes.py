@@ -1,4 +1,4 @@
-"""The shapes world, and any data folder in the same form: exact match, one word an answer."""
+"""The shapes world, and any data folder in its format: exact match of one-word answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,12 @@ _SOURCE = "python -m stepprune_jax.data.shapes"
 
 
 def is_right(text: str, truth: str) -> bool:
-    """Whether an answer is the right one, without regard to case and outer white space."""
+    """Returns whether an answer is correct, ignoring case and surrounding white space."""
     return text.strip().casefold() == truth.strip().casefold()
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Whether an answer is right; see `Benchmark.worth`."""
+    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     return worth_by_id(_read_truths(root), is_right)
 
 
@@ -37,7 +37,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or answers none of the questions.
+        ValueError: a malformed file, or no answer to any of the questions.
     """
     truths, warnings = _read_truths(Path(root)), []
     kept = latest(read_answers(answers), truths, warnings)
@@ -57,7 +57,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
 
 def _read_truths(root: Path) -> dict[str, str]:
-    """The right answers by question."""
+    """Reads the correct answers by question."""
     path = layout.file(root / ANSWERS, _SOURCE)
     return {
         identity(row, "question_id", where): words(row, "answer", where)

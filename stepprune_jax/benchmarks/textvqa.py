@@ -1,4 +1,4 @@
-"""TextVQA, validation split: soft accuracy against ten people, answer by answer.
+"""TextVQA, validation split: soft accuracy against ten human answers.
 
 LLaVA's questions are identified by their image, which is not unique; the question itself is read
 back from the prompt that the answer file records. Singh et al., "Towards VQA Models That Can Read"
@@ -40,7 +40,7 @@ def question_of(prompt: str) -> str:
     ` Short answer:`.
 
     Args:
-        prompt: as the answer file has it.
+        prompt: the prompt in the answer file.
 
     Returns:
         The question in lower case.
@@ -63,7 +63,7 @@ def question_of(prompt: str) -> str:
 
 
 def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
-    """Reads what people answered.
+    """Reads the human answers.
 
     Args:
         path: the annotations: a JSON object whose `data` is a list of records with `image_id`,
@@ -74,7 +74,7 @@ def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no such file; a record, which is numbered from 1, does not have ten
+        ValueError: it is malformed; or a record, numbered from 1, does not have ten
             answers.
     """
     people = {}
@@ -100,9 +100,8 @@ def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
 def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the validation questions.
 
-    As in the reference program every line of the answer file is one sample: an unanswered
-    question leaves the denominator, and one that was answered twice counts twice. Warnings report
-    both.
+    As in the reference program, every line of the answer file is one sample: an unanswered question
+    is excluded, and one that was answered twice counts twice. Warnings report both.
 
     Args:
         root: LLaVA's evaluation folder; `textvqa/TextVQA_0.5.1_val.json` is read.
@@ -114,7 +113,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or a line, which is named, has a prompt of
+        ValueError: a malformed file, or a line, which is named, has a prompt of
             another form or a question that the annotations do not have.
     """
     path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
@@ -127,7 +126,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     if not len(rows) == len(set(keys)) == len(people):
         warnings.append(
             f"{len(rows):,} answers to {len(set(keys)):,} of {len(people):,} questions: unanswered "
-            "questions do not count, those answered again count again"
+            "questions do not count, those answered repeatedly count repeatedly"
         )
     if with_ocr < len(rows):
         warnings.append(
@@ -151,7 +150,7 @@ def _accuracy(text: str, answers: list[str]) -> float:
 
 
 def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
-    """Image and question that a line answers."""
+    """Returns image and question that a line answers."""
     prompt = row.prompt
     try:
         key = row.id, question_of(prompt)

@@ -1,14 +1,14 @@
 """The answer normaliser and the soft accuracy that VQAv2 and TextVQA share.
 
 Both follow the evaluation program of Goyal et al., "Making the V in VQA Matter" (CVPR 2017), with
-its oddities: they decide published numbers.
+its oddities, which affect published numbers.
 """
 
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-NUM_PEOPLE = 10  # who answered each question
+NUM_PEOPLE = 10  # people who answered each question
 
 # Words whose key is the word without its apostrophe.
 _PLAIN = """
@@ -42,7 +42,7 @@ _IRREGULAR = {
 
 
 def _contractions() -> dict[str, str]:
-    """The table of contractions: misspelt word to word, 120 entries."""
+    """Builds the table of contractions from misspelt word to word, 120 entries."""
     table = {word.replace("'", ""): word for word in _PLAIN.split()}
     for word in _DOUBLE.split():
         first, second = (i for i, letter in enumerate(word) if letter == "'")
@@ -69,41 +69,41 @@ _MOST_STOPS = int(re.UNICODE)
 def without_commas(text: str) -> str:
     """Lower-cases, deletes commas and question marks, sets ``'s`` apart.
 
-    TextVQA's scorer and LLaVA's VQAv2 submission begin so; the scorer of VQAv2 does not.
+    This is the first step of TextVQA's scorer and LLaVA's VQAv2 submission, not of VQAv2's scorer.
 
     Args:
         text: an answer.
 
     Returns:
-        It, stripped.
+        The stripped result.
     """
     text = text.lower().replace(",", "").replace("?", "")
     return text.replace("'s", " 's").strip()
 
 
 def one_line(text: str) -> str:
-    """Makes each newline and tab a blank.
+    """Replaces each newline and tab by a blank.
 
     Args:
         text: an answer.
 
     Returns:
-        It, stripped.
+        The stripped result.
     """
     return text.replace("\n", " ").replace("\t", " ").strip()
 
 
 def without_punctuation(text: str) -> str:
-    """Deletes 21 marks or makes them blanks, and deletes up to 32 full stops.
+    """Deletes 21 marks or replaces them by blanks, and deletes up to 32 full stops.
 
     A mark is deleted if it touches a blank anywhere in `text`, or if `text` has a comma between
-    two digits; else each of it becomes a blank. A full stop stays before a digit.
+    two digits; otherwise it is replaced by blanks. A full stop before a digit is kept.
 
     Args:
         text: an answer on one line.
 
     Returns:
-        What is left, not stripped.
+        The result, not stripped.
     """
     deletes_all = _DIGIT_COMMA.search(text) is not None
     left = text
@@ -115,7 +115,7 @@ def without_punctuation(text: str) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Lower-cases, writes number words as digits, drops articles, mends contractions.
+    """Lower-cases, converts number words to digits, drops articles, repairs contractions.
 
     Args:
         text: an answer without punctuation.
@@ -136,7 +136,7 @@ def official(text: str) -> str:
         text: an answer on one line (`one_line`).
 
     Returns:
-        The string that is compared.
+        The string for comparison.
     """
     return plain_words(without_punctuation(text))
 
@@ -148,19 +148,19 @@ def normalise(text: str) -> str:
         text: an answer of a person or of a model.
 
     Returns:
-        The string that is compared or submitted.
+        The string for comparison or submission.
     """
     return official(one_line(without_commas(text)))
 
 
 def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
-    """How far ten people agree with an answer.
+    """Computes how far ten people agree with an answer.
 
     The mean, over the ten, of min(1, how many of the other nine gave the prediction / 3).
 
     Args:
         prediction: the model's answer.
-        answers: the ten people's, normalised as the prediction is.
+        answers: the ten human answers, normalised like the prediction.
 
     Returns:
         0, 0.3, 0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.

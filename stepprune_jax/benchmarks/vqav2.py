@@ -37,7 +37,7 @@ ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
 NUM_ANNOTATIONS = 214_354
 SERVER = "https://eval.ai/web/challenges/challenge-page/830"
 _SOURCE = "https://visualqa.org/download.html"
-_COCO = re.compile("COCO_([a-z]+20[0-9]+)_")  # names of images say their split
+_COCO = re.compile("COCO_([a-z]+20[0-9]+)_")  # names of images contain their split
 _SUBMIT = (
     f"test-dev is scored by the server only: write a submission with `python -m "
     f"stepprune_jax.benchmarks.convert vqav2` and upload it at {SERVER}"
@@ -48,16 +48,16 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's list of a split, or the official questions (.json).
 
     Args:
-        path: JSON lines in LLaVA's form, whose images say by their names in which folder they lie
-            (test2015/ where they do not); or the official JSON object, to whose questions LLaVA's
-            request for a short answer is added.
-        images: folder with one folder of images a split.
+        path: JSON lines in LLaVA's format, whose image names contain their folder (test2015/ if
+            not); or the official JSON object, to whose questions LLaVA's request for a short answer
+            is added.
+        images: folder with one folder of images per split.
 
     Yields:
         The questions in the order of the file.
 
     Raises:
-        ValueError: an entry is not what it should be; the message names file, place and field.
+        ValueError: a malformed entry; the message names file, place and field.
     """
     if path.suffix == ".json":
         yield from _read_official(path)
@@ -89,11 +89,11 @@ def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
 
 
 class People(NamedTuple):
-    """What people answered to one question.
+    """Human answers to one question.
 
     Attributes:
         answers: ten answers, each on one line.
-        question_type: its first words, as "what is".
+        question_type: its first words, such as "what is".
         answer_type: "yes/no", "number" or "other".
     """
 
@@ -109,11 +109,11 @@ def read_people(path: Path) -> dict[str, People]:
         path: a JSON object whose `annotations` is a list of records.
 
     Returns:
-        The people's answers by question id, in the order of the file.
+        The human answers by question id, in the order of the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no such file; a record, which is numbered from 1, does not have ten
+        ValueError: it is malformed; or a record, numbered from 1, does not have ten
             answers.
     """
     records = read_json_object(path).get("annotations")
@@ -138,13 +138,13 @@ def read_people(path: Path) -> dict[str, People]:
 
 
 def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
-    """The official accuracy of one prediction.
+    """Computes the official accuracy of one prediction.
 
-    Only where people disagree are prediction and answers normalised: "Yes" and "2." are wrong
-    where all ten said "yes" and "2".
+    Prediction and answers are normalised only if people disagree: "Yes" and "2." are wrong if all
+    ten said "yes" and "2".
 
     Args:
-        prediction: as the server receives it.
+        prediction: the prediction as submitted.
         answers: ten answers, each on one line.
 
     Returns:
@@ -162,8 +162,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     Args:
         root: LLaVA's evaluation folder; `vqav2/v2_mscoco_val2014_annotations.json` is read.
         answers: answer file.
-        missing: "refuse" where the answered questions are not exactly the annotated ones, as the
-            official program does, or "leave-out" to score those that are both.
+        missing: "refuse" unless the answered questions are exactly the annotated ones, as in the
+            official program, or "leave-out" to score those that are both.
 
     Returns:
         The headline is the accuracy in percent of the answers as LLaVA submits them, normalised.
@@ -173,7 +173,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or the answers are to other questions.
+        ValueError: a malformed file, or answers to other questions.
     """
     people = read_people(_annotations(root))
     rows = read_answers(answers)
@@ -186,7 +186,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         raise ValueError(
             f"{answers}: {len(people) - len(kept):,} of {len(people):,} questions have no answer "
             f"and {len(rows) - known:,} lines answer other questions: the official program refuses "
-            "this; leave both out with --missing leave-out"
+            "this; skip both with --missing leave-out"
         )
     overall, parts = _accuracies(kept, people, normalise)
     as_written, written_parts = _accuracies(kept, people, str)
@@ -195,13 +195,13 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Accuracy of an answer; see `Benchmark.worth`."""
+    """Grades an answer by its accuracy; see `Benchmark.worth`."""
     people = read_people(_annotations(root))
     return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
 
 
 def _annotations(root: str | Path) -> Path:
-    """The validation split's annotations, the only ones that are public."""
+    """Returns the validation split's annotations, the only public ones."""
     path = layout.folder(root, "vqav2") / ANNOTATIONS
     if not path.is_file():
         raise FileNotFoundError(
@@ -214,7 +214,7 @@ def _annotations(root: str | Path) -> Path:
 def _accuracies(
     kept: dict[str, Answer], people: dict[str, People], normaliser: Callable[[str], str]
 ) -> tuple[float, dict]:
-    """Accuracy over all questions, and per type of question and of answer."""
+    """Computes accuracy over all questions, and per type of question and answer."""
     every, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
     for name, answer in kept.items():
         agreement = accuracy(normaliser(answer.text), people[name].answers)
@@ -229,7 +229,7 @@ def _accuracies(
 
 
 def _rounded(values: list[float]) -> float:
-    """The mean in percent, to two decimals."""
+    """Returns the mean in percent, to two decimals."""
     return round(mean_percent(values), 2)
 
 
@@ -237,19 +237,19 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     """Writes a submission to the server: test-dev answers in a list of all test questions.
 
     Lines that are not JSON are skipped with a warning, the last answer to a question counts, and
-    a question that was not asked has the empty answer.
+    an unanswered question gets the empty answer.
 
     Args:
         root: LLaVA's evaluation folder; `vqav2/llava_vqav2_mscoco_test2015.jsonl` is read.
         answers: answer file.
-        out: the file to write; LLaVA calls it vqav2/answers_upload/SPLIT/MODEL.json.
+        out: file to write; vqav2/answers_upload/SPLIT/MODEL.json in LLaVA's layout.
 
     Returns:
         `out`: a JSON list of `question_id` and normalised `answer`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what it should be, or no answer is to a question of the list.
+        ValueError: a malformed file, or no answer to a question of the list.
     """
     path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
     ids = [_number(row, where) for where, row in read_json_lines(path)]
@@ -259,7 +259,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     if kept.keys().isdisjoint(map(str, ids)):
         raise ValueError(f"{answers}: no answer is to a question of {path}")
     if broken:
-        messages.append(f"{len(broken):,} lines skipped, as {broken[0]}")
+        messages.append(f"{len(broken):,} lines skipped, such as {broken[0]}")
     for message in messages:
         notes.warn(message, stacklevel=2)
     lines = [
@@ -270,7 +270,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
 
 
 def _number(row: dict[str, Any], where: str) -> int:
-    """The number of a question, which the server wants as one."""
+    """Returns the id of a question as a number, as the server requires."""
     name = identity(row, "question_id", where)
     if not name.isdecimal():
         raise ValueError(f'{where}: "question_id" must be a whole number, got {name!r}')

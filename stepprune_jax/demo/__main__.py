@@ -1,9 +1,9 @@
-"""A page in the browser that answers from all visual tokens and from those that are kept.
+"""Serves a browser page that answers from all visual tokens and from kept ones.
 
     python -m stepprune_jax.demo
 
-serves http://127.0.0.1:7860 with the small model of the shapes world and the policies that are
-shipped for it. `--model` takes any LLaVA or Qwen2.5-VL; `--policy` adds policies of your own.
+serves http://127.0.0.1:7860 with the small model of the shapes world and its shipped policies.
+`--model` takes any LLaVA or Qwen2.5-VL; `--policy` adds other policies.
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves the page; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--model", default="shapes", help="checkpoint folder, hub id, or shapes: the small one")
+    add("--model", default="shapes", help="checkpoint folder, hub id, or shapes (the small model)")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--min_pixels", type=int, help="least area of a resized image, where sizes are free")
-    add("--max_pixels", type=int, help="largest area of a resized image, likewise")
+    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
     add(
         "--policy",
         action="append",
         default=[],
-        help="policy file, shipped name, or hub:owner/name; may be given again",
+        help="policy file, shipped name, or hub:owner/name; may be repeated",
     )
-    add("--dtype", choices=DTYPES, help="float32 for the small model, else bfloat16")
-    add("--host", default="127.0.0.1", help="address to listen at")
-    add("--port", type=int, default=7860, help="port to listen at")
+    add("--dtype", choices=DTYPES, help="default: float32 for the small model, otherwise bfloat16")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=7860, help="port to listen on")
     given = parser.parse_args(argv)
     try:
         from stepprune_jax.demo.app import build, serve
@@ -73,7 +73,7 @@ def _named(name: str, policy: Policy) -> tuple[str, Policy]:
 
 
 def _shipped() -> list[str]:
-    """Names of the shipped policies, StepPrune's own first."""
+    """Returns names of the shipped policies, StepPrune's first."""
     return sorted(policy_names(), key=lambda name: (name not in MODELS, name))
 
 

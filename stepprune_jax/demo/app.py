@@ -1,4 +1,4 @@
-"""The page, made with Gradio."""
+"""The page, built with Gradio."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,9 +19,9 @@ def build(
 
     Args:
         model: the model.
-        name: what it is called.
-        choices: from `list_choices`; the first one is chosen.
-        examples: to begin with; may be empty.
+        name: name of the model.
+        choices: result of `list_choices`; the first one is preselected.
+        examples: initial examples; may be empty.
 
     Returns:
         The page; `launch` serves it.
@@ -68,7 +68,7 @@ def build(
 
 
 def _modes(choice: Choice) -> tuple[Any, Any]:
-    """What changes with the method: the modes, and whether a number is asked for."""
+    """Updates the controls for a method: the modes, and whether a number is needed."""
     first = choice.modes[0]
     return gr.update(choices=choice.modes, value=first), gr.update(visible=first != BY_ITSELF)
 
@@ -76,7 +76,7 @@ def _modes(choice: Choice) -> tuple[Any, Any]:
 def _handler(
     model: VLM, choices: Mapping[str, Choice]
 ) -> Callable[[Image.Image | None, str, str, str, int], tuple[str, str]]:
-    """The function behind the button: errors of the user are shown on the page."""
+    """Returns the button's callback, which shows user errors on the page."""
 
     def answer(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
@@ -96,9 +96,9 @@ def serve(page: gr.Blocks, host: str, port: int) -> None:
     """Serves a page until it is interrupted.
 
     Args:
-        page: from `build`.
-        host: address to listen at.
-        port: of the host.
+        page: result of `build`.
+        host: address to listen on.
+        port: port of the host.
     """
     page.queue(default_concurrency_limit=1)  # one program at a time on the devices
     page.launch(server_name=host, server_port=port, css=CSS, share=False)

@@ -1,4 +1,4 @@
-"""One question, answered twice: from all visual tokens and from those that a method keeps."""
+"""A question answered from all visual tokens and from those that a method keeps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import Answer, generate
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, make_method
 
-# How many tokens a method is asked to keep.
+# Modes of the number of tokens to keep.
 EXACTLY, ON_AVERAGE, BY_ITSELF = "exactly", "on average", "where the policy stops"
 MAX_TOKENS = 64
 
@@ -21,8 +21,8 @@ class Choice(NamedTuple):
 
     Attributes:
         pruner: its name in `PRUNERS`.
-        policy: what it has learned, for a trained one.
-        modes: how a number of tokens may be meant.
+        policy: policy of a trained pruner.
+        modes: supported modes of the number of tokens.
     """
 
     pruner: str
@@ -30,14 +30,14 @@ class Choice(NamedTuple):
     modes: tuple[str, ...]
 
     def method(self, mode: str, count: float | int) -> Method:
-        """Makes the method.
+        """Builds the method.
 
         Args:
             mode: one of `modes`.
-            count: tokens to keep; unread where the policy stops by itself.
+            count: tokens to keep; ignored if the policy stops by itself.
 
         Raises:
-            ValueError: a mode or a count that it cannot keep to.
+            ValueError: an unsupported mode or count.
         """
         if mode not in self.modes:
             raise ValueError(f"{self.pruner} cannot keep tokens {mode!r}: {', '.join(self.modes)}")
@@ -53,9 +53,9 @@ class Comparison(NamedTuple):
     """Both answers.
 
     Attributes:
-        image: what was asked about, RGB.
-        full: from all tokens.
-        pruned: from those that were kept.
+        image: the image, RGB.
+        full: the answer from all tokens.
+        pruned: the answer from the kept tokens.
     """
 
     image: Image.Image
@@ -64,11 +64,11 @@ class Comparison(NamedTuple):
 
 
 def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice]:
-    """Lists the methods that a model can be pruned by at any exact budget.
+    """Lists the methods that can prune a model at any exact budget.
 
     Args:
         model: the model.
-        policies: trained ones by the names they are to have; those of another model are left out.
+        policies: policies by displayed name; those of another model are skipped.
 
     Returns:
         Choices by name, policies first.
@@ -106,24 +106,24 @@ def compare(
     mode: str,
     count: float | int,
 ) -> Comparison:
-    """Answers from all tokens, and from those that are kept.
+    """Answers from all tokens, and from the kept ones.
 
-    A program of new shapes is compiled and run once before it is timed, so the times are those of a
-    warm one.
+    A program of new shapes is compiled and run once before it is timed, so times are those of warm
+    programs.
 
     Args:
         model: the model.
         choice: the method.
-        image: of any mode.
-        question: what is asked.
-        mode: of the choice's.
+        image: the image, of any Pillow mode.
+        question: the question.
+        mode: one of the choice's modes.
         count: tokens to keep.
 
     Returns:
         Both answers.
 
     Raises:
-        ValueError: no question, or what the method or the model cannot do.
+        ValueError: no question, or a request that method or model does not support.
     """
     if not question.strip():
         raise ValueError("the question is empty")

@@ -1,4 +1,4 @@
-"""Images of the shapes world with a question each, for the page to begin with."""
+"""Initial examples of the page: images of the shapes world with a question each."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from PIL import Image
 
 from stepprune_jax.data.shapes import render, scene_at
 
-# Of a seed that no run trains on unless it is told to.
+# A seed that no run trains on by default.
 _SEED = 2026
 
 
@@ -21,7 +21,7 @@ def shapes_examples(count: int = 4) -> list[Example]:
     """Draws scenes, each with a question of another family.
 
     Args:
-        count: how many, up to the number of families.
+        count: number of examples, at most the number of families.
 
     Returns:
         The examples, the same each time.

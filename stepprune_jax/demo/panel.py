@@ -1,4 +1,4 @@
-"""What the page shows, as HTML: the image with its kept patches, and the two answers."""
+"""Contents of the page as HTML: the image with its kept patches, and the two answers."""
 
 import base64
 import io
@@ -34,7 +34,7 @@ def draw_kept(model: VLM, shown: Comparison) -> str:
     """Draws the image as the model sees it; hovering over a kept patch shows its step.
 
     Args:
-        model: that answered.
+        model: the model that answered.
         shown: image and answers.
 
     Returns:
@@ -83,7 +83,7 @@ def draw_answers(shown: Comparison) -> str:
 
 
 def _answer(name: str, title: str, answer: Answer) -> str:
-    """One of the answers."""
+    """Formats one of the answers."""
     return (
         f'<div id="answer-{name}"><h3>{title}: {answer.kept} of {answer.visual_tokens}</h3>'
         f"<p>{escape(answer.text) or '&nbsp;'}</p>"
@@ -92,7 +92,7 @@ def _answer(name: str, title: str, answer: Answer) -> str:
 
 
 def _as_url(image: Image.Image) -> str:
-    """An image as a data URL."""
+    """Encodes an image as a data URL."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"

@@ -1,1 +1,1 @@
-"""What lets other programs drive the package; each needs that program to be installed."""
+"""Adapters for other programs, each of which must be installed."""

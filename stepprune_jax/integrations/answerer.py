@@ -1,4 +1,4 @@
-"""Answers to another program's questions, by the pipeline that answers our own benchmarks."""
+"""Answers to another program's questions, by the pipeline of our own benchmarks."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ class Wanted(NamedTuple):
     """A question of another program.
 
     Attributes:
-        text: the user's whole message; an image mark in it does not matter.
+        text: the user's whole message; an image mark in it is ignored.
         image: the image, or None.
         max_new_tokens: longest answer.
-        until: strings that end the answer, which does not hold them.
+        until: strings that end the answer and are not part of it.
     """
 
     text: str
@@ -46,12 +46,12 @@ class Wanted(NamedTuple):
 
 
 class Answerer(NamedTuple):
-    """A model and what it keeps of an image.
+    """A model with its pruning method.
 
     Attributes:
         model: the frozen model.
-        method: how to prune.
-        batch_size: questions at a time, on all devices.
+        method: the pruning method.
+        batch_size: questions per batch, over all devices.
         options: how the model is run.
     """
 
@@ -77,33 +77,33 @@ def load_answerer(
     attention: str = "matmul",
     seed: int = 0,
 ) -> Answerer:
-    """Checks what is asked for, and then loads the model.
+    """Checks the arguments, and then loads the model.
 
     Args:
-        pretrained: checkpoint folder, hub id, or "shapes" for the small model that is shipped.
-        policy: policy file, or the name of one that is shipped.
+        pretrained: checkpoint folder, hub id, or "shapes" for the shipped small model.
+        policy: policy file, or the name of a shipped policy.
         method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
             one; without one it is "all".
-        budget: tokens to keep of an image, as `Budget.parse` takes them; without it a policy stops
-            by itself.
-        mean_budget: tokens to keep of an image on average, by the policy's calibration; in place of
-            `budget`.
-        stop_bias: added to the policy's stop logits, in place of its own.
+        budget: tokens to keep per image, as read by `Budget.parse`; without it a policy stops by
+            itself.
+        mean_budget: mean number of tokens to keep per image, by the policy's calibration, instead
+            of `budget`.
+        stop_bias: number added to the policy's stop logits, instead of its own bias.
         vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
-        dtype: of the model: "bfloat16", "float32" or "float16".
+        dtype: dtype of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
-        batch_size: questions that each device takes together.
+        batch_size: questions per batch on each device.
         positions: position ids of kept tokens: "own", those of the method's authors, "original" or
             "compact".
         attention: "matmul", "xla" or "cudnn".
-        seed: of random tokens.
+        seed: seed of random tokens.
 
     Returns:
         The model with its method.
 
     Raises:
-        FileNotFoundError: model or policy are not there.
-        ValueError: an argument has a bad value, or does not go with another one.
+        FileNotFoundError: model or policy is missing.
+        ValueError: an argument has a bad value, or contradicts another one.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -143,7 +143,7 @@ def answer_questions(
         report: called with the number of questions done, chunk by chunk.
 
     Returns:
-        An answer each.
+        One answer per question.
 
     Raises:
         ValueError: a longest answer below 1, or an image that cannot be read.
@@ -166,7 +166,7 @@ def answer_questions(
 
 
 def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
-    """A question as the benchmarks have them; equal images go through the tower once."""
+    """Converts a question to a benchmark question; equal images go through the tower once."""
     image = None
     if wanted.image is not None:
         out = io.BytesIO()
@@ -178,7 +178,7 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
 def _answer_chunk(
     answerer: Answerer, asked: Sequence[BenchmarkQuestion], longest: int
 ) -> list[str]:
-    """Answers questions; an image that several ask about goes through the tower once for all."""
+    """Answers questions; an image shared by several goes through the tower once."""
     model, method = answerer.model, answerer.method
     seen = [question.image for question in asked if question.image is not None]
     encoded = encode_questions(
@@ -210,6 +210,6 @@ def _answer_chunk(
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:
-    """Returns the answer up to the first of the strings that end it; empty ones do not count."""
+    """Returns the answer up to the first of the strings that end it; empty ones are ignored."""
     places = [text.find(end) for end in until if end and end in text]
     return text[: min(places)] if places else text

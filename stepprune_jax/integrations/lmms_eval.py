@@ -1,12 +1,12 @@
-"""StepPrune as a model of lmms-eval: another protocol than that of our own evaluation.
+"""StepPrune as a model of lmms-eval, whose protocol differs from our own evaluation.
 
     lmms-eval --model stepprune_jax --model_args pretrained=DIR,policy=FILE,budget=64 \
         --tasks pope --batch_size 1
 
-Prompts, data and post-processing are lmms-eval's, and differ from those of LLaVA's programs that
+Prompts, data and post-processing are lmms-eval's, and differ from those of LLaVA's programs, which
 `eval.py` follows: figures of the two do not belong in one table. Model, policy and decoding are
-`eval.py`'s. Install with `pip install stepprune-jax[lmms-eval]`; lmms-eval finds the model by its
-entry points.
+those of `eval.py`. Install with `pip install stepprune-jax[lmms-eval]`; lmms-eval finds the model
+through its entry points.
 """
 
 import warnings
@@ -27,9 +27,9 @@ except ImportError as error:
     ) from error
 
 NAME = "stepprune_jax"
-# The longest answer where a task names none; lmms-eval's own LLaVA models have the same.
+# The longest answer if a task sets none, as in lmms-eval's own LLaVA models.
 MAX_NEW_TOKENS = 1024
-# Settings of a task that are heeded, and those that greedy answers do not depend on.
+# Settings of a task that are used, and those that do not affect greedy answers.
 _HEEDED = {"max_new_tokens", "until", "temperature", "do_sample", "num_beams"}
 _HARMLESS = {"top_p", "top_k", "use_cache"}
 
@@ -51,14 +51,14 @@ class StepPrune(lmms):
 
         Args:
             pretrained: checkpoint folder or hub id.
-            batch_size: questions that each device takes together.
-            device: not read: jax chooses, as JAX_PLATFORMS says.
-            max_batch_size: not read.
-            **options: of `load_answerer`: policy, method, budget, mean_budget, stop_bias,
+            batch_size: questions per batch on each device.
+            device: ignored; jax chooses, by JAX_PLATFORMS.
+            max_batch_size: ignored.
+            **options: options of `load_answerer`: policy, method, budget, mean_budget, stop_bias,
                 vision_folder, dtype, mesh, positions, attention, seed.
 
         Raises:
-            FileNotFoundError: model or policy are not there.
+            FileNotFoundError: model or policy is missing.
             TypeError: an unknown option.
             ValueError: an option with a bad value.
         """
@@ -70,14 +70,14 @@ class StepPrune(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.
 
-        `until` ends an answer, which does not hold it; `max_new_tokens` bounds it.
+        `until` ends an answer and is not part of it; `max_new_tokens` bounds it.
 
         Args:
             requests: `Instance`s whose arguments are context, generation settings, `doc_to_visual`,
                 document number, task and split.
 
         Returns:
-            An answer each, in their order.
+            One answer per request, in their order.
 
         Raises:
             ValueError: sampling or beams, a video, or several images in one request.
@@ -93,7 +93,7 @@ class StepPrune(lmms):
         return texts
 
     def _wanted(self, request: Any) -> Wanted:
-        """A request as a question."""
+        """Converts a request to a question."""
         context, settings, doc_to_visual, number, task, split = request.args
         where = f"{task}, {split}, document {number}"
         visuals = doc_to_visual(self.task_dict[task][split][number]) or []
@@ -110,20 +110,20 @@ class StepPrune(lmms):
         return Wanted(context, visuals[0] if visuals else None, int(longest), until)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Is not offered: the paper's benchmarks are all answered by generation."""
+        """Raises, as the paper's benchmarks are all answered by generation."""
         raise NotImplementedError(
-            f"{NAME} has no loglikelihood: take tasks with output_type generate_until"
+            f"{NAME} has no loglikelihood: use tasks with output_type generate_until"
         )
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Is not offered: what a policy keeps is chosen once, for one question."""
+        """Raises, as a policy chooses tokens once, for one question."""
         raise NotImplementedError(
-            f"{NAME} answers one question a request: take tasks with output_type generate_until"
+            f"{NAME} answers one question per request: use tasks with output_type generate_until"
         )
 
 
 def _check_greedy(settings: dict[str, Any], where: str) -> None:
-    """Refuses what is not greedy, and tells what has no effect."""
+    """Rejects settings that are not greedy, and warns of those without effect."""
     sampled = settings.get("temperature", 1 if settings.get("do_sample") else 0)
     if sampled or (settings.get("num_beams") or 1) != 1:
         names = ("do_sample", "num_beams", "temperature")
@@ -135,5 +135,5 @@ def _check_greedy(settings: dict[str, Any], where: str) -> None:
 
 
 def manifest() -> ModelManifest:
-    """What lmms-eval's entry point group `lmms_eval.models` takes."""
+    """Returns the manifest for lmms-eval's entry point group `lmms_eval.models`."""
     return ModelManifest(model_id=NAME, simple_class_path=f"{__name__}.StepPrune")

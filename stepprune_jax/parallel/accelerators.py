@@ -1,20 +1,20 @@
-"""What accelerators can do, as their vendors say.
+"""Specifications of accelerators, from their vendors.
 
-Peaks are of dense products. NVIDIA's data sheets give those "with sparsity" first, which are twice
-as high; half of them is meant here.
+Peaks are those of dense products. NVIDIA's data sheets give peaks "with sparsity" first, which are
+twice as high and are halved here.
 """
 
 from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """One device.
+    """Specification of a device.
 
     Attributes:
-        flops: peak operations a second in bfloat16 with float32 sums, without sparsity.
-        memory: bytes.
-        bandwidth: bytes a second between the chip and its memory.
-        kind: words that are all in the name that jax gives such a device (`device_kind`).
+        flops: peak operations per second in bfloat16 with float32 sums, without sparsity.
+        memory: memory in bytes.
+        bandwidth: bytes per second between the chip and its memory.
+        kind: words that jax's name of such a device (`device_kind`) contains.
     """
 
     flops: float
@@ -25,7 +25,7 @@ class Accelerator(NamedTuple):
 
 GB, GIB = 10**9, 2**30
 
-# By the name of `config.accelerator.name`; of two whose words fit a device the first is taken.
+# By `config.accelerator.name`; the first one whose words match a device is used.
 ACCELERATORS = {
     # NVIDIA Ampere GA102 architecture white paper V2.0, appendix C "RTX A6000 GPU Performance";
     # the data sheet of the RTX A6000 has "Tensor performance 309.7 TFLOPS" with sparsity, 48 GB.
@@ -53,10 +53,10 @@ ACCELERATORS = {
 
 
 def known_as(kind: str) -> str | None:
-    """The name in `ACCELERATORS` of a device, or None.
+    """Returns the name of a device in `ACCELERATORS`, or None.
 
     Args:
-        kind: what jax calls it, `device_kind`, for example "NVIDIA A100-SXM4-80GB".
+        kind: jax's `device_kind`, for example "NVIDIA A100-SXM4-80GB".
     """
     fitting = (n for n, known in ACCELERATORS.items() if all(word in kind for word in known.kind))
     return next(fitting, None)

@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 # Compiler options for programs with weights, by platform.
 #
-# CPU: the XLA of jax 0.10 slices bfloat16 by way of float32 and moves the conversion of the whole
-# stack of layers out of their loop unless disabled. And it fetches all matrices of a layer before
-# it uses the first; one after the other they stay in the processor's cache.
+# CPU: the XLA of jax 0.10 slices bfloat16 through float32 and moves the conversion of the whole
+# stack of layers out of their loop unless disabled. It also fetches all matrices of a layer before
+# using the first; fetched one by one, they stay in the processor's cache.
 #
-# GPU: XLA makes one product of those that share a side, such as queries, keys and values. With
-# cuBLAS that first puts the matrices together, in a copy.
+# GPU: XLA merges products that share an operand, such as queries, keys and values. With cuBLAS this
+# first concatenates the matrices, in a copy.
 OPTIONS = {
     "cpu": {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
@@ -36,7 +36,7 @@ class Usage(NamedTuple):
 
 
 def usage(compiled: Any) -> Usage:
-    """Memory of a `jax.stages.Compiled` on each device, as the compiler plans it."""
+    """Returns the memory of a `jax.stages.Compiled` on each device, as planned by the compiler."""
     sizes = compiled.memory_analysis()
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)

@@ -1,7 +1,7 @@
-"""Several processes as one program: how they find each other, and which of them speaks.
+"""Several processes as one program: initialisation and coordination.
 
-A process of a multi-process run sees all devices and owns some. It brings its own rows of each
-batch and reads its own slices of the weights; everything else runs in each of them alike.
+A process of a multi-process run sees all devices and owns some. It provides its own rows of each
+batch and reads its own slices of the weights; everything else runs identically in each process.
 """
 
 import logging
@@ -24,15 +24,15 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def use_cores(count: int) -> None:
-    """Makes `count` CPU devices before jax starts; 0 leaves their number to jax.
+    """Creates `count` CPU devices before jax starts; 0 leaves their number to jax.
 
-    One device leaves most of a second core idle. Where jax sees accelerators it uses those.
+    One device leaves most of a second core idle. If jax sees accelerators, it uses those.
 
     Args:
         count: `config.cpu_devices`.
 
     Raises:
-        ValueError: not an integer from 0.
+        ValueError: not a non-negative integer.
     """
     if not isinstance(count, int) or count < 0:
         raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
@@ -41,15 +41,15 @@ def use_cores(count: int) -> None:
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
-    """Joins this process to the others of its run, if the environment speaks of several.
+    """Joins this process to the others of its run, if the environment describes several.
 
-    Call it before anything asks jax for devices. See `arguments` for what is understood.
+    Must be called before jax is asked for devices. See `arguments` for the supported variables.
 
     Args:
-        environment: variables.
+        environment: environment variables.
 
     Raises:
-        ValueError: variables that contradict each other, or the others cannot be reached.
+        ValueError: contradictory variables, or the other processes cannot be reached.
     """
     settings = arguments(environment)
     if settings is None:
@@ -58,26 +58,26 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
         jax.distributed.initialize(**settings)
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not find each other: {error}") from error
-    # No public name leads to the client, which the checkpoints' library uses as well.
+    # The client has no public name; the checkpoint library uses it as well.
     state = jax_distributed.global_state
     watch(state.client, state.process_id, state.num_processes)
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`, or None for a single process.
+    """Returns arguments of `jax.distributed.initialize`, or None for a single process.
 
     Plain variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID come first; then a Slurm step of several tasks (one for each GPU, or one for
     each node); then the hosts of a TPU slice; then an indexed Kubernetes job, as GKE runs them.
 
     Args:
-        environment: variables.
+        environment: environment variables.
 
     Returns:
-        What is not left to jax's own detection.
+        The arguments that are not left to jax's own detection.
 
     Raises:
-        ValueError: a variable is missing or is no number in its range.
+        ValueError: a variable is missing or is not a number in its range.
     """
     plain = [environment.get(name) for name in _PLAIN]
     if plain[1] == "1":
@@ -128,7 +128,7 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints and writes files."""
+    """Returns whether this process is the one that prints and writes files."""
     return jax.process_index() == 0
 
 
@@ -141,13 +141,13 @@ def say(text: str) -> None:
 def main_first(function: Callable[[], T]) -> T:
     """Calls a function in the main process and, when it is done there, in the others.
 
-    For functions that write files which the other processes read afterwards.
+    Meant for functions that write files which the other processes read afterwards.
 
     Args:
-        function: what to call.
+        function: the function.
 
     Returns:
-        What it returned in this process.
+        Its result in this process.
 
     Raises:
         ValueError: in the others, if the main process failed, which raises its own error.
@@ -158,22 +158,22 @@ def main_first(function: Callable[[], T]) -> T:
     if is_main():
         try:
             result = function()
-        except Exception as error:  # the others wait below, and must not do so in vain
+        except Exception as error:  # the others wait below and must be told
             failure = error
     failed = any_process(failure is not None)
     if failure is not None:
         raise failure
     if failed:
-        raise ValueError("process 0 of this run failed and says why")
+        raise ValueError("process 0 of this run failed; its message gives the reason")
     return result if is_main() else function()
 
 
 def require_same(digest: str, what: str) -> None:
-    """Refuses what differs between processes; all of them have to ask.
+    """Raises if a value differs between processes; all of them must call it.
 
     Args:
-        digest: a hash of it, in hexadecimal.
-        what: its name, in the plural.
+        digest: hash of the value, in hexadecimal.
+        what: name of the value, in the plural.
 
     Raises:
         ValueError: in every process, if the hashes are not equal.
@@ -186,7 +186,7 @@ def require_same(digest: str, what: str) -> None:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all of them have to ask."""
+    """Returns whether the flag is set in any process; all of them must call it."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))

@@ -1,8 +1,8 @@
-"""Says which process of a run was lost.
+"""Reports which process of a run was lost.
 
-A process that is stopped or whose machine is gone leaves the others waiting, until jax ends them
-with a report that is about its own service. Each process tells the others that it is there, through
-the store that they found each other by, and says of whom it has not heard.
+A process that is stopped, or whose machine fails, leaves the others waiting until jax ends them
+with an error about its own service. Each process sends heartbeats through the coordination
+service's store, and reports the processes it has not heard from.
 """
 
 import atexit
@@ -31,7 +31,7 @@ class Store(Protocol):
 
 
 class Peers:
-    """What one process knows of the others."""
+    """Heartbeats of the processes of a run, as seen by one of them."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Peers:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Begins to count silence from now on.
+        """Starts to measure silence.
 
         Args:
-            store: that all processes share.
-            index: of this process.
-            count: of processes.
-            say: takes a line about a process.
-            clock: seconds that pass.
+            store: store shared by all processes.
+            index: index of this process.
+            count: count of processes.
+            say: called with a line about a process.
+            clock: returns a time in seconds.
         """
         self._store, self._index, self._say, self._clock = store, index, say, clock
         self._me = f"on {socket.gethostname()}"
@@ -57,7 +57,7 @@ class Peers:
         self._lost: set[int] = set()
 
     def beat(self) -> None:
-        """Tells the others that this process is there, and reports those that are silent.
+        """Sends a heartbeat, and reports processes that are silent.
 
         Raises:
             RuntimeError: the store cannot be reached.
@@ -88,17 +88,17 @@ class Peers:
                     )
 
     def leave(self) -> None:
-        """Tells the others that this process ends as it should."""
+        """Tells the others that this process ends regularly."""
         self._store.key_value_set(_key(self._index), _DONE, True)
 
 
 def watch(store: Store, index: int, count: int) -> None:
-    """Beats in the background until this process ends.
+    """Sends heartbeats in the background until this process ends.
 
     Args:
-        store: that all processes share.
-        index: of this process.
-        count: of processes.
+        store: store shared by all processes.
+        index: index of this process.
+        count: count of processes.
     """
     peers, ended = Peers(store, index, count, _LOG.warning), threading.Event()
 

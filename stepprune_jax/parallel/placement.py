@@ -1,4 +1,4 @@
-"""Where arrays of a generation lie, and how its programs are compiled, given the weights."""
+"""Placement of arrays, and compilation of programs, for given weights."""
 
 import collections
 import functools
@@ -18,16 +18,16 @@ from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
 
-# Programs that a process keeps on CPUs. Each takes hundreds of memory maps there, about one for
-# each of its kernels, and Linux gives a process 65,530: without a bound, a process that answers
-# requests of ever new shapes would end at its 130th program or so.
+# Programs that a process keeps on CPUs. Each takes hundreds of memory maps there, about one per
+# kernel, and Linux limits a process to 65,530: without a bound, a process that answers requests of
+# ever new shapes would fail at about its 130th program.
 MOST_PROGRAMS = 96
 _on_cpu: list[Any] = []
 _forgotten: collections.Counter[Any] = collections.Counter()
 
 
 def _make_room() -> None:
-    """Forgets all programs on CPUs when there are too many of them."""
+    """Drops all programs on CPUs if there are too many of them."""
     held = {program: program._cache_size() for program in _on_cpu}
     if sum(held.values()) > MOST_PROGRAMS:
         _forgotten.update(held)
@@ -38,10 +38,10 @@ def _make_room() -> None:
 def jit_for_weights(
     function: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """`jax.jit` for a function whose first argument are the weights.
+    """Applies `jax.jit` to a function whose first argument is the weights.
 
     Args:
-        function: to be compiled.
+        function: the function to compile.
         static: names of its static arguments.
         donate: names of its donated arguments.
 
@@ -49,7 +49,7 @@ def jit_for_weights(
         The compiled function, with the `OPTIONS` of the weights' platform. On CPUs, all functions
         together keep `MOST_PROGRAMS` programs. It has the attributes
         `num_compiled`, a function that returns the number of programs compiled so far,
-        and `trace`, that of `jax.jit`, which takes abstract weights that have a sharding, too.
+        and `trace`, that of `jax.jit`, which also takes abstract weights with a sharding.
     """
     names = {"static_argnames": static, "donate_argnames": donate}
     programs = {
@@ -79,43 +79,43 @@ def jit_for_weights(
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """The mesh that weights are sharded over, or None on a single device."""
+    """Returns the mesh that weights are sharded over, or None on a single device."""
     sharding = jax.tree.leaves(params)[0].sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def replicate_like(params: Any, tree: Any) -> Any:
-    """Copies arrays to where the weights are, whole to each device; no copy if they are there."""
+    """Replicates arrays to the devices of the weights; no copy if they are already there."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P())
-    if not sharding.is_fully_addressable:  # over several processes, each of which has the arrays
+    if not sharding.is_fully_addressable:  # several processes, each of which has the arrays
         return jax.jit(lambda tree: tree, out_shardings=sharding)(tree)
     return jax.device_put(tree, sharding)
 
 
 def row_count(mesh: Mesh | None) -> int:
-    """Number of devices that the rows of a batch are split over."""
+    """Returns the number of devices that the rows of a batch are split over."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
-    """Mesh axes that rows are split over; None if they do not divide them."""
+    """Returns mesh axes that rows are split over; None if they do not divide them."""
     return None if rows % row_count(mesh) else BATCH
 
 
 def local_rows(mesh: Mesh | None, rows: int) -> slice:
-    """The rows of a batch that this process has to bring: those that lie on its own devices.
+    """Returns the rows of a batch that this process provides: those on its own devices.
 
     Args:
-        mesh: what rows are split over; None for a single device.
-        rows: of the whole batch.
+        mesh: mesh over which rows are split; None for a single device.
+        rows: number of rows of the whole batch.
 
     Returns:
         A slice of the rows. Processes that share rows (a "tensor" axis across them) get the same.
 
     Raises:
-        ValueError: the mesh deals out devices so that this process has rows here and there.
+        ValueError: the mesh assigns rows that are not contiguous to this process.
     """
     if mesh is None:
         return slice(0, rows)
@@ -131,12 +131,12 @@ def local_rows(mesh: Mesh | None, rows: int) -> slice:
 
 
 def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
-    """Puts arrays that begin with a row axis on a mesh, row by row where its axes divide them.
+    """Places arrays with a leading row axis on a mesh, split by rows if its axes divide them.
 
     Args:
-        mesh: what rows are split over; None leaves the arrays where they are.
+        mesh: mesh over which rows are split; None leaves the arrays unchanged.
         tree: host arrays of the whole batch or, in each process, of its `local_rows`.
-        rows: of the whole batch; by default each array is whole.
+        rows: number of rows of the whole batch; by default each array is whole.
 
     Returns:
         The arrays, whole, over all processes of the mesh.
@@ -156,7 +156,7 @@ def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Copies arrays to the host, whole; all processes that have parts of them have to ask.
+    """Copies whole arrays to the host; all processes that have parts of them must call it.
 
     Args:
         tree: arrays on devices.
@@ -174,14 +174,14 @@ def fetch(tree: Any) -> Any:
 
 
 def constrain_whole(mesh: Mesh | None, tree: Any) -> Any:
-    """Inside a program: fixes arrays to lie whole on each device."""
+    """Constrains arrays to be replicated, inside a program."""
     return (
         tree if mesh is None else jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
     )
 
 
 def constrain_rows(mesh: Mesh | None, tree: Any) -> Any:
-    """Inside a program: fixes the layout of caches by heads and rows, of anything else by rows."""
+    """Constrains caches to be split by heads and rows, others by rows, inside a program."""
     if mesh is None:
         return tree
 

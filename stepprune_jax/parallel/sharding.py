@@ -1,6 +1,6 @@
-"""Device meshes and path rules: which axis of which weight lies on which axis of the mesh.
+"""Device meshes, and path rules that assign axes of weights to axes of the mesh.
 
-Model code knows nothing of meshes. Weights and batches are placed by the rules below, and the
+Model code is independent of meshes. Weights and batches are placed by the rules below, and the
 compiler derives the rest.
 """
 
@@ -37,7 +37,7 @@ def build_mesh(
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
-        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for what is left), as a
+        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for the rest), as a
             mapping or as text such as "data=2,fsdp=-1". "single": the first device. "data",
             "fsdp", "tensor": all devices on that axis. "data_tensor", "fsdp_tensor": two devices
             on "tensor", the others on the first. "data_fsdp": the devices of a process on "fsdp",
@@ -69,7 +69,7 @@ def build_mesh(
 
 
 def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
-    """Sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
+    """Returns sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
     if "=" in preset:
         pairs = [pair.partition("=") for pair in preset.split(",")]
         try:
@@ -92,19 +92,19 @@ def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A tree path as keys joined by "/", such as "vision/layers/norm1/scale"."""
+    """Joins the keys of a tree path by "/", such as "vision/layers/norm1/scale"."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def spec_of(name: str, rules: Rules) -> P:
-    """The spec of the first rule whose pattern matches the end of a path after a "/" or its start.
+    """Returns the spec of the first rule whose pattern matches a whole path or its last keys.
 
     Args:
         name: path joined by "/".
         rules: ordered (pattern, spec) pairs, those of layers for stacked ones.
 
     Returns:
-        The spec; for a layer that lies apart, that of the stack without its first axis.
+        The spec; for a layer that is apart, that of the stack without its first axis.
 
     Raises:
         ValueError: no rule matches.
@@ -117,17 +117,17 @@ def spec_of(name: str, rules: Rules) -> P:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a rule's pattern matches a whole path or its last keys."""
+    """Returns whether a rule's pattern matches a whole path or its last keys."""
     return re.fullmatch(rf"(.*/)?({pattern})", name) is not None
 
 
 def shardings(tree: Any, rules: Rules, mesh: Mesh) -> Any:
-    """Shardings of every leaf of a tree of arrays or shapes.
+    """Returns the shardings of every leaf of a tree of arrays or shapes.
 
     Args:
-        tree: nested dicts, tuples and NamedTuples of anything with a `shape`.
+        tree: nested dicts, tuples and NamedTuples with leaves that have a `shape`.
         rules: ordered (pattern on the path, spec) pairs.
-        mesh: from `build_mesh`.
+        mesh: result of `build_mesh`.
 
     Returns:
         The same tree with a `NamedSharding` for each leaf.

@@ -1,8 +1,8 @@
-"""Accelerators to compile for without having one: their devices, and options for their compilers.
+"""Accelerators to compile for without having one: devices, and options for their compilers.
 
-XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine. A topology tells
-them what they have to know of a device. Its devices can stand in a mesh and programs be compiled
-for them; nothing can be run there.
+XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine. A topology
+describes a device to them. Its devices can form a mesh, and programs can be compiled for them, but
+not run.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import nearest
 
-# What XLA says of a product for which its first choice of Triton tiles is none. With a device it
+# XLA's message on a product for which its first choice of Triton tiles fails. With a device it
 # would try others, and cuBLAS.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -30,9 +30,9 @@ class Target(NamedTuple):
     """Devices of one kind that programs can be compiled for.
 
     Attributes:
-        name: as it was given, for example "h200:2" or "v5e:2x4".
-        devices: that a mesh can be made of.
-        options: what the compiler needs where there is no device.
+        name: the given name, for example "h200:2" or "v5e:2x4".
+        devices: devices for a mesh.
+        options: options that the compiler needs without a device.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Target(NamedTuple):
         """Compiles a lowered program whose arguments lie on `devices`.
 
         Args:
-            lowered: what `jax.jit(...).lower` returned.
+            lowered: result of `jax.jit(...).lower`.
 
         Returns:
             A `jax.stages.Compiled`, which cannot be run.
@@ -60,18 +60,18 @@ class Target(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What XLA has to know of a CUDA device.
+    """Properties of a CUDA device that XLA needs.
 
     Attributes:
-        name: as the driver has it.
+        name: name reported by the driver.
         capability: compute capability, major and minor.
         cores: streaming multiprocessors.
         fpus: float32 units of a core.
-        threads: most threads that a core holds.
+        threads: maximum number of threads of a core.
         shared: KiB of shared memory of a core; a block gets one less.
-        bandwidth: of the device's memory, bytes a second.
+        bandwidth: bytes per second of the device's memory.
         cache: MiB of the second-level cache.
-        clock: GHz at most.
+        clock: maximum GHz.
         memory: bytes that the driver reports.
     """
 
@@ -110,17 +110,17 @@ CARDS = {
     ),
 }
 
-# Generation to the layout of chips that it is given without one: the smallest.
+# Default layout of chips of each generation: the smallest.
 TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
 
 
 class Named(NamedTuple):
-    """What the name of a target says, whatever is installed.
+    """Meaning of a target's name, independent of the installation.
 
     Attributes:
-        kind: of `CARDS` or `TPUS`.
+        kind: a name of `CARDS` or `TPUS`.
         size: number of cards, or layout of chips.
-        count: of devices.
+        count: number of devices.
         accelerator: their name in `parallel.accelerators.ACCELERATORS`.
     """
 
@@ -138,7 +138,7 @@ def read_name(name: str) -> Named:
             generation of `TPUS`, with the layout of its chips: "h200", "a6000:2", "v5e:2x4".
 
     Returns:
-        What it says.
+        Its meaning.
 
     Raises:
         ValueError: an unknown name, or a bad number or layout.
@@ -161,7 +161,7 @@ def read_name(name: str) -> Named:
 
 
 def make_target(name: str) -> Target:
-    """Makes the devices of a target, before or after jax has started.
+    """Creates the devices of a target, before or after jax has started.
 
     Args:
         name: as in `read_name`.
@@ -179,7 +179,7 @@ def make_target(name: str) -> Target:
 
 
 def missing(name: str) -> str | None:
-    """What the compiler of a target lacks on this machine, in one line, or None.
+    """Returns what a target's compiler lacks on this machine in one line, or None.
 
     Args:
         name: as in `read_name`.
@@ -194,12 +194,12 @@ def missing(name: str) -> str | None:
 
 
 def _has(module: str) -> bool:
-    """Whether a module is installed."""
+    """Returns whether a module is installed."""
     return importlib.util.find_spec(module) is not None
 
 
 def _cuda_toolkit() -> Path | None:
-    """The folder of ptxas and libdevice: that of NVIDIA's package, else the machine's own."""
+    """Returns the folder of ptxas and libdevice: NVIDIA's package, or the machine's own."""
     spec = importlib.util.find_spec("nvidia")
     packages = spec.submodule_search_locations if spec else ()
     own = [Path(root) / "cuda_nvcc" for root in packages]
@@ -208,11 +208,11 @@ def _cuda_toolkit() -> Path | None:
 
 
 def _cuda(name: str, named: Named) -> Target:
-    """A target of cards in one machine."""
+    """Builds a target of cards in one machine."""
     card = CARDS[named.kind]
     major, minor = card.capability
     optin = (card.shared - 1) << 10
-    # Limits that all of these cards share stand as numbers.
+    # Limits shared by all of these cards are literal numbers.
     text = f"""
       gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {card.threads}
@@ -244,11 +244,11 @@ def _cuda(name: str, named: Named) -> Target:
 
 
 def _tpu(name: str, named: Named) -> Target:
-    """A target of TPU chips in a layout."""
+    """Builds a target of TPU chips in a layout."""
     import libtpu
 
-    # Else libtpu asks the network what machine it is on, and lets one process in at a time, as if
-    # each took the chips.
+    # Otherwise libtpu queries the network for its machine, and admits one process at a time, as if
+    # each used the chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())

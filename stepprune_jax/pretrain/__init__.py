@@ -1,4 +1,4 @@
-"""A small model from scratch: a tower by labels of patches, then the language model on top."""
+"""A small model from scratch: first a tower from patch labels, then the language model."""
 
 from stepprune_jax.pretrain.run import pretrain
 

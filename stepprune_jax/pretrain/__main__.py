@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _pretrain() -> None:
-    """Reads the flags, writes the world if no data is named, trains, and draws the curves."""
+    """Reads the flags, writes the world if there is no data folder, trains, and draws curves."""
     workdir = Path(flags.FLAGS.workdir).expanduser()
     with user_input():
         settings = read_pretraining(flags.FLAGS.config)
@@ -40,11 +40,11 @@ def _pretrain() -> None:
 
 
 def _data(settings: Pretraining, workdir: Path) -> str | Path:
-    """The folder of data."""
+    """Returns the folder of data."""
     if settings.data.folder:
         return settings.data.folder
     settings.check_world()
-    # Imported here: it draws images, which a run on a folder of data does not need.
+    # Imported here: a run on a data folder does not draw images.
     from stepprune_jax.data.shapes import write_world
 
     return write_world(

@@ -1,4 +1,4 @@
-"""What pretraining reads: conversations, images, and labels of their patches."""
+"""Data of pretraining: conversations, images, and labels of their patches."""
 
 import functools
 from collections.abc import Callable
@@ -20,15 +20,15 @@ PATCHES_FILE = "train_patches.npz"
 
 
 class Data(NamedTuple):
-    """What both stages read.
+    """Data of all stages.
 
     Attributes:
       samples: Conversations, each with an image.
-      groups: Of each sample; the pixels of a group have one shape.
-      pixels: From a path to pixels.
-      grids: From pixels to the grids of their visual tokens.
-      labels: Labels of patches and images by name, none without their file.
-      words: For some `class_*` labels, by their name, the word of each class; "" where it has none.
+      groups: Group of each sample; the pixels of a group have one shape.
+      pixels: Maps a path to pixels.
+      grids: Maps pixels to the grids of their visual tokens.
+      labels: Labels of patches and images by name, empty without their file.
+      words: For some `class_*` labels by name, the word of each class; "" if it has none.
       mentions: What the questions mention; None without their file.
     """
 
@@ -126,7 +126,7 @@ def _measure(
 def _read_labels(
     path: Path, images: int, patches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Labels, and words of classes, by the labels' name; none where there is no such file."""
+    """Reads labels, and words of classes, by label name; empty if there is no such file."""
     if not path.is_file():
         return {}, {}
     with np.load(path) as file:
@@ -149,7 +149,7 @@ def _read_labels(
 
 
 def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
-    """Refuses labels of other images or of another grid."""
+    """Rejects labels of other images or of another grid."""
     expected = {"class_": (images, patches), "value_": (images, patches, -1)}
     expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
@@ -170,11 +170,11 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
     """Looks up the tokens of the words for classes of patches.
 
     Args:
-      tokenizer: The model's.
+      tokenizer: The model's tokenizer.
       words: `Data.words`.
 
     Returns:
-      For each label the token of each class; -1 where it has no word, or an unknown one.
+      For each label the token of each class; -1 if it has no word, or an unknown one.
     """
     unknown = tokenizer.unk_token_id
 
@@ -196,13 +196,13 @@ def batch_indices(
     Each epoch is a permutation without the last, short batch of each group.
 
     Args:
-      seed: Of the order.
+      seed: Seed of the order.
       step: Number of the batch, from 0.
       size: Rows of a batch, at most as many as the largest group has.
       groups: Group of each row.
 
     Returns:
-      Indices of different rows.
+      Distinct indices of rows.
     """
     counts = np.bincount(groups) // size
     epoch, place = divmod(step, int(counts.sum()))

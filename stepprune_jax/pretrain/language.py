@@ -1,8 +1,8 @@
 """Second and third stage: projector, or merger, and language model learn to answer.
 
-On a share of the steps only some of the visual tokens are shown, at their own positions, as a
-pruned prefix is shown later; in the third stage also all of them, most of them noise, as a noise
-gate shows them. A large model stands such prefixes by its scale; a small one has to see them.
+On a share of the steps only some of the visual tokens are shown, at their own positions, like a
+pruned prefix later; in the third stage also all of them, most replaced by noise, as by a noise
+gate. A large model tolerates such prefixes by its scale; a small one has to be trained on them.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ def thinned(
 ) -> Int[Array, "i k"]:
     """Draws visual tokens to keep, in raster order.
 
-    Drawn without repetition with probabilities proportional to saliency ** sharpness: at random for
-    sharpness 0, the more the class token looks at them the likelier above.
+    They are drawn without repetition with probabilities proportional to saliency ** sharpness:
+    uniformly for sharpness 0; above, the more likely the more the class token attends to them.
 
     Args:
       key: PRNG key; consumed.
       saliency_log: Logarithms of weights, such as those of [CLS] attention.
-      kept: How many.
+      kept: Number of tokens.
       sharpness: One exponent per image.
       real: Which tokens are not padding, which is drawn only where there is nothing else.
 
     Returns:
-      Indices of different tokens, ascending.
+      Distinct indices of tokens, ascending.
     """
     score = _scores(key, saliency_log, sharpness)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
@@ -58,7 +58,7 @@ def thinned(
 
 
 def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
-    """Of which the k largest are such a draw, for any k."""
+    """Returns scores whose k largest are such a draw, for any k."""
     return sharpness[:, None] * saliency_log + jax.random.gumbel(key, saliency_log.shape)
 
 
@@ -68,15 +68,15 @@ def noised(
     score: Float[Array, "i n"],
     real: Bool[Array, "i n"],
 ) -> tuple[Float[Array, "i n d"], Bool[Array, "i n"]]:
-    """Mixes tokens with noise, Eq. (13), in most places so much that nothing of them is left.
+    """Mixes tokens with noise, Eq. (13), so that little of most tokens remains.
 
-    Each image keeps the tokens of its 2 to n largest scores, a number that is drawn log-uniformly,
-    with a gate of its own from .6 to 1; the others have one from 0 to .1.
+    Each image keeps the tokens with its k largest scores, k being drawn log-uniformly from 2 to n,
+    with a gate from .6 to 1 per image; the gates of the others are from 0 to .1.
 
     Args:
       key: PRNG key; consumed.
-      features: Of the tower.
-      score: Of each token.
+      features: Features of the tower.
+      score: Score of each token.
       real: Which tokens are not padding.
 
     Returns:
@@ -95,13 +95,13 @@ def noised(
 
 
 class Shown(NamedTuple):
-    """What a step shows of an image.
+    """How a step shows an image.
 
     Attributes:
-      kept: Visual tokens; None shows all.
-      noisy: All, most of them noise: see `noised`.
-      taste: How strongly the choice goes by what patches show: see `_favour`.
-      silence: Whether patches may be named by a token that says nothing, as noise is.
+      kept: Number of visual tokens shown; None shows all.
+      noisy: Whether to show all, most of them as noise; see `noised`.
+      taste: How strongly the choice depends on the contents of patches; see `_favour`.
+      silence: Whether patches may be named by a meaningless token, as noise is.
     """
 
     kept: int | None = None
@@ -111,12 +111,12 @@ class Shown(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What patches show, as tokens of the vocabulary.
+    """Contents of patches, as tokens of the vocabulary.
 
     Attributes:
-      label: Class of each patch; or, between two words, the share of the second, NaN where there is
-        nothing to say.
-      token: Token of each class; -1 where it has no word.
+      label: Class of each patch; or, between two words, the share of the second, NaN where it is
+        undefined.
+      token: Token of each class; -1 if it has no word.
     """
 
     label: Int[Array, "i n"] | Float[Array, "i n"]
@@ -124,11 +124,11 @@ class Words(NamedTuple):
 
 
 def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
-    """Saliency times a random factor for each class of patches: a taste, drawn for each image.
+    """Multiplies saliency by a random factor for each class of patches, drawn for each image.
 
-    The logarithm of a factor has the standard deviation `strength`. A policy keeps what a question
-    is about and drops the rest. A model that has seen images thinned at random only takes the share
-    of what is left for the share that there was, and miscounts.
+    The logarithm of a factor has the standard deviation `strength`. A policy keeps the patches that
+    a question is about and drops the rest. A model trained only on randomly thinned images mistakes
+    the proportions of the kept patches for those of the image, and miscounts.
     """
     factor = jnp.zeros(saliency.shape)
     for number, named in enumerate(words):
@@ -158,7 +158,7 @@ class Seen(NamedTuple):
 
 
 def _see(params, config, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
-    """Visual features of images, thinned or mixed with noise."""
+    """Returns visual features of images, thinned or mixed with noise."""
     taps = () if shown.kept is None and not shown.noisy else (saliency_tap(config),)
     features, taps = vlm.encode_image(params, config, images.pixels, taps)
     count, n = features.shape[:2]
@@ -167,7 +167,7 @@ def _see(params, config, images: Images, key, words: Sequence[Words], shown: Sho
         return Seen(features, index, real, real, images.grid)
     attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
-    # A third of the images uniformly, the others with more and more weight on what stands out.
+    # A third of the images uniformly, the others with increasing weight on salient patches.
     sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, (count,), minval=-1, maxval=2))
     words = [named._replace(label=of_tokens(named.label, n)) for named in words]
     favour = _favour(taste_key, attention, words, shown.taste)
@@ -189,12 +189,11 @@ def _alignment_loss(
     words: Words,
     silent: int | None,
 ) -> Float[Array, ""]:
-    """Cross-entropy of each patch's word among the words of its kind, by the nearest embedding.
+    """Computes the cross-entropy of each patch's word among its kind, by the nearest embedding.
 
-    It puts visual tokens into the space of the words that name them, so that one way of matching
-    words serves all of them. A share between two words (how far to the right between "left" and
-    "right") is predicted by the same means. Noise is named by the token `silent`, which means
-    nothing.
+    It moves visual tokens into the space of the words that name them, so that matching words works
+    for both. A share between two words (how far to the right between "left" and "right") is
+    predicted in the same way. Noise is named by the meaningless token `silent`.
     """
     # Behind the labels there is only padding.
     label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
@@ -248,11 +247,10 @@ def run_packed(
       config: Its shape.
       seen: Visual tokens that are shown, projected.
       packed: The exchanges.
-      slot: Places in `packed.ids` whose hidden state halfway through the layers is wanted.
+      slot: Places in `packed.ids` whose hidden state halfway through the layers is returned.
 
     Returns:
-      Float32 logits, those that each exchange would have as a prompt of its own, and the hidden
-      states.
+      Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
     """
     (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
@@ -282,13 +280,13 @@ def run_packed(
 
 
 class Exchanges(NamedTuple):
-    """Images, what is said about them, and what is known of them.
+    """Images with their exchanges and labels.
 
     Attributes:
       images: The images.
       packed: Their exchanges.
       mentions: What their questions mention; None without labels.
-      words: What their patches show; none without labels.
+      words: Contents of their patches; empty without labels.
     """
 
     images: Images
@@ -313,12 +311,12 @@ def language_loss(
     words, and noise, are named halfway through the layers.
 
     Args:
-      trained: The parts of the model that are trained, and with `mentions` their heads.
+      trained: The trained parts of the model, and with `mentions` their heads.
       frozen: Its other parts.
       config: The model's shape.
       key: PRNG key; consumed.
       batch: Images with their exchanges.
-      shown: What is shown of an image.
+      shown: How images are shown.
 
     Returns:
       The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
@@ -327,7 +325,7 @@ def language_loss(
     params, (images, packed, mentions, words) = frozen | trained, batch
     seen = _see(params, config, images, key, words, shown)
     seen = seen._replace(tokens=vlm.project(params, config, seen.tokens))
-    # An image that is thinned may not show what a question mentions.
+    # A thinned image may not show what a question mentions.
     mentions = None if shown.noisy or shown.kept is not None else mentions
     slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
     logits, halfway = run_packed(params, config, seen, packed, slot)

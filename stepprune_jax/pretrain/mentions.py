@@ -1,9 +1,9 @@
-"""What questions mention, read out halfway through the language model.
+"""Mentions of questions, read out halfway through the language model.
 
-"Is the red circle left of the blue cross?" asks for three things at once: two places to be found
-and a comparison of them, and the answer's one bit teaches nothing until all three work. With the
-place and the number of what a question mentions as labels, linear heads on the hidden state of
-the mention's last word teach finding by itself. The heads are thrown away afterwards.
+"Is the red circle left of the blue cross?" requires three skills at once: finding two places, and
+comparing them, and the answer's single bit teaches nothing until all three work. With the place and
+the number of mentioned things as labels, linear heads on the hidden state of the mention's last
+word teach finding separately. The heads are discarded afterwards.
 """
 
 from pathlib import Path
@@ -22,14 +22,14 @@ _FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}
 
 
 class Mentions(NamedTuple):
-    """Labels of the file `train_mentions.npz`, a row each, in the order of the conversations.
+    """Labels of the file `train_mentions.npz`, in the order of the conversations.
 
     Attributes:
       sample: Index of the conversation.
       exchange: Number of the question in it, from 0.
       word: Last word of the mention.
-      number: How many things it refers to.
-      value: Where they are, or other numbers; NaN where undefined.
+      number: Number of things it refers to.
+      value: Their places, or other numbers; NaN where undefined.
     """
 
     sample: Int[np.ndarray, "m"]
@@ -44,7 +44,7 @@ class PlacedMentions(NamedTuple):
 
     Attributes:
       slot: Place in `Packed.ids` of the mention's last word.
-      number: How many things it refers to; -1 in the padding.
+      number: Number of things it refers to; -1 in the padding.
       value: Standardised values; NaN where there is none.
     """
 
@@ -54,11 +54,11 @@ class PlacedMentions(NamedTuple):
 
 
 def read_mentions(path: Path, samples: int) -> Mentions | None:
-    """Reads and checks the labels; None where there is no such file.
+    """Reads and checks the labels; None if there is no such file.
 
     Args:
       path: The file.
-      samples: Conversations there are.
+      samples: Number of conversations.
 
     Returns:
       The labels.
@@ -97,9 +97,9 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Placed
     """Finds the words of the mentions among the packed tokens.
 
     Args:
-      tokenizer: The model's, with a token for each word.
-      packed: The conversations; mentions of exchanges that did not fit are left out.
-      mentions: What they mention.
+      tokenizer: The model's tokenizer, with a token for each word.
+      packed: The conversations; mentions of exchanges that did not fit are dropped.
+      mentions: The mentions.
 
     Returns:
       One row for each conversation.
@@ -141,7 +141,7 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Placed
 
 
 def init_mention_heads(mentions: PlacedMentions, width: int) -> dict[str, Array]:
-    """Zero heads for the number, as classes, and for the values."""
+    """Returns zero heads for the number, as classes, and for the values."""
     return {
         "number": jnp.zeros((width + 1, int(mentions.number.max()) + 1)),
         "value": jnp.zeros((width + 1, mentions.value.shape[-1])),
@@ -154,9 +154,9 @@ def mention_loss(
     """Computes the cross-entropy of the numbers plus the mean squared error of the values.
 
     Args:
-      heads: Of `init_mention_heads`.
+      heads: Heads from `init_mention_heads`.
       hidden: Residual stream at the mentions' last words.
-      mentions: What they mention.
+      mentions: The mentions.
 
     Returns:
       The loss, and the share of numbers that are right and the root of the squared error.

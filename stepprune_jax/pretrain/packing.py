@@ -1,4 +1,4 @@
-"""Conversations about one image, packed behind a single copy of it."""
+"""Conversations about one image, packed after a single copy of it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 
 class Packed(NamedTuple):
-    """What follows the image, for all samples: several exchanges beside each other.
+    """The text after the image, for all samples: several exchanges side by side.
 
-    Every exchange is a prompt of its own to the model: its tokens see the
-    image, what stands before it, and each other; positions restart behind the image.
+    Every exchange is a separate prompt to the model: its tokens see the image, the prefix, and each
+    other; positions restart after the image.
 
     Attributes:
       prefix: Ids before the image, the same everywhere.
-      ids: What follows it; 0 in the padding.
+      ids: Ids after it; 0 in the padding.
       segment: Number of the exchange from 1; -1 in the padding.
       offset: Place within the exchange from 0.
       target: Slot, in `ids`, of each supervised token's predecessor; 0 where `label` is padding.
@@ -46,7 +46,7 @@ class _Row(NamedTuple):
 def _pack_row(
     encode: Callable[[tuple[str, str]], Encoded], sample: Sample, most: int
 ) -> tuple[list[int], _Row]:
-    """Prefix and packed exchanges of a sample, those that fit into `most` tokens."""
+    """Returns prefix and packed exchanges of a sample, as many as fit into `most` tokens."""
     row, prefix = _Row([], [], [], [], []), []
     for number in range(0, len(sample.turns), 2):
         encoded = encode(sample.turns[number : number + 2])
@@ -66,17 +66,17 @@ def _pack_row(
 
 
 def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 512) -> Packed:
-    """Packs the exchanges of each sample behind its image.
+    """Packs the exchanges of each sample after its image.
 
     Args:
-      encoder: The model's.
-      samples: Conversations, one at least, each with an image.
-      most: Longest row; exchanges that do not fit are left out.
+      encoder: The model's encoder.
+      samples: At least one conversation, each with an image.
+      most: Longest row; exchanges that do not fit are dropped.
 
     Returns:
       The packed samples.
     """
-    # The same question with the same answer is asked of many images.
+    # The same question with the same answer occurs for many images.
     encode = functools.cache(lambda turns: encoder.encode(turns, 1))
     rows, prefix = [], []
     for sample in samples:

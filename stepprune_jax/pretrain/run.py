@@ -57,17 +57,17 @@ EVERYTHING = Shown()
 
 
 class _Pretrainer(NamedTuple):
-    """What all stages of a run read.
+    """Inputs of all stages of a run.
 
     Attributes:
-      settings: Of the run.
+      settings: Settings of the run.
       workdir: Its folder.
       model: Shape of the model.
       data: Images, conversations and labels.
       packed: The conversations as tokens.
-      mentions: What their questions mention; None without labels.
+      mentions: Mentions of their questions; None without labels.
       tokens: Token of each class of patches, by label.
-      interrupt: Whether to stop.
+      interrupt: Tells whether to stop.
     """
 
     settings: Pretraining
@@ -104,7 +104,7 @@ class _Pretrainer(NamedTuple):
         Args:
           name: Its name, that of its folder.
           stage: Its settings.
-          state: Before its first update.
+          state: State before its first update.
           update: (number of the update, state, rows) -> state and scalars.
         """
         run, folder = self.settings, self.workdir / name
@@ -136,13 +136,13 @@ class _Pretrainer(NamedTuple):
         return state
 
     def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
-        """Trains the tower on labels of patches; None after an interruption.
+        """Trains the tower on patch labels; None after an interruption.
 
         Args:
           params: The model's weights.
 
         Returns:
-          The model's weights, as they are where there are no labels.
+          The model's weights, unchanged without labels.
         """
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
@@ -168,11 +168,11 @@ class _Pretrainer(NamedTuple):
         """Trains the stage "language" or "noise"; None after an interruption.
 
         Args:
-          name: Of the stage.
-          params: The model's weights, with the heads of mentions or without.
+          name: Name of the stage.
+          params: The model's weights, with or without the heads of mentions.
 
         Returns:
-          All weights, heads of mentions among them.
+          All weights, including heads of mentions.
         """
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
@@ -214,7 +214,7 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
 
     Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
-    in the stage "language" behind its first updates.
+    in the stage "language" after its first updates.
 
     Args:
       run: Settings of the run.
@@ -232,7 +232,7 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
 
 
 def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
-    """Weights on scales that a small model learns from: embeddings as wide as what layers add."""
+    """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
     images = data.images(np.arange(min(64, len(data.samples))))
     features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, images.pixels)[0]
     language = dict(params["language"])
@@ -242,12 +242,12 @@ def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
 
 
 def _wide(label: np.ndarray) -> np.ndarray:
-    """Labels as programs take them."""
+    """Converts labels to a dtype for programs."""
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
 def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelConfig, Any]:
-    """Weights, shape and tokenizer to start from: random ones, or those of `run.init`.
+    """Returns initial weights, shape and tokenizer: random ones, or those of `run.init`.
 
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
@@ -262,7 +262,7 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelCo
     if old is None:
         return small.init_params(key, model), model, tokenizer
     language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-    _LOG.info("words that %s lacks: %s", run.init, ", ".join(new) or "none")
+    _LOG.info("words missing in %s: %s", run.init, ", ".join(new) or "none")
     text = dataclasses.replace(old.config.text, vocab_size=model.text.vocab_size)
     ids = {"image_token_id": model.image_token_id, "pad_token_id": model.pad_token_id}
     model = dataclasses.replace(old.config, text=text, **ids, eos_token_ids=model.eos_token_ids)
@@ -302,7 +302,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
         params = pretrainer.train_tower(params)
         if params is None:
             return None
-        # Fetched: stages may share the work among different devices.
+        # Fetched, as stages may use different devices.
         params = jax.device_get(params)
         if not run.init:
             params = _start_language(params, model, data)
@@ -319,7 +319,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
 
 
 def _save(model: VLM, workdir: Path) -> Path:
-    """Writes the model's folder, unless it is there; it is there as a whole or not at all."""
+    """Writes the model's folder atomically, unless it exists."""
     folder, partial = workdir / MODEL, workdir / f"{MODEL}.partial"
     if not folder.exists():
         shutil.rmtree(partial, ignore_errors=True)

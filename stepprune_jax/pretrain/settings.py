@@ -162,7 +162,7 @@ class ShapeSettings(Settings, group="model"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSettings(Settings):
-    """What the stages of a pretraining run share.
+    """Settings common to the stages of a pretraining run.
 
     Attributes:
       steps: Updates.
@@ -179,7 +179,7 @@ class StageSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerSettings(StageSettings, group="tower"):
-    """The first stage, in which the tower learns to label patches; 0 steps leave it out."""
+    """The first stage, in which the tower learns to label patches; 0 steps skip it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,11 +187,11 @@ class LanguageSettings(StageSettings, group="language"):
     """The second stage, in which projector or merger and language model learn to answer.
 
     Attributes:
-      steps: Updates, one at least.
+      steps: Updates, at least one.
       whole_steps: Updates before images are thinned.
-      thinned_share: Share of the later updates that show some of the tokens only.
-      kept: Numbers of tokens that are shown then.
-      taste: How strongly the choice depends on what patches show.
+      thinned_share: Share of the later updates that show only some of the tokens.
+      kept: Possible numbers of shown tokens.
+      taste: How strongly the choice depends on the contents of patches.
       train_tower: Whether the tower is trained, too.
     """
 
@@ -210,8 +210,8 @@ class NoiseSettings(StageSettings, group="noise"):
     """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
 
     Attributes:
-      thinned_share: Share of the other updates that show some of the tokens only.
-      taste: How strongly the choice depends on what patches show.
+      thinned_share: Share of the other updates that show only some of the tokens.
+      taste: How strongly the choice depends on the contents of patches.
     """
 
     thinned_share: float = share()
@@ -225,7 +225,7 @@ class Pretraining(Settings):
     Attributes:
       method: "pretrain".
       seed: Seed of weights and of the order of samples.
-      init: A model's folder to start from; empty for random weights.
+      init: Model folder to start from; empty for random weights.
       micro_batch: Images whose gradient is computed at once.
       cpu_devices: CPU devices; 0 leaves their number to jax.
       log_every: Updates between lines of metrics.
@@ -265,7 +265,7 @@ class Pretraining(Settings):
             self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
 
     def check_world(self) -> None:
-        """Refuses to draw a shapes world whose patches are not those of the model.
+        """Checks that the shapes world's patches are those of the model.
 
         Raises:
           ValueError: The grids differ, images are too large or too small, or there are no scenes.
@@ -296,7 +296,7 @@ def read_pretraining(config: ConfigDict) -> Pretraining:
     """Reads the settings of a pretraining run from its configuration.
 
     Args:
-      config: What `configs/pretrain_shapes.py` returns, with the changes of the command line.
+      config: Configuration from `configs/pretrain_shapes.py`, with changes of the command line.
 
     Raises:
       ValueError: A field is unknown, missing, or has a bad value; the message names it.

@@ -1,9 +1,9 @@
-"""Where a small tower starts: heads that look at neighbouring patches.
+"""Initialisation of a small tower: heads that attend to neighbouring patches.
 
-A vision transformer trained from scratch on a small budget first has to find out that neighbouring
+A vision transformer trained from scratch on a small budget first has to learn that neighbouring
 patches belong together. Here the position embedding holds a two-dimensional Fourier code, and the
 query and key projections of most heads compare that code at a fixed offset, so that the tower
-begins as a stack of local filters. Nothing is fixed: all of it is trained on.
+begins as a stack of local filters. Nothing is fixed: all weights are trained further.
 """
 
 import math
@@ -18,12 +18,12 @@ from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
 
 _STRENGTH = 1.5  # of the code, against patch content of variance about 1
-_SHARPNESS = 6.0  # of a local head: the neighbour meant gets e^5 times the weight of the next
+_SHARPNESS = 6.0  # of a local head: its neighbour gets e^5 times the weight of the next
 AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
 
 
 def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
-    """Code of each patch of a `side` by `side` grid; half of it for the row, half for the column.
+    """Returns the code of each patch of a `side` by `side` grid, half for row, half for column.
 
     Args:
       side: Patches along an edge.
@@ -39,7 +39,7 @@ def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
 
 
 def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "width width"]:
-    """Matrix that turns the code of a patch into that of the patch `offset` away.
+    """Returns the matrix that maps the code of a patch to that of the patch at an offset.
 
     Args:
       offset: Rows and columns.
@@ -60,9 +60,9 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
 def standardising_projector(
     projector: dict[str, Any], features: Float[Array, "i n d"]
 ) -> dict[str, Any]:
-    """The projector with the standardisation of its input folded into its first layer.
+    """Folds the standardisation of its input into a projector's first layer.
 
-    Features of a tower have channels of very different means and scales, from which it would learn
+    Channels of a tower's features have very different means and scales, from which it would learn
     slowly.
 
     Args:
@@ -70,7 +70,7 @@ def standardising_projector(
       features: Some features of the tower.
 
     Returns:
-      Weights that expect the features as they are.
+      Weights that expect raw features.
     """
     mean, std = jnp.mean(features, (0, 1)), jnp.std(features, (0, 1)) + 1e-6
     kernel = projector["up"]["kernel"] / std[:, None]
@@ -79,11 +79,11 @@ def standardising_projector(
 
 
 def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
-    """Random weights of a tower whose heads look at neighbouring patches.
+    """Draws weights of a tower whose heads attend to neighbouring patches.
 
-    All heads of the first two blocks, and half of those of later ones, look at one of the eight
-    neighbours: at distance 1 in even blocks, at distance 2 in odd ones. The first block's do so
-    sharply; what the blocks write blurs the code for the later ones.
+    All heads of the first two blocks, and half of those of later ones, attend to one of the eight
+    neighbours: at distance 1 in even blocks, at distance 2 in odd ones. Those of the first block do
+    so sharply; the outputs of blocks blur the code for later ones.
 
     Args:
       key: PRNG key; consumed.
@@ -98,7 +98,7 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     position = np.array(params["position_embedding"])
     position[1:, -width:] = _STRENGTH * fourier_code(side, width)
     params["position_embedding"] = jnp.asarray(position)
-    # The code has its channels for itself at the start.
+    # At first, the code has its own channels.
     kernel = params["patch_embedding"]["kernel"]
     params["patch_embedding"]["kernel"] = kernel.at[:, -width:].multiply(0.1)
     attention = params["layers"]["attention"]
@@ -114,4 +114,4 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
             query[layer, -width:, at] += scale * shift(offset, side, width)
             keys[layer, -width:, at] += scale * np.eye(width, dtype=np.float32)
     attention["query"]["kernel"], attention["key"]["kernel"] = map(jnp.asarray, (query, keys))
-    return jax.tree.map(jnp.array, params)  # copies: norms share buffers, which donation refuses
+    return jax.tree.map(jnp.array, params)  # copies: norms share buffers, which donation forbids

@@ -1,9 +1,9 @@
-"""First stage: the tower learns what every patch shows, from labels of patches.
+"""First stage: the tower learns the contents of every patch, from patch labels.
 
 Labels are arrays over the training images: `class_*` int [i, n] are predicted by a softmax head at
 every visual token, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or
-1 [i, p] by a head on the class token. The heads are thrown away afterwards. A smaller image has its
-labels in front, and anything behind them.
+1 [i, p] by a head on the class token. The heads are discarded afterwards. The labels of a smaller
+image come first, followed by padding of any value.
 """
 
 from typing import Any

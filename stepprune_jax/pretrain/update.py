@@ -21,7 +21,7 @@ from stepprune_jax.pretrain.tower import tower_loss
 
 
 class State(NamedTuple):
-    """What a stage changes."""
+    """State of a stage."""
 
     trained: Any
     moments: Any
@@ -35,9 +35,9 @@ class Recipe(NamedTuple):
       steps: Updates of the stage.
       lr: Peak learning rate.
       micro_batch: Rows of a piece of the batch.
-      devices: How many share the pieces.
+      devices: Number of devices that share the pieces.
       muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
-      shown: What the language model is shown of an image.
+      shown: How images are shown to the language model.
     """
 
     model: ModelConfig
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
 
 def _matrices(params: Any) -> Any:
-    """Which weights are maps between hidden states, in stacks of layers: Muon's."""
+    """Returns which weights are maps between hidden states, in stacks of layers, for Muon."""
 
     def dimensions(path, leaf):
         kernel = jax.tree_util.keystr(path).endswith("['kernel']") and "head" not in path[-2].key
@@ -60,7 +60,7 @@ def _matrices(params: Any) -> Any:
 
 
 def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW; with `muon_lr`, Muon for matrices of hidden layers, which needs half the steps."""
+    """Builds AdamW; with `muon_lr`, Muon for hidden matrices, which needs half the steps."""
 
     def rate(peak):
         warmup = min(50, recipe.steps // 4)
@@ -90,19 +90,19 @@ def _accumulate(
     micro_batch: int,
     devices: int,
 ) -> tuple[Any, dict[str, Array]]:
-    """Mean gradient and scalars over small pieces of a batch, the pieces dealt out to all devices.
+    """Averages gradient and scalars over small pieces of a batch, divided among all devices.
 
     Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
-    small for several cores; so every core takes pieces of its own, as a device.
+    small for several cores; so every core is a device with its own pieces.
 
     Args:
       loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
-      trained: What is differentiated.
+      trained: Weights to differentiate.
       frozen: Other weights.
       batch: Arrays with one row per image.
       key: PRNG key; consumed.
       micro_batch: Rows of a piece.
-      devices: How many share the pieces; divides their number.
+      devices: Number of devices that share the pieces; divides their number.
 
     Returns:
       The gradient, and the means of the loss and the scalars.
@@ -142,7 +142,7 @@ def everywhere(tree: Any, devices: int) -> Any:
 
 
 def start(recipe: Recipe, trained: Any) -> State:
-    """The state before the first update of some weights."""
+    """Returns the state before the first update of some weights."""
     return State(trained, _optimizer(recipe).init(trained))
 
 
@@ -152,7 +152,7 @@ def _apply(recipe: Recipe, state: State, grads: Any) -> State:
 
 
 def _tower_update(key, state: State, images: Images, labels, recipe: Recipe):
-    """One update of the tower and its heads; nothing is drawn, the key says where it runs."""
+    """Updates the tower and its heads; the key is unused except for its devices."""
 
     def loss(trained, _, part, __):
         return tower_loss(trained, recipe.model, *part)
@@ -173,9 +173,9 @@ def _language_update(
     words,
     recipe: Recipe,
 ):
-    """One update of what `state` trains; `params` are the other weights, which may be none.
+    """Updates the weights in `state`; `params` are the other weights, possibly none.
 
-    So the key comes first: it says where it runs.
+    The key comes first, as it determines the devices.
     """
     labels, tokens = words
 

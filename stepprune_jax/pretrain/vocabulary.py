@@ -1,4 +1,4 @@
-"""A small word tokenizer, made from the words of a data folder."""
+"""A small word tokenizer, built from the words of a data folder."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -33,14 +33,13 @@ class Template(NamedTuple):
 def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 8000) -> Any:
     """Builds a tokenizer with one token for each word, number or sign.
 
-    Case does not matter. The system sentence of the prompt, the same in every prompt, is a single
-    token: a small model should not spend a third of its sequence on it. Words that no text holds
-    become the template's first token.
+    Case is ignored. The system prompt, the same in every prompt, is a single token: a small model
+    should not spend a third of its sequence on it. Unknown words become the template's first token.
 
     Args:
-      texts: Everything that is asked and answered.
-      template: Of the model's family.
-      most_words: Rarer words than these are left out.
+      texts: All questions and answers.
+      template: Template of the model's family.
+      most_words: Maximum number of words; rarer ones are dropped.
 
     Returns:
       A fast `transformers` tokenizer with the template's tokens.
@@ -59,7 +58,7 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
     counts: Counter[str] = Counter()
     for text in (*texts, template.words):
         counts.update(word for word, _ in split.pre_tokenize_str(lower.normalize_str(text)))
-    # By count, then by the alphabet: the same texts in any order give the same ids.
+    # By count, then alphabetically: the same texts in any order give the same ids.
     words = sorted(counts, key=lambda word: (-counts[word], word))[:most_words]
     vocabulary = {word: number for number, word in enumerate((*template.special, *words))}
     unknown, start = template.special[0], template.start
@@ -82,17 +81,17 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
 def take_rows(
     key: Array, params: dict[str, Any], old: Any, new: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """A language model's embedding and head for another vocabulary.
+    """Converts a language model's embedding and head to another vocabulary.
 
     Args:
       key: PRNG key; consumed.
-      params: Weights of the language model, `embed` and `head` among them.
+      params: Weights of the language model, including `embed` and `head`.
       old: Its tokenizer.
-      new: The tokenizer that it is to have.
+      new: The new tokenizer.
 
     Returns:
-      The weights, with the rows of all tokens that both have, and random ones, as wide as the mean
-      of those, for the others; and the new words.
+      The weights, with the rows of all shared tokens, and random ones of the same mean norm for the
+      others; and the new words.
     """
     known, wanted = old.get_vocab(), new.get_vocab()
     words = sorted(wanted, key=wanted.get)

@@ -2,9 +2,9 @@
 
     python -m stepprune_jax.studies.example --out example
 
-To try the stages of an evaluation without the benchmarks at hand. The forms are the official ones;
-the questions are not, and lack LLaVA's request for a short answer, which the model of the shapes
-world has not learned. The scores cannot be compared with published ones.
+They serve to try the stages of an evaluation without the real benchmarks. The formats are the
+official ones; the questions are not, and lack LLaVA's request for a short answer, which the model
+of the shapes world has not learned. The scores cannot be compared with published ones.
 """
 
 import json
@@ -20,11 +20,11 @@ from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.data.shapes import write_world
 
-_POPE_STEP = 10**7  # ids of POPE's splits are so far apart in LLaVA's list
+_POPE_STEP = 10**7  # distance between ids of POPE's splits in LLaVA's list
 
 
 class Known(NamedTuple):
-    """A question of the shapes world, its image and the right answer."""
+    """A question of the shapes world, its image and the correct answer."""
 
     text: str
     image: Path
@@ -37,15 +37,15 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
 
     Args:
         out: folder for them: out/eval is the root of LLaVA's layout, out/world has the images.
-        scenes: of the shapes world, eight questions each.
-        seed: of the scenes.
+        scenes: number of scenes of the shapes world, with eight questions each.
+        seed: seed of the scenes.
 
     Returns:
         out/eval.
 
     Raises:
-        FileExistsError: out/eval is there already.
-        ValueError: so few scenes that MME's tasks would lack an image.
+        FileExistsError: out/eval already exists.
+        ValueError: too few scenes for MME's tasks.
     """
     root = Path(out) / "eval"
     if root.exists():
@@ -69,7 +69,7 @@ def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
 
 
 def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
-    """Of each image that has both, a question whose answer is yes and one whose answer is no."""
+    """Returns a yes and a no question of each image that has both."""
     found: dict[Path, dict[str, Known]] = defaultdict(dict)
     for row in known:
         if row.answer in ("yes", "no"):
@@ -78,7 +78,7 @@ def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
 
 
 def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
-    """LLaVA's list and the official questions of test-dev."""
+    """Writes LLaVA's list and the official questions of test-dev."""
     lines, official = [], {}
     for number, row in enumerate(known):
         _copy(row.image, folder / "data" / "images" / row.image.name)
@@ -99,7 +99,7 @@ def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
 
 
 def _write_pope(folder: Path, known: Sequence[Known]) -> None:
-    """LLaVA's list and the labels of the splits, to which questions are dealt in turn."""
+    """Writes LLaVA's list and the labels of the splits, to which questions are assigned in turn."""
     lines = []
     for place, split in enumerate(SPLITS):
         labels = []
@@ -114,7 +114,7 @@ def _write_pope(folder: Path, known: Sequence[Known]) -> None:
 
 
 def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
-    """LLaVA's list and the authors' release, one image a task."""
+    """Writes LLaVA's list and the authors' release, one image per task."""
     lines = []
     for task, rows in pairs.items():
         place = folder / "MME_Benchmark_release_version" / task
@@ -141,14 +141,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.studies.example", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--scenes", type=int, default=60, help="of the shapes world")
-    parser.add_argument("--seed", type=int, default=0, help="of the scenes")
+    parser.add_argument("--scenes", type=int, default=60, help="scenes of the shapes world")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes")
     arguments = parser.parse_args(argv)
     try:
         root = write_example(arguments.out, scenes=arguments.scenes, seed=arguments.seed)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"wrote {root}: give it as --data, or as --config.eval.data")
+    print(f"wrote {root}: pass it as --data, or as --config.eval.data")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ class PrintedRow(NamedTuple):
 
     Attributes:
         method: its name.
-        scores: as printed, one a benchmark.
-        average: as printed, in percent.
+        scores: printed scores, one per benchmark.
+        average: printed average in percent.
     """
 
     method: str
@@ -49,13 +49,13 @@ class PrintedTable(NamedTuple):
 
 
 def read_paper(path: str | Path = DATA) -> dict[str, Any]:
-    """Reads the tables as they are printed.
+    """Reads the printed tables.
 
     Args:
-        path: JSON; numbers keep the decimals they are written with.
+        path: JSON file; numbers keep their decimals.
 
     Returns:
-        "retention", a list of `PrintedTable`; "efficiency" and "ablation" as they are in the file.
+        "retention", a list of `PrintedTable`; "efficiency" and "ablation" as in the file.
     """
     text = Path(path).read_text(encoding="utf-8")
     paper = json.loads(text, parse_float=Decimal, parse_int=Decimal)
@@ -87,10 +87,10 @@ def follows(row: PrintedRow, upper_bound: Sequence[Decimal]) -> bool:
 
 
 def page(paper: dict[str, Any]) -> str:
-    """Writes the tables as a page.
+    """Formats the tables as a page.
 
     Args:
-        paper: what `read_paper` returns.
+        paper: result of `read_paper`.
 
     Returns:
         Markdown.
@@ -117,18 +117,18 @@ above the upper bound are in italics."""
 
 
 def _half(value: Decimal) -> Decimal:
-    """Half a unit of the last printed place."""
+    """Returns half a unit of the last printed place."""
     return Decimal(5).scaleb(value.as_tuple().exponent - 1)
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Formats a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _verdict(row: PrintedRow, upper_bound: Sequence[Decimal]) -> str:
-    """Says whether the printed average follows, and if not by how much it differs."""
+    """Returns whether the printed average follows, or by how much it differs."""
     if follows(row, upper_bound):
         return "yes"
     return f"**no**, {float(row.average) - average_retention(row.scores, upper_bound):+.2f}"
@@ -179,7 +179,7 @@ def _lead(block: list[PrintedRow], upper_bound: list[Decimal]) -> list[str]:
 
 
 def _efficiency(efficiency: dict[str, Any], table: PrintedTable) -> str:
-    """Speed-ups from latencies, and averages from the table of results."""
+    """Formats speed-ups from latencies, and averages from the table of results."""
     block = {row.method: row for row in table.blocks[efficiency["average_of"]]}
     slowest = efficiency["rows"][0]["latency_ms"]
     rows = []
@@ -198,7 +198,7 @@ def _efficiency(efficiency: dict[str, Any], table: PrintedTable) -> str:
 
 
 def _ablation(ablation: dict[str, Any], table: PrintedTable) -> str:
-    """The ablations, and the same mean of four benchmarks from the table of results."""
+    """Formats the ablations, and the same mean of benchmarks from the table of results."""
     rows, defaults = [], []
     for block in ablation["blocks"]:
         averages = {row["variant"]: row["average"] for row in block["rows"]}

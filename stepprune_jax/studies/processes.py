@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _LOG = logging.getLogger(__name__)
 
-_WAIT = 0.5  # seconds between looks at the processes
+_WAIT = 0.5  # seconds between checks of the processes
 _SHOWN = 20  # lines of a failed program's log
 
 
@@ -21,10 +21,10 @@ class Job(NamedTuple):
     """A program to run.
 
     Attributes:
-        name: for messages.
-        command: it, with its arguments; `--cpus` and the processors are added.
-        log: file for what it prints.
-        product: file that it writes when it is done.
+        name: name for messages.
+        command: the program with its arguments; `--cpus` and the processors are added.
+        log: file for its output.
+        product: file that it writes when finished.
     """
 
     name: str
@@ -34,18 +34,18 @@ class Job(NamedTuple):
 
 
 def shares(processes: int) -> list[list[int]]:
-    """Deals out the processors of this process; where there are too few, processes share them."""
+    """Divides the processors of this process; if there are too few, processes share them."""
     known = hasattr(os, "sched_getaffinity")
     cpus = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
     return [cpus[slot::processes] or [cpus[slot % len(cpus)]] for slot in range(processes)]
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> None:
-    """Runs programs, a number of them at a time.
+    """Runs programs, several at a time.
 
     Args:
-        jobs: what to run, in order.
-        processes: at a time.
+        jobs: the programs, in order.
+        processes: number of programs at a time.
 
     Raises:
         ValueError: a program failed or did not write its file. Those still running are stopped
@@ -79,7 +79,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
 
 @contextmanager
 def _exit_when_terminated() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack, so that what was started does not outlive this process."""
+    """Makes SIGTERM unwind the stack, so that child processes do not outlive this one."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

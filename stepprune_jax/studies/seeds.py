@@ -3,8 +3,8 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
     python -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
-Each run lies in WORKDIR/ROW-SEED. The same command again resumes where it was interrupted. All rows
-that are trained are evaluated; `--set eval.methods=all,random` says which others are.
+Each run is in WORKDIR/ROW-SEED. The same command resumes after an interruption. All trained rows
+are evaluated; `--set eval.methods=all,random` selects the others.
 """
 
 import argparse
@@ -66,9 +66,9 @@ class Run(NamedTuple):
     """One training run.
 
     Attributes:
-        key: of its row on the command line.
-        method: of its row in tables.
-        config: with its seed.
+        key: its row on the command line.
+        method: its row in tables.
+        config: its configuration, with its seed.
         folder: its working directory.
     """
 
@@ -84,26 +84,26 @@ class Run(NamedTuple):
 
     @property
     def policy_file(self) -> Path:
-        """What training writes at its end."""
+        """The file that training writes at its end."""
         return self.folder / POLICY_FILE
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains what is missing and evaluates; reports user errors in one line, with status 2."""
+    """Trains missing runs and evaluates; reports user errors in one line, with status 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="of the default row: a name or a file")
+    parser.add_argument("--config", required=True, help="the default row's, a name or a file")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument(
-        "--rows", nargs="+", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
+        "--rows", nargs="+", default=list(VARIANTS), help=f"some of {', '.join(VARIANTS)}"
     )
     parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
     change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
     change.metavar = "FIELD=VALUE"
     change.help = "fields to change in every configuration, such as steps=100"
-    # For the processes that this one starts: only train, on these processors.
+    # For child processes: only train, on these processors.
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -126,20 +126,20 @@ def run_seeds(
     train_only: bool = False,
     cpus: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Trains every row on every seed, unless that is done, and evaluates all of them.
+    """Trains every row on every seed, unless already done, and evaluates all of them.
 
     Args:
         config: name or path of the default row's configuration.
         workdir: folder for runs, data and report.
-        seeds: of the runs.
-        rows: of `variants.VARIANTS`.
+        seeds: seeds of the runs.
+        rows: names of `variants.VARIANTS`.
         processes: runs trained at a time, each on its share of the processors.
         changes: "field=value" for every configuration.
-        train_only: trains in this process and evaluates nothing.
+        train_only: whether to train in this process without evaluation.
         cpus: processors to run on.
 
     Returns:
-        What report/seeds.json holds: "rows" and "differences". Empty if only trained.
+        The contents of report/seeds.json: "rows" and "differences". Empty if only trained.
 
     Raises:
         FileNotFoundError: a configuration, a model or data are missing.
@@ -153,7 +153,7 @@ def run_seeds(
     base = load_config(config, changes)
     evaluation = read_evaluation(base)
     planned = variant_configs(config, rows, changes)
-    # Processes that this one starts only write to the folders of their own runs.
+    # Child processes only write to the folders of their own runs.
     with contextlib.nullcontext() if train_only else locked(workdir):
         places = split_folders(evaluation, workdir)
         runs = plan(planned, workdir, seeds, places["validation"])
@@ -171,20 +171,20 @@ def run_seeds(
 def plan(
     variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
 ) -> list[Run]:
-    """Every run, seed by seed, all on the same data.
+    """Plans every run, seed by seed, all on the same data.
 
     Args:
-        variants: what to train.
+        variants: the variants to train.
         workdir: folder of all runs.
-        seeds: of the runs.
+        seeds: seeds of the runs.
         data: folder with the training file.
 
     Raises:
-        FileNotFoundError: the model or the data are not there.
-        ValueError: bad seeds, or a run's folder is that of another run.
+        FileNotFoundError: the model or the data are missing.
+        ValueError: bad seeds, or a run's folder belongs to another run.
     """
     if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
-        raise ValueError(f"--seeds is {list(seeds)}, expected distinct numbers from 0")
+        raise ValueError(f"--seeds is {list(seeds)}, expected distinct non-negative numbers")
     runs, identity = [], file_identity(data / TRAIN_FILE)
     models: dict[Any, str] = {}
     for seed in seeds:
@@ -195,21 +195,21 @@ def plan(
             place = model_folders(config)
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
-            # Before anything is trained: a finished run with other settings is not taken for it.
+            # Checked before training: a finished run with other settings must not be reused.
             claim(run.folder, read_run(config), models[place], identity)
             runs.append(run)
     return runs
 
 
 def _job(run: Run, shared: list[str]) -> Job:
-    """The run as a process of its own."""
+    """Describes the run as a separate process."""
     own = ["--rows", run.key, "--seeds", str(run.seed)]
     command = [sys.executable, "-m", "stepprune_jax.studies.seeds", *shared, *own]
     return Job(run.folder.name, command, run.folder / "train.log", run.policy_file)
 
 
 def _train(run: Run) -> None:
-    """Trains one run in this process, unless it is done."""
+    """Trains one run in this process, unless it has finished."""
     if run.policy_file.is_file():
         return
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
@@ -221,13 +221,13 @@ def _train(run: Run) -> None:
 def evaluate_runs(
     base: EvaluationRun, workdir: Path, runs: Sequence[Run], places: dict[str, Path]
 ) -> dict[str, Any]:
-    """Evaluates finished runs on one test split; results that are there already are kept.
+    """Evaluates finished runs on one test split; existing results are kept.
 
     Args:
         base: the settings of the evaluation, from the default row's configuration.
         workdir: folder of all runs.
-        runs: finished.
-        places: from `split_folders`.
+        runs: finished runs.
+        places: result of `split_folders`.
 
     Returns:
         What report/seeds.json holds.
@@ -266,7 +266,7 @@ def _evaluate_missing(
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
 ) -> None:
-    """Evaluates runs without results, and the untrained rows if need be; saves each at once."""
+    """Evaluates runs without results, and untrained rows if needed; saves each at once."""
     settings = base.eval
     model, source = load_model(base), model_source(base)
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
@@ -312,13 +312,13 @@ def _evaluate_missing(
 def _table(
     rows: Sequence[Records], untrained: Sequence[Records], seed: int
 ) -> list[dict[str, Any]]:
-    """`accuracy_table` of some rows, with what each question's answer was worth."""
+    """Builds the `accuracy_table` of some rows, with the correctness of each answer."""
     table = accuracy_table([full_row(untrained), *rows], seed)[1:]
     return [line | {"correct": pack(row.correct)} for line, row in zip(table, rows, strict=True)]
 
 
 def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
-    """Changes with whatever a result depends on: questions, settings and the policy's bytes."""
+    """Hashes everything that determines a result: questions, settings and the policy's bytes."""
     pairs = zip(test.questions, test.answers, strict=True)
     parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
     free = {"rows": {}, "ablations": {}, "batch_size": 1}
@@ -331,7 +331,7 @@ def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
 
 
 def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
-    """A saved table, if it is about the same questions, settings and policy."""
+    """Returns a saved table, if it has the same questions, settings and policy."""
     if not path.is_file():
         return None
     saved = read_json_object(path)

@@ -14,33 +14,33 @@ from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 
 Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")
-# What only rows with a learned stop have.
+# Fields of rows with a learned stop only.
 _OF_STOPS = ("spearman_relevant", "at_bounds")
 
 
 def pack(correct: Bool[np.ndarray, "q"]) -> str:
-    """Writes which questions were answered correctly as text, eight to two digits."""
+    """Encodes which questions were answered correctly as hexadecimal text."""
     return np.packbits(correct).tobytes().hex()
 
 
 def _mean_correct(rows: Table) -> Float[np.ndarray, "q"]:
-    """The share of runs that answer each question correctly."""
+    """Returns the share of runs that answer each question correctly."""
     bits = [np.frombuffer(bytes.fromhex(row["correct"]), np.uint8) for row in rows]
     return np.mean([np.unpackbits(b)[: rows[0]["questions"]] for b in bits], axis=0)
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
-    """Mean to two decimals; None if a value is missing."""
+    """Returns the mean to two decimals; None if a value is missing."""
     return None if None in values else round(statistics.fmean(values), 2)
 
 
 def _deviation(values: Sequence[float | int | None]) -> float | None:
-    """Sample standard deviation to two decimals; None of fewer than two values."""
+    """Returns the sample standard deviation to two decimals; None for fewer than two values."""
     return None if len(values) < 2 or None in values else round(statistics.stdev(values), 2)
 
 
 def _groups(tables: Sequence[Table]) -> dict[tuple[str, str, int], Table]:
-    """Rows of all seeds by method, mode and place among these (rates of own stops differ)."""
+    """Groups rows of all seeds by method, mode and place (rates of own stops differ)."""
     groups: dict[tuple[str, str, int], Table] = {}
     for table in tables:
         places: dict[tuple[str, str], int] = {}
@@ -52,16 +52,16 @@ def _groups(tables: Sequence[Table]) -> dict[tuple[str, str, int], Table]:
 
 
 def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
-    """One row per method, mode and budget, with means and standard deviations over seeds.
+    """Returns one row per method, mode and budget, with means and deviations over seeds.
 
     Args:
-        untrained: rows that depend on no training.
-        tables: of each run.
+        untrained: rows that do not depend on training.
+        tables: tables of each run.
 
     Returns:
         Objects with method, mode, pruning_rate, accuracy, retention and mean_k, each of the last
-        three with its `_std` (None of one seed), the means of what `statistics.stop_figures` says
-        of a stop, and the number of seeds.
+        three with its `_std` (None for one seed), the means of `statistics.stop_figures`, and the
+        number of seeds.
     """
     found = []
     for (method, mode, _), rows in (_groups([untrained]) | _groups(tables)).items():
@@ -76,10 +76,10 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
 
 
 def differences(tables: Sequence[Table]) -> Table:
-    """Differences in accuracy, in points: the default method's to others', adaptive to exact.
+    """Computes differences in accuracy, in points: default minus others, adaptive minus exact.
 
     Args:
-        tables: of each run, on the same questions; each row with `correct`, from `pack`.
+        tables: tables of each run, on the same questions; each row with `correct`, from `pack`.
 
     Returns:
         Objects with first, second, pruning_rate and difference, first minus second; `runs_error`,
@@ -105,7 +105,7 @@ def differences(tables: Sequence[Table]) -> Table:
 
 
 def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
-    """The difference of two groups of runs, whose seeds are the same if `paired`."""
+    """Computes the difference of two groups of runs, whose seeds are the same if `paired`."""
     ours, theirs = ([row["accuracy"] for row in rows] for rows in (first, second))
     error = p = None
     if paired:
@@ -129,14 +129,14 @@ def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
 
 
 def budget_table(rows: Table) -> str:
-    """Formats retention by method and budget as Markdown; rows of own stops are left out.
+    """Formats retention by method and budget as Markdown, without rows of own stops.
 
     Args:
-        rows: from `summarise`.
+        rows: result of `summarise`.
 
     Returns:
-        A line a method and mode: runs, and at each budget the mean retention in percent, its
-        standard deviation, and the mean count where that is not the budget's.
+        One line per method and mode: runs, and at each budget the mean retention in percent, its
+        standard deviation, and the mean count if it differs from the budget.
     """
     groups = _lines(rows)
     budgets = next(iter(groups.values()))
@@ -152,10 +152,10 @@ def own_stop_table(rows: Table) -> str:
     """Formats the rows of own stops as Markdown, empty if there are none.
 
     Args:
-        rows: from `summarise`.
+        rows: result of `summarise`.
 
     Returns:
-        A line a method: runs, mean count, retention in percent, the share of questions at the
+        One line per method: runs, mean count, retention in percent, the share of questions at the
         bounds of the count, and the rank correlation of count and relevant patches.
     """
     stops = _own_stops(rows)
@@ -180,7 +180,7 @@ def _own_stops(rows: Table) -> set[str]:
 
 
 def _lines(rows: Table) -> dict[tuple[str, str], Table]:
-    """Rows at budgets, by method and mode."""
+    """Groups rows at budgets by method and mode."""
     groups: dict[tuple[str, str], Table] = {}
     without = {ALL, *_own_stops(rows)}
     for row in rows:
@@ -190,7 +190,7 @@ def _lines(rows: Table) -> dict[tuple[str, str], Table]:
 
 
 def _spread(row: dict[str, Any], name: str) -> str:
-    """Mean and deviation to one decimal."""
+    """Formats mean and deviation to one decimal."""
     if row[name] is None:
         return ""
     deviation = row[f"{name}_std"]

@@ -11,12 +11,12 @@ from stepprune_jax.evaluation.names import DEFAULT
 
 
 class Variant(NamedTuple):
-    """How a policy is trained.
+    """A variant of training a policy.
 
     Attributes:
         method: name in tables.
-        argument: what follows the name of the configuration file.
-        changes: to the configuration, each "field=value".
+        argument: argument of the configuration file.
+        changes: changes to the configuration, each "field=value".
     """
 
     method: str
@@ -43,10 +43,10 @@ VARIANTS = {
 
 
 class VariantConfig(NamedTuple):
-    """A variant to be trained.
+    """A variant with its configuration.
 
     Attributes:
-        key: on the command line, and of the run's folder.
+        key: name on the command line and of the run's folder.
         method: name in tables.
         config: its configuration.
     """
@@ -57,18 +57,18 @@ class VariantConfig(NamedTuple):
 
 
 def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
-    """Loads a configuration file as a command's `--config` would.
+    """Loads a configuration file like a command's `--config`.
 
     Args:
-        path: of the file, or the name of one; what follows a colon is its argument.
-        changes: each "field=value", as in `--config.field=value`.
+        path: path or name of the configuration; an argument may follow a colon.
+        changes: changes, each "field=value", as in `--config.field=value`.
 
     Returns:
         The configuration.
 
     Raises:
         FileNotFoundError: no such file or name.
-        ValueError: a change to a field that is not there or of another type.
+        ValueError: a change to an unknown field, or of another type.
     """
     path = configurations.find(path)
     for change in changes:
@@ -94,13 +94,13 @@ def variant_configs(
     """Loads the configurations of variants.
 
     Args:
-        config: name or path of the default's.
-        keys: of `VARIANTS`.
-        changes: as in `load_config`, to each of them.
+        config: name or path of the default configuration.
+        keys: names of `VARIANTS`.
+        changes: changes to each of them, as in `load_config`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: an unknown variant, one that comes twice, or a bad change.
+        ValueError: an unknown or repeated variant, or a bad change.
     """
     unknown = [key for key in keys if key not in VARIANTS]
     if unknown or not keys or len({*keys}) != len(keys):

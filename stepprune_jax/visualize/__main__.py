@@ -12,13 +12,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: of the command line; by default those of the process.
+        arguments: command-line arguments; by default those of the process.
 
     Returns:
         The exit status: 0, or 2 for a mistake in the input, reported in one line on stderr.
     """
     parser = argparse.ArgumentParser("stepprune_jax.visualize", description=__doc__.split(":")[0])
-    parser.add_argument("--report", required=True, help="report folder that eval.py wrote")
+    parser.add_argument("--report", required=True, help="report folder of eval.py")
     folder = parser.parse_args(arguments).report
     try:
         print(redraw(folder, command=f"python -m stepprune_jax.visualize --report {folder}"))

@@ -35,7 +35,7 @@ def draw_accuracy(path: str | Path, report: Report) -> Path:
 
     Args:
         path: the PNG to write.
-        report: a checked report.
+        report: a report from `check_report`.
 
     Returns:
         The path.
@@ -136,12 +136,12 @@ def _draw_method(
 
 
 def _has_place(row: dict[str, Any], field: str = "mean_k") -> bool:
-    """Whether a row can be drawn: some retention, at a number that has a logarithm."""
+    """Returns whether a row can be drawn: retention is known, and the number is positive."""
     return row["retention"] is not None and (row.get(field) or 0) > 0
 
 
 def _scale(axes: Axes, report: Report) -> None:
-    """A logarithmic axis from all tokens down, marked at the budgets."""
+    """Sets a logarithmic axis from all tokens down, marked at the budgets."""
     budgets = sorted({round(r["mean_k"]) for r in report.table if r["mode"] == "exact"})
     least = min([r["mean_k"] for r in report.table if _has_place(r)], default=1)
     axes.set_xscale("log")
@@ -184,14 +184,14 @@ def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def draw_families(path: str | Path, report: Report) -> Path:
-    """Draws the accuracy of each question family at the tightest budget, one line a family.
+    """Draws the accuracy of each question family at the tightest budget, one line per family.
 
-    All tokens; the default policy, adaptive and exact; and the best other method. Bars are
-    standard errors.
+    It compares all tokens; the default policy, adaptive and exact; and the best other method. Bars
+    are standard errors.
 
     Args:
         path: the PNG to write.
-        report: a checked report.
+        report: a report from `check_report`.
 
     Returns:
         The path.

@@ -1,4 +1,4 @@
-"""The selection step by step: one patch a frame, then the answer."""
+"""The selection step by step: one patch per frame, then the answer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +71,7 @@ def _write(path: Path, frames: Sequence[Image.Image], duration: list[int], colou
 
 
 def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) -> Image.Image:
-    """All panels after `step` choices; one step after the last, with the answers."""
+    """Draws all panels after `step` choices; one step after the last, with the answers."""
     size = (len(chosen) * (_SIDE + _GAP) + _GAP, _HEAD + _SIDE + _FOOT)
     frame = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(frame)
@@ -92,7 +92,7 @@ def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) ->
 def _caption(
     draw: ImageDraw.ImageDraw, report: Report, record: Records, i: int, left: int, step: int
 ) -> None:
-    """The count above a panel, the question and, once it has stopped, the answer below."""
+    """Writes the count above a panel, and question and, once stopped, answer below."""
     count = int(record.count[i])
     kept = min(step, count)
     head = f"{kept} of {report.sizes[i]} tokens"

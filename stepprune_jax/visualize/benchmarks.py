@@ -1,4 +1,4 @@
-"""Figures of the public benchmarks, from answer files alone: K, and examples of kept patches."""
+"""Figures of the public benchmarks, from answer files only: K, and examples of kept patches."""
 
 import io
 import math
@@ -34,14 +34,14 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
 def draw_benchmark_counts(
     path: Path, benchmark: Benchmark, root: Path, files: Sequence[AnswerFile]
 ) -> Path | None:
-    """Draws how many tokens the default policy keeps, and how good its answers are.
+    """Draws the number of tokens that the default policy keeps, and the quality of its answers.
 
-    Only questions with an image count. Where answers cannot be judged here, as those to test-dev
-    of VQAv2, the curves are left out.
+    Only questions with an image count. If answers cannot be graded here, as for VQAv2's test-dev,
+    the curves are omitted.
 
     Args:
         path: the PNG to write.
-        benchmark: which one.
+        benchmark: the benchmark.
         root: folder with its annotations.
         files: its complete answer files.
 
@@ -70,7 +70,7 @@ def draw_benchmark_counts(
 
 
 def judged(benchmark: Benchmark, root: Path, file: AnswerFile) -> np.ndarray | None:
-    """Grades each answer from 0 to 1; None where one of them cannot be judged here."""
+    """Grades each answer from 0 to 1; None if one of them cannot be graded here."""
     try:
         worth = benchmark.judge(root, file.path)
     except (OSError, ValueError):
@@ -89,10 +89,10 @@ def draw_benchmark_overlays(
 
     Args:
         path: the PNG to write.
-        benchmark: which one.
+        benchmark: the benchmark.
         root: folder with its annotations.
-        file: complete; lines with an `order` are the samples, chosen before anything was answered.
-        questions: all of the benchmark.
+        file: a complete file; lines with an `order` are the samples, chosen before answering.
+        questions: all questions of the benchmark.
 
     Returns:
         The path; None if the file has no samples.
@@ -100,7 +100,7 @@ def draw_benchmark_overlays(
     rows = read_answers(file.path)
     worth = judged(benchmark, root, file)
     side = math.isqrt(file.provenance.num_tokens)  # LLaVA's images are square
-    first = file.provenance.num_tokens - side * side  # 1 where the class token is kept
+    first = file.provenance.num_tokens - side * side  # 1 if the class token is kept
     examples = [
         _overlay(
             benchmark, row, question, side, first, None if worth is None else bool(worth[n] >= 0.5)
@@ -122,7 +122,7 @@ def _overlay(
     first: int,
     right: bool | None,
 ) -> Overlay:
-    """A sample as it is drawn."""
+    """Builds the overlay of a sample."""
     image = question.image
     if isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))

@@ -1,4 +1,4 @@
-"""The number of tokens that the policy keeps, and what it depends on."""
+"""The number of tokens that the policy keeps, and its dependence on image and question."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ from stepprune_jax.visualize.excerpts import (
     group,
 )
 
-FEWEST = 20  # questions in a bucket whose accuracy is shown
+FEWEST = 20  # minimum number of questions in a bucket for showing accuracy
 
 
 def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray, "edges"]:
-    """Edges of up to `most` buckets, all equally wide, that hold every count."""
+    """Returns the edges of up to `most` buckets of equal width that hold every count."""
     low, high = int(count.min()), int(count.max())
     width = -(-(high + 1 - low) // most)
     return np.arange(low, high + width + 1, width)
@@ -33,8 +33,9 @@ def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray
 def draw_histogram(path: str | Path, report: Report) -> Path:
     """Draws how often each K occurs, and the accuracy of those questions.
 
-    Of the default policy, adaptive, at the middle budget. Accuracy is shown, with its standard
-    error, in buckets of at least 20 questions, next to that of all tokens on the same questions.
+    It shows the default policy, adaptive, at the middle budget. Accuracy is shown, with its
+    standard error, in buckets of at least 20 questions, next to that of all tokens on the same
+    questions.
 
     Args:
         path: the PNG to write.
@@ -57,10 +58,10 @@ class Curve(NamedTuple):
     """Accuracy of one method against K of another.
 
     Attributes:
-        label: in the legend.
-        colour: of the line.
-        marker: of the points.
-        worth: what each answer is worth, from 0 to 1.
+        label: label in the legend.
+        colour: colour of the line.
+        marker: marker of the points.
+        worth: grade of each answer, from 0 to 1.
     """
 
     label: str
@@ -76,14 +77,14 @@ def draw_counts(
     curves: Sequence[Curve],
     title: str = "",
 ) -> Path:
-    """Draws how often each K occurs, and how good the answers to those questions are.
+    """Draws how often each K occurs, and the quality of the answers to those questions.
 
     Args:
         path: the PNG to write.
         count: K of each question.
         num_tokens: N.
         curves: drawn, with a standard error, in buckets of at least 20 questions.
-        title: above the axes.
+        title: title above the axes.
 
     Returns:
         The path.
@@ -113,7 +114,7 @@ def draw_counts(
         enough = np.flatnonzero(number >= min(FEWEST, number.max()))
         bucket = np.digitize(count, edges) - 1
         for curve in curves:
-            share = np.full(len(number), np.nan)  # a gap where questions are too few
+            share = np.full(len(number), np.nan)  # a gap where there are too few questions
             share[enough] = [100 * curve.worth[bucket == i].mean() for i in enough]
             error = np.sqrt(share * (100 - share) / np.maximum(number, 1))
             right.errorbar(
@@ -138,10 +139,10 @@ def draw_counts(
 
 
 def draw_complexity(path: str | Path, report: Report) -> Path:
-    """Draws K against what the image and the question need.
+    """Draws K against the needs of image and question.
 
-    Boxes hold the middle half of the questions, whiskers 90 %; of the default policy, adaptive, at
-    the middle budget. Without scenes only the question families are drawn.
+    It shows the default policy, adaptive, at the middle budget. Boxes span the middle half of the
+    questions, whiskers 90 %. Without scenes, only the question families are drawn.
 
     Args:
         path: the PNG to write.
@@ -171,7 +172,7 @@ def draw_complexity(path: str | Path, report: Report) -> Path:
 def _draw_boxes(
     axes: Axes, count: Int[np.ndarray, "q"], by: Int[np.ndarray, "q"], label: str
 ) -> None:
-    """Boxes of K for groups of questions, with the rank correlation as title."""
+    """Draws boxes of K for groups of questions, with the rank correlation as title."""
     names, members = group(by, most=8 if len(np.unique(by)) <= 8 else 6)
     axes.boxplot(
         [count[inside] for inside in members],
@@ -200,7 +201,7 @@ def _draw_kinds(
     names: Sequence[str],
     members: Sequence[Bool[np.ndarray, "q"]],
 ) -> None:
-    """Mean K of each question family, the largest on top."""
+    """Draws the mean K of each question family, the largest on top."""
     means = np.array([count[inside].mean() for inside in members])
     order = np.argsort(means, kind="stable")
     axes.barh(range(len(order)), means[order], height=0.68, color=style.COLOURS[DEFAULT])

@@ -1,4 +1,4 @@
-"""Checks a report that is to be drawn, and picks what several figures show of it."""
+"""Checks of a report before drawing, and excerpts shared by several figures."""
 
 from numbers import Real
 from typing import Any
@@ -23,15 +23,15 @@ def check_report(report: Report) -> Report:
     """Checks that the parts of a report belong together.
 
     Args:
-        report: table, records and questions as given.
+        report: the report.
 
     Returns:
         The same report.
 
     Raises:
-        ValueError: something is empty, lengths differ, a field is missing or of the wrong type, a
-            count or a token lies outside its range, or the rows that every figure needs are not
-            there. The message names the record or row and the field.
+        ValueError: a part is empty, lengths differ, a field is missing or of the wrong type, a
+            count or a token lies outside its range, or rows required by every figure are missing.
+            The message names the record or row and the field.
     """
     for name in ("table", "records", "questions"):
         if not getattr(report, name):
@@ -40,10 +40,10 @@ def check_report(report: Report) -> Report:
     for name in ("answers", "scenes"):
         values = getattr(report, name)
         if values is not None and len(values) != asked:
-            raise ValueError(f"{name}: expected {asked}, one a question, got {len(values)}")
+            raise ValueError(f"{name}: expected {asked}, one per question, got {len(values)}")
     tokens = all_tokens(report).count
     if len(report.grids) != asked:
-        raise ValueError(f"grids: expected {asked}, one a question, got {len(report.grids)}")
+        raise ValueError(f"grids: expected {asked}, one per question, got {len(report.grids)}")
     for i, (rows, columns) in enumerate(report.grids):
         if min(rows, columns) < 1 or report.first(i) not in (0, 1):
             raise ValueError(
@@ -59,7 +59,7 @@ def check_report(report: Report) -> Report:
 
 
 def _check_row(i: int, row: dict[str, Any]) -> None:
-    """A row of the table has the fields that are read, as numbers where numbers are drawn."""
+    """Checks that a row of the table has the required fields, with the right types."""
     for field, kind in _FIELDS.items():
         if not isinstance(row.get(field), kind):
             wanted = "a text" if kind is str else "a number"
@@ -69,7 +69,7 @@ def _check_row(i: int, row: dict[str, Any]) -> None:
 
 
 def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
-    """A record has one entry a question, and names tokens of the grid alone."""
+    """Checks that a record has one entry per question, and only tokens of the grid."""
     for field in ("count", "order", "answer", "correct"):
         length = len(getattr(record, field))
         if length != asked:
@@ -92,18 +92,18 @@ def _check_record(where: str, record: Records, asked: int, tokens: int) -> None:
 
 
 def name_of(record: Records) -> str:
-    """A record in words, for messages."""
+    """Describes a record, for messages."""
     return f"{record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned"
 
 
 def rows_of(report: Report, method: str, mode: str) -> list[dict[str, Any]]:
-    """Rows of the table of a method in a mode, from many tokens to few."""
+    """Returns table rows of a method in a mode, by descending number of tokens."""
     rows = [r for r in report.table if r["method"] == method and r["mode"] == mode]
     return sorted(rows, key=lambda r: -r["mean_k"])
 
 
 def records_of(report: Report, method: str, mode: str) -> list[Records]:
-    """Records of a method in a mode, from many tokens to few."""
+    """Returns records of a method in a mode, by descending number of tokens."""
     records = [r for r in report.records if r.method == method and r.mode == mode]
     return sorted(records, key=lambda r: r.pruning_rate)
 
@@ -117,7 +117,7 @@ def all_tokens(report: Report) -> Records:
     for record in report.records:
         if record.method == ALL:
             return record
-    raise ValueError(f"records: none has the method {ALL!r}, the base of every retention")
+    raise ValueError(f"records: none has the method {ALL!r}, the reference of retention")
 
 
 def default_record(report: Report) -> Records:
@@ -145,7 +145,7 @@ def others(report: Report, budget: int | None) -> list[Records]:
 def tightest(report: Report) -> list[Records]:
     """Finds the default policy at the tightest budget, in both modes, and the best of `others`.
 
-    Records that do not exist are left out.
+    Records that do not exist are omitted.
     """
     adaptive = records_of(report, DEFAULT, "adaptive")[-1:]
     exact = records_of(report, DEFAULT, "exact")[-1:]
@@ -155,13 +155,13 @@ def tightest(report: Report) -> list[Records]:
 
 
 def image_numbers(report: Report) -> Int[np.ndarray, "q"]:
-    """Numbers the images; gives that of each question's."""
+    """Returns the number of each question's image."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(q.image, len(numbers)) for q in report.questions])
 
 
 def families(report: Report) -> dict[str, Bool[np.ndarray, "q"]]:
-    """Which questions are of which family, in alphabetical order; families without a name last."""
+    """Returns the questions of each family, in alphabetical order, unnamed ones last."""
     names = np.array([question.category or "other" for question in report.questions])
     return {str(name): names == name for name in np.unique(names)}
 
@@ -169,10 +169,10 @@ def families(report: Report) -> dict[str, Bool[np.ndarray, "q"]]:
 def group(
     values: Int[np.ndarray, "q"], most: int = 8
 ) -> tuple[list[str], list[Bool[np.ndarray, "q"]]]:
-    """Groups integers: by value, or by ranges with about as many members each.
+    """Groups integers by value, or by ranges of about equal size.
 
     Args:
-        values: what to group by.
+        values: the integers.
         most: largest number of groups.
 
     Returns:

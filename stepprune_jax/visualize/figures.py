@@ -13,7 +13,7 @@ from stepprune_jax.visualize.overlays import draw_hero, draw_overlays
 from stepprune_jax.visualize.page import PageFigure, write_page
 from stepprune_jax.visualize.training import draw_training
 
-# Of the manifest: what differs between two runs of the same command, or says where files are.
+# Fields of the manifest that differ between two runs of the same command, or are paths.
 _NOT_SHOWN = (
     "kind",
     "seconds",
@@ -43,11 +43,11 @@ def write_report(
     The same input gives the same bytes.
 
     Args:
-        folder: where to write; made if missing. Files of the same names are replaced.
+        folder: folder to write; created if needed. Files of the same names are replaced.
         report: the evaluation.
         title: heading of the page.
-        command: the command that made the evaluation, shown as it is.
-        config: the configuration, shown as it is.
+        command: the command of the evaluation, shown unchanged.
+        config: the configuration, shown unchanged.
 
     Returns:
         The path of `index.html`.
@@ -74,11 +74,11 @@ def write_report(
 
 
 def redraw(folder: str | Path, *, command: str | None = None) -> Path:
-    """Redraws the report of an evaluation from what it saved; runs no model.
+    """Redraws the report of an evaluation from its saved files, without a model.
 
     Args:
-        folder: the report folder that `evaluate` wrote.
-        command: the command that made the evaluation, shown as it is.
+        folder: the report folder of `evaluate`.
+        command: the command of the evaluation, shown unchanged.
 
     Returns:
         The path of `index.html`, in the same folder.
@@ -95,7 +95,7 @@ def redraw(folder: str | Path, *, command: str | None = None) -> Path:
 
 
 def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
-    """The figures about accuracy and K."""
+    """Draws the figures about accuracy and K."""
     record = default_record(report)
     low, high = tightest(report)[0], f"{record.count.min()} to {record.count.max()}"
     figures = [
@@ -151,7 +151,7 @@ def _cost_figure(folder: Path, report: Report) -> list[PageFigure]:
 
 
 def _selection_figures(folder: Path, report: Report) -> list[PageFigure]:
-    """The images with their kept patches, at rest and in motion."""
+    """Draws the images with their kept patches, static and animated."""
     return [
         PageFigure(
             draw_overlays(folder / "overlays.png", report),

@@ -1,4 +1,4 @@
-"""The opening of a report's page: what was asked of which model, and the two main results."""
+"""The opening of a report's page: questions, model, and the two main results."""
 
 from html import escape
 
@@ -18,25 +18,25 @@ from stepprune_jax.visualize.excerpts import (
 )
 from stepprune_jax.visualize.page_table import UNKNOWN
 
-_EXAMPLES = 3  # questions that the opening quotes
+_EXAMPLES = 3  # questions quoted in the opening
 
 
 def opening(report: Report) -> str:
-    """Formats what was asked, the model, what K is, and the two main results.
+    """Formats the questions, the model, the meaning of K, and the two main results.
 
     Args:
         report: a checked report.
 
     Returns:
-        HTML; every text from the report is escaped. A result that the report's rows do not give is
-        left out.
+        HTML; every text from the report is escaped. A result that the report's rows do not provide
+        is omitted.
     """
     cards = [card for card in (_own_stop(report), _tightest(report)) if card]
     return "\n".join([_asked(report), "<div class=cards>", *cards, "</div>"])
 
 
 def _asked(report: Report) -> str:
-    """What was asked, which model answered, and what K is."""
+    """Formats the questions, the model, and the meaning of K."""
     kinds = families(report)
     first = [report.questions[int(np.argmax(members))].text for members in kinds.values()]
     examples = " ".join(f"“{escape(text)}”" for text in first[:_EXAMPLES])
@@ -61,7 +61,7 @@ def _sizes(report: Report) -> str:
 
 
 def _own_stop(report: Report) -> str:
-    """Where the policy stops by itself."""
+    """Formats the result of the policy's own stop."""
     record = next((row for row in report.records if row.method == OWN_STOP), None)
     if record is None:
         return ""
@@ -80,7 +80,7 @@ def _own_stop(report: Report) -> str:
 
 
 def _tightest(report: Report) -> str:
-    """The default policy against the best other method, at the tightest budget."""
+    """Formats the default policy against the best other method, at the tightest budget."""
     ours, *exact = [row for row in tightest(report) if row.method == DEFAULT]
     held = round(ours.budget * report.num_tokens / ours.num_tokens)
     compared = others(report, ours.budget)
@@ -116,7 +116,7 @@ def _exactly(report: Report, held: int) -> str:
 
 
 def _card(title: str, numbers: list[tuple[str, str, str]], note: str) -> str:
-    """A result: large numbers, each with its class and what it is, and a note."""
+    """Formats a result: large numbers, each with a class and a description, and a note."""
     large = "".join(
         f'<p class="large {kind}"><b>{number}</b> <span>{escape(what)}</span></p>'
         for kind, number, what in numbers
@@ -126,7 +126,7 @@ def _card(title: str, numbers: list[tuple[str, str, str]], note: str) -> str:
 
 
 def _in_table(report: Report, record: Records, field: str) -> str:
-    """A percentage of a record's row, as the table has it."""
+    """Formats a percentage of a record's row as in the table."""
     head = record.method, record.mode, record.pruning_rate
     rows = [r for r in report.table if (r["method"], r["mode"], r.get("pruning_rate")) == head]
     value = rows[0][field] if rows else None

@@ -24,16 +24,16 @@ _SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
 
 
 class Overlay(NamedTuple):
-    """An image with its kept patches, and what was asked and answered.
+    """An image with its kept patches, question and answer.
 
     Attributes:
         image: the image.
         patches: kept patches in the order of choice.
-        title: above the image, on the left.
-        category: above the image, on the right.
+        title: text above the image, on the left.
+        category: text above the image, on the right.
         text: the question.
-        answer: what was answered.
-        right: whether that is right; `None` where it is not known.
+        answer: the answer.
+        right: whether the answer is correct; `None` if unknown.
         grid: rows and columns of its patches.
     """
 
@@ -54,7 +54,7 @@ def choose(
     number: int,
     taken: Sequence[int] = (),
 ) -> list[int]:
-    """Chooses examples around a quantile of K, knowing neither answers nor selections.
+    """Chooses examples around a quantile of K, without using answers or selections.
 
     Among the tenth of the questions nearest to the quantile in rank of K, the first in file order
     are taken, preferring an image and a family not shown yet.
@@ -63,8 +63,8 @@ def choose(
         report: a checked report.
         count: K of each question.
         share: the quantile, 0 to 1.
-        number: how many to choose; fewer come back if there are fewer questions.
-        taken: questions that are shown already.
+        number: number of examples; fewer are returned if there are fewer questions.
+        taken: questions that are already shown.
 
     Returns:
         Indices of questions.
@@ -107,7 +107,7 @@ def choose_spread(
 
 
 def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
-    """Draws rows of examples of the default policy: few, middling and many tokens kept.
+    """Draws rows of examples of the default policy: few, medium and many tokens kept.
 
     Args:
         path: the PNG to write.
@@ -152,7 +152,7 @@ def draw_hero(path: str | Path, report: Report) -> Path:
 
 
 def _overlay(report: Report, record: Records, i: int) -> Overlay:
-    """What is shown of question i."""
+    """Builds the overlay of question i."""
     question, right = report.questions[i], bool(record.correct[i])
     answer = shorten(record.answer[i], 24, placeholder="…")
     if not right:
@@ -176,14 +176,14 @@ def draw_answer(
     question: str,
     answer: Answer,
 ) -> Path:
-    """Draws the images of a prompt as the model sees them, with the tokens that it was left with.
+    """Draws the images of a prompt as the model sees them, with the kept tokens.
 
     Args:
         path: the PNG to write.
-        model: that answered.
-        images: of the prompt, RGB, at least one.
-        question: what was asked.
-        answer: what was answered.
+        model: the model that answered.
+        images: images of the prompt, RGB, at least one.
+        question: the question.
+        answer: the answer.
 
     Returns:
         The path.
@@ -205,18 +205,18 @@ def draw_answer(
             )
         )
     with warnings.catch_warnings():
-        # A model may say anything: what the typeface lacks is drawn as a box.
+        # An answer may contain any character; those missing in the typeface become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         return draw_rows(path, [("", shown)])
 
 
 class Seen(NamedTuple):
-    """A square with the image that the tower saw in its middle.
+    """A square with the image seen by the tower in its middle.
 
     Attributes:
         image: the square.
-        grid: rows and columns of its patches, those beside the image included.
-        patches: those of the tokens that were left, in their order.
+        grid: rows and columns of its patches, including those beside the image.
+        patches: patches of the kept tokens, in their order.
     """
 
     image: Image.Image
@@ -227,13 +227,13 @@ class Seen(NamedTuple):
 def seen_patches(
     model: VLM, image: Image.Image, grid: tuple[int, int], indices: Sequence[int]
 ) -> Seen:
-    """Finds the patches of an image's tokens, and brings both to a square.
+    """Finds the patches of an image's tokens, and pads both to a square.
 
     Args:
-        model: that was shown the image.
+        model: the model that was shown the image.
         image: the image, RGB.
         grid: rows and columns of its tokens.
-        indices: of tokens; those that are no patch, as merged ones or a class token, are left out.
+        indices: indices of tokens; merged ones and a class token, which are no patch, are skipped.
 
     Returns:
         The square.
@@ -252,17 +252,16 @@ def seen_patches(
 
 
 def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
-    """Visual tokens of an image of so many rows and columns."""
+    """Returns the visual tokens of an image with a grid."""
     return int(model.config.family.num_tokens(model.config, np.array([grid]))[0])
 
 
 def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -> Path:
-    """Draws rows of examples; laid out pixel by pixel, so that none is resampled.
+    """Draws rows of examples, laid out in pixels so that none is resampled.
 
     Args:
         path: the PNG to write.
-        rows: what stands beside each row, and its examples; without any such text there is no room
-            for it.
+        rows: the label beside each row, and its examples; without any label no room is left for it.
 
     Returns:
         The path.
@@ -296,7 +295,7 @@ def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -
 
 
 def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None:
-    """One panel, with K above it and the question and the answers below."""
+    """Draws one panel, with K above it and the question and the answers below."""
     width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
     panel = draw_panel(example.image, example.patches, example.grid, _SIDE)
     # figimage counts from below, in pixels of the figure.
@@ -326,7 +325,7 @@ def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None
 
 
 def tick_colour(right: bool) -> str:
-    """The colour of a right or a wrong answer."""
+    """Returns the colour of a right or a wrong answer."""
     return "#00735a" if right else "#b54708"
 
 
@@ -335,9 +334,9 @@ def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
 
     Args:
         text: any text; white space is collapsed.
-        width: pixels.
-        size: pixels of the type.
-        most: largest number of lines; what does not fit ends in an ellipsis.
+        width: width in pixels.
+        size: type size in pixels.
+        most: maximum number of lines; longer text ends in an ellipsis.
 
     Returns:
         The lines.

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its table, which needs only the images beside it."""
+"""The page of a report: one HTML file with its table, and images next to it."""
 
 from collections.abc import Sequence
 from html import escape
@@ -72,9 +72,9 @@ class PageFigure(NamedTuple):
     Attributes:
         path: the file, in the folder of the page.
         title: heading above it.
-        alt: what it shows, for who cannot see it.
-        caption: how to read it.
-        images: whether it shows images, whose colours are to stay what they are.
+        alt: text alternative.
+        caption: text below it.
+        images: whether it shows images, whose colours must not change.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class PageFigure(NamedTuple):
 
 
 def describe(report: Report) -> list[tuple[str, str]]:
-    """Describes the default policy at the middle budget by numbers that the table does not hold.
+    """Describes the default policy at the middle budget by numbers that the table lacks.
 
     Args:
         report: a checked report.
@@ -144,12 +144,12 @@ def write_page(
     """Writes `index.html` next to its figures.
 
     Args:
-        folder: where the figures are.
+        folder: folder of the figures.
         report: a checked report.
         figures: the figures, in order.
         title: heading of the page.
-        command: the command that made the report, if it is to be shown.
-        config: the configuration as text, if it is to be shown.
+        command: the command that wrote the report, to be shown; or None.
+        config: the configuration as text, to be shown; or None.
 
     Returns:
         The path of the page.
@@ -198,18 +198,18 @@ _LEGEND = (
 
 
 def _command(command: str, what: str) -> str:
-    """A command with a line on what it does; nothing without a command."""
+    """Formats a command with a line of explanation; empty without a command."""
     return f"<p>{what}</p>{_words(command)}" if command else ""
 
 
 def _words(command: str) -> str:
-    """A command whose lines break between its words alone, not after the hyphens of a flag."""
+    """Formats a command whose lines break between words, not after hyphens of flags."""
     words = " ".join(f"<span>{escape(word)}</span>" for word in command.split(" "))
     return f"<pre>{words}</pre>"
 
 
 def _made(report: Report, command: str | None, config: str | None) -> str:
-    """How the report was made."""
+    """Formats how the report was made."""
     seeds = sorted({str(row["seed"]) for row in report.table if row.get("seed") is not None})
     made = f"<p>Seed {escape(', '.join(seeds))}.</p>" if seeds else ""
     if command:
@@ -220,7 +220,7 @@ def _made(report: Report, command: str | None, config: str | None) -> str:
 
 
 def _figure(figure: PageFigure) -> str:
-    """A figure with its size in points, so that the page does not jump while it loads."""
+    """Formats a figure with its size in points, so that the page does not jump while loading."""
     with Image.open(figure.path) as image:
         width, height = image.size
     if figure.path.suffix == ".png":  # drawn with two pixels a point

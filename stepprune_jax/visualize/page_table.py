@@ -9,12 +9,12 @@ from stepprune_jax.visualize.accuracy import OWN_STOP
 from stepprune_jax.visualize.excerpts import ALL, DEFAULT
 
 UNKNOWN = "\N{EN DASH}"
-# What a GFLOP is in each unit; the first in which the largest number is not too small is taken.
+# A GFLOP in each unit; the first unit in which the largest number is not too small is used.
 _UNITS = {"TFLOPs": 1e-3, "GFLOPs": 1.0, "MFLOPs": 1e3, "FLOPs": 1e9}
 
 
 class _Column(NamedTuple):
-    """A column of numbers: its title, its field, what that is multiplied by, and decimals."""
+    """A column of numbers: its title, field, factor and decimals."""
 
     title: str
     field: str
@@ -22,13 +22,13 @@ class _Column(NamedTuple):
     decimals: int = 1
 
     def show(self, row: dict[str, Any]) -> str:
-        """A row's number as text."""
+        """Formats a row's number."""
         value = row.get(self.field)
         return UNKNOWN if value is None else f"{value * self.scale:.{self.decimals}f}"
 
 
 def budgets(report: Report) -> dict[float, int]:
-    """Finds the counts that some method was held to, from many to few, by their pruning rates."""
+    """Returns the budgets in descending order, by pruning rate."""
     exact = [row for row in report.table if row["mode"] == "exact" and row["method"] != ALL]
     counts = {float(row["pruning_rate"]): round(row["mean_k"]) for row in exact}
     return {rate: counts[rate] for rate in sorted(counts) if rate}
@@ -37,7 +37,7 @@ def budgets(report: Report) -> dict[float, int]:
 def html_table(report: Report) -> str:
     """Formats the table: K, retention, accuracy, time and operations of each row.
 
-    All tokens and the policy's own stop come first, with what prunes nothing, then a block for each
+    All tokens and the policy's own stop come first, with unpruned rows, then a block for each
     budget. Retention is bold where no other row of the block has more.
 
     Args:
@@ -71,7 +71,7 @@ def html_table(report: Report) -> str:
 
 
 def _measured(report: Report, field: str, units: dict[str, float]) -> _Column:
-    """A column in the unit that suits its largest number, with three digits of that."""
+    """Builds a column in the unit that suits its largest number, with three digits."""
     most = max((row.get(field) or 0.0 for row in report.table), default=0.0)
     unit = next((unit for unit, scale in units.items() if most * scale >= 0.1), [*units][-1])
     digits = len(str(int(most * units[unit]))) if most * units[unit] >= 1 else 0
@@ -79,19 +79,19 @@ def _measured(report: Report, field: str, units: dict[str, float]) -> _Column:
 
 
 def _at(row: dict[str, Any], rate: float) -> bool:
-    """Whether a row belongs to the block of a pruning rate."""
+    """Returns whether a row belongs to the block of a pruning rate."""
     return row["method"] not in (ALL, OWN_STOP) and row.get("pruning_rate") == rate
 
 
 def _order(shown: str) -> float:
-    """Sorts what is printed, as equal numbers are equally good; what is not known comes first."""
+    """Returns a sort key of printed numbers, so that equal ones tie; unknown ones come first."""
     return float(shown) if shown != UNKNOWN else -1.0
 
 
 def _row(
     row: dict[str, Any], columns: Sequence[_Column], best: str = UNKNOWN, mode: bool = False
 ) -> str:
-    """A row, with its mode if that is wanted; its retention is bold where that is the best."""
+    """Formats a row, with its mode if requested; its retention is bold if it is the best."""
     name = escape(row["method"]) + (f" <small>{escape(row['mode'])}</small>" if mode else "")
     kind = " class=ours" if row["method"] in (DEFAULT, OWN_STOP) else ""
     cells = [column.show(row) for column in columns]

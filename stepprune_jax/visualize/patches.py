@@ -12,13 +12,13 @@ from PIL import Image, ImageDraw, ImageFont
 from stepprune_jax.data.images import open_image, pad_to_square
 from stepprune_jax.visualize.style import INK
 
-_BRIGHTNESS = 0.4  # of what is not kept
+_BRIGHTNESS = 0.4  # of dropped patches
 MOST_NUMBERS = 99  # three digits do not fit a patch
 _RAMP = "plasma"
 
 
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """The typeface of the figures, `size` pixels high; it comes with matplotlib."""
+    """Returns the typeface of the figures, `size` pixels high, from matplotlib."""
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", name)), size)
 
@@ -34,7 +34,7 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no image, or is damaged.
+        ValueError: the file is not an image, or is damaged.
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
@@ -60,7 +60,7 @@ def dim(
 def patch_box(
     token: int | np.integer, grid: tuple[int, int], side: int
 ) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a patch in a square of `side` pixels, the last two outside."""
+    """Returns left, top, right and bottom of a patch in a square of `side` pixels."""
     row, column = divmod(int(token), grid[1])
     edges = [-(-side * i // grid[1]) for i in (column, column + 1)]
     sides = [-(-side * i // grid[0]) for i in (row, row + 1)]
@@ -70,7 +70,7 @@ def patch_box(
 def kept_patches(
     order: Sequence[int] | Int[np.ndarray, "k"], grid: tuple[int, int]
 ) -> Bool[np.ndarray, "rows columns"]:
-    """True at the patches named in `order`."""
+    """Returns a mask of the patches in `order`."""
     kept = np.zeros(grid, bool)
     kept.flat[np.asarray(order, int)] = True
     return kept
@@ -91,14 +91,14 @@ def draw_panel(
         order: kept tokens, the first choice first.
         grid: rows and columns of patches.
         side: pixels along an edge of the result.
-        marks: numbers, or, where they are many or would not fit, dots from dark to bright.
+        marks: whether to draw numbers, or dots from dark to bright if numbers do not fit.
 
     Returns:
         The square panel.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no image, or is damaged.
+        ValueError: the file is not an image, or is damaged.
     """
     kept = kept_patches(order, grid)
     panel = Image.fromarray(dim(read_square(path, side), kept))
@@ -124,12 +124,12 @@ def draw_panel(
 
 
 def use_numbers(count: int, grid: tuple[int, int], side: int) -> bool:
-    """Whether numbers can be read: not too many, and in patches of at least 20 pixels."""
+    """Returns whether numbers are legible: not too many, in patches of at least 20 pixels."""
     return count <= MOST_NUMBERS and side // max(grid) >= 20
 
 
 def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: int) -> None:
-    """A dot in each kept patch: the first choice dark, the last bright."""
+    """Draws a dot in each kept patch: the first choice dark, the last bright."""
     ramp = colormaps[_RAMP](np.linspace(0, 0.95, max(len(order), 2)), bytes=True)
     radius = max(1.5, 0.2 * side / max(grid))
     for colour, token in zip(ramp, order, strict=False):
@@ -144,7 +144,7 @@ def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: in
 
 
 def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "rows columns"], side: int) -> None:
-    """White lines where kept patches meet dropped ones, or the edge of the image."""
+    """Draws white lines where kept patches meet dropped ones or the edge of the image."""
     padded = np.pad(kept, 1)
     width = max(1, side // 168)
     for row, column in np.argwhere(kept):

@@ -1,4 +1,4 @@
-"""A row of images with their kept patches, drawn quickly while a policy is trained."""
+"""A row of images with their kept patches, drawn quickly during training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +25,9 @@ class Example(NamedTuple):
         image: the image.
         order: kept patches, the first choice first.
         grid: rows and columns of patches.
-        question: what was asked.
-        answer: what the model said.
-        right: what it should have said.
+        question: the question.
+        answer: the model's answer.
+        right: the correct answer.
     """
 
     image: Path
@@ -42,7 +42,7 @@ def draw_strip(path: str | Path, examples: Sequence[Example]) -> Path:
     """Draws images side by side, each with K, the question and the answer below.
 
     Args:
-        path: the PNG to write; folders on the way are created.
+        path: the PNG to write; parent folders are created.
         examples: at least one.
 
     Returns:

@@ -14,7 +14,7 @@ from PIL import Image
 
 DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
-# Okabe and Ito's colours, told apart with any kind of colour vision.
+# Okabe and Ito's colours, distinguishable with any kind of colour vision.
 COLOURS = {
     "all tokens": INK,
     "StepPrune": "#0072b2",
@@ -60,10 +60,10 @@ _STYLE = {
 
 
 def colours(methods: Sequence[str]) -> dict[str, str]:
-    """A colour for each method: its own where it has one, else one of the rest by alphabet.
+    """Assigns a colour to each method: its own if it has one, or another in alphabetical order.
 
     Args:
-        methods: names; give those of the whole table, so that every figure agrees.
+        methods: names of all methods of the table, so that all figures agree.
     """
     unknown = sorted(set(methods) - set(COLOURS))
     return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
@@ -71,9 +71,9 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
-    """An empty figure in this style, `width` by `height` inches.
+    """Creates an empty figure in this style, `width` by `height` inches.
 
-    It does not touch matplotlib's own settings nor its list of open figures.
+    It changes neither matplotlib's global settings nor its list of open figures.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), dpi=DPI)
@@ -85,8 +85,8 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
     """Writes a figure as a PNG with a palette.
 
     Args:
-        figure: what to draw; its size is kept as it is.
-        path: the file; written anew. Its bytes depend on the figure alone.
+        figure: the figure, of unchanged size.
+        path: the file, which is replaced. Its bytes depend only on the figure.
         most_bytes: the palette is halved, from 256 colours down to 64, until the file is no larger.
 
     Returns:
@@ -104,14 +104,14 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
 
 
 def choose_palette(image: Image.Image, colours: int) -> UInt8[np.ndarray, "p 3"]:
-    """Chooses colours: half are the most common ones as they are, the rest cover all others.
+    """Chooses colours: half are the most common ones, the rest cover all others.
 
     An octree alone blends light tints into the white of the paper; the most common colours alone
     forget a thin line.
 
     Args:
         image: an RGB image.
-        colours: how many, 4 to 256.
+        colours: number of colours, 4 to 256.
 
     Returns:
         At most that many distinct colours, in a fixed order.
@@ -128,7 +128,7 @@ def reduce_colours(image: Image.Image, palette: UInt8[np.ndarray, "p 3"]) -> Ima
 
     Args:
         image: an RGB image.
-        palette: from `choose_palette`.
+        palette: result of `choose_palette`.
 
     Returns:
         The image in mode P.
@@ -146,14 +146,14 @@ def reduce_colours(image: Image.Image, palette: UInt8[np.ndarray, "p 3"]) -> Ima
 
 
 def spread(positions: Sequence[float | int], gap: float | int) -> list[float]:
-    """Moves positions apart until neighbours are `gap` apart, and none further than it must.
+    """Moves positions until neighbours are `gap` apart, by as little as possible.
 
     Args:
-        positions: where labels would like to be.
-        gap: least distance.
+        positions: desired positions of labels.
+        gap: smallest distance.
 
     Returns:
-        Where they can be, in the given order.
+        Possible positions, in the given order.
     """
     order = sorted(range(len(positions)), key=lambda i: (positions[i], i))
     blocks: list[list[float]] = []  # mean of (position - offset), members
@@ -177,6 +177,6 @@ def tidy(figure: Figure, **space: float) -> None:
 
 
 def lines_across(axes: Axes, which: str = "y") -> None:
-    """Faint lines at the ticks of one axis."""
+    """Draws faint lines at the ticks of one axis."""
     axes.grid(axis=which)
     axes.tick_params(axis=which, length=0)

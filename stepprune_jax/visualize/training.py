@@ -32,14 +32,14 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
     """Reads `metrics.jsonl`.
 
     Args:
-        path: the file: a JSON object a line, each with a number `step`.
+        path: the file: one JSON object per line, each with a number `step`.
 
     Returns:
         An array for each key whose values are numbers, NaN on lines that lack it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no such object, or the file is empty; the message names the line.
+        ValueError: a malformed line, which is named, or an empty file.
     """
     path = Path(path)
     if not path.is_file():
@@ -65,7 +65,7 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
 def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
     """Draws loss, K, agreement, gates, entropy and the gradient of the stop against the step.
 
-    Panels whose keys are missing are left out.
+    Panels whose keys are missing are omitted.
 
     Args:
         path: the PNG to write.
@@ -76,7 +76,7 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: as `read_metrics`, or no key of any panel is there.
+        ValueError: as `read_metrics`, or the keys of all panels are missing.
     """
     metrics = read_metrics(metrics_file)
     panels = [p for p in _PANELS if any(key in metrics for key, _, _ in p[1])]
@@ -98,7 +98,7 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
 
 
 def _draw_panel(axes: Axes, metrics: dict[str, np.ndarray], title: str, curves: tuple) -> None:
-    """Curves of one panel: as logged, faint, and their running mean."""
+    """Draws the curves of one panel: as logged, faint, and their running mean."""
     axes.set_title(title)
     named = False
     for key, name, colour in curves:
@@ -121,7 +121,7 @@ def _draw_panel(axes: Axes, metrics: dict[str, np.ndarray], title: str, curves: 
 
 
 def running_mean(values: Float[np.ndarray, "rows"], reach: int) -> Float[np.ndarray, "rows"]:
-    """Mean over `reach` neighbours on either side, fewer at the ends."""
+    """Averages over `reach` neighbours on either side, fewer at the ends."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     i = np.arange(len(values))
     low, high = np.maximum(i - reach, 0), np.minimum(i + reach + 1, len(values))

@@ -1,1 +1,1 @@
-"""A run's working folder: what it is a run of, states to resume from, and metrics."""
+"""A run's working folder: description, checkpoints, lock and metrics."""

@@ -1,4 +1,4 @@
-"""A run's folder: what it is a run of, states to resume from, and interruptions that save one."""
+"""Checkpoints of a run, the description of its folder, and interruptions that save."""
 
 import contextlib
 import json
@@ -27,19 +27,19 @@ RUN_FILE = "run.json"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
-# How TensorStore's messages call a full disk and missing permissions.
+# TensorStore's messages for a full disk and missing permissions.
 _REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
 # Hashes of a checkpoint's files, stored among them.
 _HASHES = "files.json"
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read.
+    """A restored checkpoint.
 
     Attributes:
         step: updates done.
         saved: the arrays.
-        about: the JSON object that was saved with them.
+        about: the JSON object saved with them.
     """
 
     step: int
@@ -48,9 +48,9 @@ class Restored(NamedTuple):
 
 
 def read_latest(workdir: Path) -> Restored:
-    """Reads the latest checkpoint that is not damaged, without knowing what it is of.
+    """Reads the latest undamaged checkpoint, without knowing its structure.
 
-    Changes nothing, so that it may be called while the run trains.
+    It changes nothing, so it may be called while the run trains.
 
     Args:
         workdir: folder of the run.
@@ -89,13 +89,13 @@ def read_latest(workdir: Path) -> Restored:
 
 
 def _here(tree: Any) -> Any:
-    """The shapes of a tree's leaves, to be restored to the first device."""
+    """Returns the shapes of a tree's leaves, for restoring to the first device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
 
 def _handlers() -> dict[str, Any]:
-    """How the parts of a checkpoint are written and read."""
+    """Returns the handlers for the parts of a checkpoint."""
     return {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
 
 
@@ -109,11 +109,11 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
         data: `file_identity` of the training file.
 
     Returns:
-        The description of the run, as run.json has it.
+        The description of the run, as in run.json.
 
     Raises:
-        ValueError: the folder is that of a run with another configuration, model or training file;
-            all fields that differ are named. Or it has checkpoints and no run.json.
+        ValueError: the folder belongs to a run with another configuration, model or training file
+            (the message lists all differences), or has checkpoints but no run.json.
     """
     path = workdir / RUN_FILE
     run = {"config": config.flat(), "model": model, "data": data}
@@ -135,8 +135,8 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
         raise ValueError(
-            f"{workdir} is the folder of another run; give another --workdir, or resume with what "
-            "it began with. These differ:\n  " + "\n  ".join(changes)
+            f"{workdir} is the folder of another run; give another --workdir, or resume with the "
+            "original settings. These differ:\n  " + "\n  ".join(changes)
         )
     return run
 
@@ -144,12 +144,12 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
 class Checkpoints:
     """The states of a run, by the number of updates done.
 
-    They are written while training continues, under another name until they are complete. Each
-    holds the hashes of its files, so that a damaged one is noticed before it is used.
+    They are written in the background, under a temporary name until they are complete. Each holds
+    the hashes of its files, so that a damaged one is detected before it is used.
     """
 
     def __init__(self, workdir: Path, keep: int):
-        """Opens workdir/checkpoints, of which the last `keep` states stay."""
+        """Opens workdir/checkpoints, which keeps the last `keep` states."""
         self._folder, self._damaged = workdir / FOLDER, workdir / DAMAGED
         self._writing = -1
         options = ocp.CheckpointManagerOptions(
@@ -167,15 +167,15 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, saved: Any, about: dict[str, Any] | None = None):
-        """Begins to save the state after `step` updates, unless it is there.
+        """Begins to save the state after `step` updates, unless it is already saved.
 
         Args:
             step: updates done.
             saved: arrays; they may be donated as soon as this returns.
-            about: what else belongs to the state, as JSON has it.
+            about: further parts of the state, as JSON values.
 
         Raises:
-            OSError: this state or the one before cannot be written, as on a full disk.
+            OSError: this state or the previous one cannot be written, for example on a full disk.
         """
         if step == self.latest:
             return
@@ -190,7 +190,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Reports what the disk refuses, now or in the background, in one line."""
+        """Reports write errors, immediate or from the background, in one line."""
         try:
             yield
         except (OSError, ValueError) as error:  # the latter from TensorStore
@@ -199,10 +199,10 @@ class Checkpoints:
             reason = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
             what = f"checkpoint {self._writing} cannot be written to {self._folder}"
             with user_input():
-                raise OSError(f"{what}; those before it stay: {reason}") from error
+                raise OSError(f"{what}; earlier ones are kept: {reason}") from error
 
     def _seal(self):
-        """Notes the hashes of all files, when they are written and before they get their name."""
+        """Stores the hashes of all files, after writing and before the final rename."""
         if distributed.is_main():
             (folder,) = self._folder.glob(f"{self._writing}.*")
             hashes = {
@@ -215,13 +215,13 @@ class Checkpoints:
 
     @user_input()
     def restore(self, like: Any) -> Restored:
-        """Restores the latest state that can be read; moves later ones to workdir/damaged.
+        """Restores the latest readable state; moves later ones to workdir/damaged.
 
         Args:
             like: arrays of the shapes, dtypes and shardings to restore to.
 
         Returns:
-            The state and how many updates led to it.
+            The state and its number of updates.
 
         Raises:
             ValueError: none can be read: damaged, or of other shapes.
@@ -241,7 +241,7 @@ class Checkpoints:
         )
 
     def _read(self, step: int, like: Any) -> Restored:
-        """A checkpoint whose files are what was written."""
+        """Reads a checkpoint after verifying its files."""
         part = ocp.args.Composite(beside=ocp.args.JsonRestore())
         beside = self._manager.restore(step, args=part).beside
         old, new = beside["shapes"], _shapes(like)
@@ -258,7 +258,7 @@ class Checkpoints:
         return Restored(step, self._manager.restore(step, args=part).arrays, beside["about"])
 
     def _set_aside(self, problems: dict[int, str], step: int):
-        """Moves damaged checkpoints out of the way, so that their steps can be saved again."""
+        """Moves damaged checkpoints away, so that their steps can be saved again."""
         if not problems:
             return
         if distributed.is_main():
@@ -271,7 +271,7 @@ class Checkpoints:
         distributed.main_first(self._manager.reload)
 
     def close(self):
-        """Waits for what is being written.
+        """Waits for pending writes.
 
         Raises:
             OSError: as `save`.
@@ -282,30 +282,30 @@ class Checkpoints:
 
 @jax.jit
 def _copy(tree: Any) -> Any:
-    """The arrays once more: the next update takes the buffers of a state while it is written."""
+    """Copies the arrays, as the next update reuses the buffers of a state being written."""
     return jax.tree.map(jnp.copy, tree)
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    """What each array of a tree is, by its path."""
+    """Describes each array of a tree by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with the files of a checkpoint; empty if nothing is."""
+    """Returns what is wrong with the files of a checkpoint; empty if nothing is."""
     try:
         hashes = read_json_object(folder / "beside" / _HASHES)
         for name, expected in hashes.items():
             if file_identity(folder / name) != expected:
-                return f"{name} is not what was written"
+                return f"{name} has changed since it was written"
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return ""
 
 
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into a flag while active; a second one acts as usual."""
+    """Converts the first SIGINT or SIGTERM to a flag while active; a second acts as usual."""
 
     def __init__(self):
         self.requested = False
@@ -328,5 +328,5 @@ class Interrupt:
     def _note(self, number, frame):
         self.requested = True
         self._restore()
-        # Not print: a handler may run in the middle of one.
+        # Not print, as a handler may run in the middle of one.
         os.write(2, b"Stopping after this step; once more stops at once.\n")

@@ -19,12 +19,11 @@ LOCK_FILE = "run.lock"
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Holds a folder, so that a second program that writes there is refused.
+    """Locks a folder, so that a second program that writes there is rejected.
 
-    The lock is the system's and ends with the process, however that ends; the file that it is on
-    stays and says who holds the lock, or held it last. A folder that was made for it goes again if
-    an error leaves nothing else in it. Of several processes of one run the main one
-    holds it, and all of them have to ask.
+    The lock is the operating system's and ends with the process; its file remains and names the
+    latest holder. A folder created for it is removed if an error leaves nothing else in it. With
+    several processes of one run the main one holds the lock, and all of them must call this.
 
     Args:
         workdir: the folder; created if needed.

@@ -22,27 +22,27 @@ _WANDB_ID = "wandb.id"
 
 @runtime_checkable
 class Board(Protocol):
-    """A destination of scalars besides the files."""
+    """A further destination of scalars."""
 
     def add(self, scalars: dict[str, float | int], step: int) -> None:
-        """Shows scalars by name."""
+        """Adds scalars by name."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes pending scalars."""
 
 
 class MetricsLog:
-    """Writes a line for each logged step; a resumed run continues where its checkpoint was."""
+    """Writes a line for each logged step; a resumed run continues after its checkpoint."""
 
     def __init__(
         self, workdir: Path, step: int, steps: int, batch_size: int, boards: Sequence[Board] = ()
     ):
-        """Drops lines beyond `step`, which will be written again, and opens the files.
+        """Drops lines after `step`, which will be written again, and opens the files.
 
         Args:
             workdir: folder of the run.
             step: updates done.
-            steps: of the whole run.
+            steps: updates of the whole run.
             batch_size: rows of a batch.
             boards: other destinations; closed with the log.
         """
@@ -56,15 +56,15 @@ class MetricsLog:
         self._begin, self._first = time.perf_counter(), step
 
     def start_clock(self, step: int):
-        """Measures speed from here on, where programs are compiled."""
+        """Starts measuring speed, once programs are compiled."""
         self._begin, self._first = time.perf_counter(), step
 
     def write(self, step: int, scalars: dict[str, Any]):
         """Fetches the scalars of an update and writes them.
 
         Args:
-            step: updates done, this one included.
-            scalars: by name, on device.
+            step: updates done, including this one.
+            scalars: scalars by name, on device.
         """
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
         seconds, done = time.perf_counter() - self._begin, step - self._first
@@ -75,7 +75,7 @@ class MetricsLog:
         _LOG.info(_line(self._append(METRICS, row), self._steps, left))
 
     def write_validation(self, row: dict[str, float | int]):
-        """Writes the results of a validation, whose time does not count as training.
+        """Writes the results of a validation, whose time is excluded from training.
 
         Args:
             row: "step", "seconds" and scalars by name.
@@ -85,8 +85,8 @@ class MetricsLog:
         _LOG.info("%s  (%d questions)", line, row["questions"])
 
     def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> dict[str, Any]:
-        """Adds a line to a file and shows it on the boards; the row as it was written."""
-        # JSON has no NaN; None says that the number was not finite.
+        """Appends a line to a file and the boards; returns the row as written."""
+        # JSON has no NaN; None marks a number that was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
         path = self._paths[name]
         with file_named(path), path.open("a") as file:
@@ -102,7 +102,7 @@ class MetricsLog:
             board.close()
 
 
-# What a line shows of a row: a text, and the scalars in it with their digits.
+# Parts of a line: a text, and its scalars with their digits.
 _SHOWN = (
     ("loss {}", {"loss": 3}),
     ("lm {}", {"lm_loss": 3}),
@@ -119,7 +119,7 @@ _SHOWN = (
 
 
 def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
-    """One line for people."""
+    """Formats a line for display."""
 
     def shown(name: str, digits: int) -> str:
         value = row[name]
@@ -137,10 +137,10 @@ def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log that are whole and have a step; none if there is no file."""
+    """Reads the complete lines of a log that have a step; none if there is no file."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        # A run that was killed may have cut its last line short.
+        # A killed run may have left an incomplete last line.
         with contextlib.suppress(ValueError):
             row = parse_json(line, str(path))
             if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -149,7 +149,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_until(path: Path, step: int):
-    """Drops lines of later steps, and a last one that was cut short; replaces the file at once."""
+    """Drops lines of later steps and an incomplete last one; replaces the file atomically."""
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
@@ -171,7 +171,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of a Weights & Biases project; the continuation of a run is the same one there."""
+    """A run of a Weights & Biases project, which a resumed run continues."""
 
     def __init__(self, project: str, workdir: Path, fields: dict[str, Any]):
         path = workdir / _WANDB_ID
@@ -194,14 +194,14 @@ class _Wandb:
 
 
 def check_boards(tensorboard: bool, wandb: str) -> None:
-    """Refuses boards whose package is missing.
+    """Checks that the packages of boards are installed.
 
     Args:
         tensorboard: `config.tensorboard`, whether to write TensorBoard's events.
         wandb: `config.wandb`, a project of Weights & Biases, or empty for none.
 
     Raises:
-        ValueError: which package, and what to do.
+        ValueError: a package is missing; the message gives a remedy.
     """
     if tensorboard:
         _summary_writer()
@@ -212,14 +212,14 @@ def check_boards(tensorboard: bool, wandb: str) -> None:
 def open_boards(
     tensorboard: bool, wandb: str, workdir: Path, step: int, fields: dict[str, Any]
 ) -> list[Board]:
-    """Opens the boards that a configuration asks for.
+    """Opens the boards of a configuration.
 
     Args:
         tensorboard: as in `check_boards`.
         wandb: as in `check_boards`.
         workdir: folder of the run.
         step: updates done.
-        fields: the configuration by dotted name, to be shown.
+        fields: the configuration by dotted name, for display.
 
     Raises:
         ValueError: a package is missing.

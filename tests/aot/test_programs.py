@@ -200,4 +200,4 @@ def test_mistakes_are_reported_in_one_line(cpu_target, capsys, flags, message):
 def test_the_full_table_takes_no_other_flags(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--full", "--target", "h200"])
-    assert "--full stands alone" in capsys.readouterr().err
+    assert "--full has its own targets" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_the_lines_have_the_numbers():
     for words in (
         "0.5 s, fed by the pipeline",
         "0.4 s with the batch at hand",
-        "25.6% of 2 a100-80 (32.1% with what remat computes again); 80 TFLOPs an update, 160 TF",
+        "25.6% of 2 a100-80 (32.1% with recomputation by remat); 80 TFLOPs an update, 160 TF",
         "2.00 GiB on a device; the compiler planned 3.00 GiB",
         "0.05 s an update, 10.0% of its time",
         "0.04 s, 10.0% of an update with the batch at hand; 10.0% of its operations",

@@ -63,9 +63,9 @@ def test_the_last_answer_to_a_known_question_counts(tmp_path):
     kept = latest(read_answers(write_lines(tmp_path / "a", rows)), ["1", "2", "3"], warnings)
     assert [(name, a.text) for name, a in kept.items()] == [("1", "one"), ("2", "new")]
     assert warnings == [
-        "1 questions answered again: the later answer counts",
-        "1 answers to unknown questions ignored, as '9'",
-        "1 of 3 questions have no answer, as '3'",
+        "1 questions answered repeatedly: the last answer counts",
+        "1 answers to unknown questions ignored, such as '9'",
+        "1 of 3 questions have no answer, such as '3'",
     ]
 
 

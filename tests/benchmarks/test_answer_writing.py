@@ -175,7 +175,7 @@ def test_other_settings_do_not_add_to_a_file(file):
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
     file.provenance_path.unlink()
-    with pytest.raises(ValueError, match=r"no stepprune-adaptive-66.7.json beside it"):
+    with pytest.raises(ValueError, match=r"provenance stepprune-adaptive-66.7.json is missing"):
         claim(file)
 
 
@@ -207,7 +207,7 @@ def test_files_of_runs_that_stored_rates_are_read_and_continued(file, tmp_path):
     assert read_files(tmp_path / "pope") == [file]
     claim(file)
     file.provenance_path.write_text(json.dumps(old | {"pruning_rate": 77.8}))
-    with pytest.raises(ValueError, match=r"made differently.*budget: 2 -> 3$"):
+    with pytest.raises(ValueError, match=r"of another provenance.*budget: 2 -> 3$"):
         claim(file)
     for method, rate, budget in (("StepPrune, own stop", 70.1, None), ("all tokens", 0.0, 9)):
         about = old | {"method": method, "pruning_rate": rate}

@@ -79,7 +79,7 @@ def test_figures_by_hand(root):
     }
     assert any("4 here, 12,578" in warning for warning in found.warnings)
     assert any("'9'" in warning for warning in found.warnings)
-    assert any("answered again" in warning for warning in found.warnings)
+    assert any("answered repeatedly" in warning for warning in found.warnings)
 
 
 def test_distribution_by_hand():
@@ -91,7 +91,7 @@ def test_distribution_by_hand():
 
 def test_an_unanswered_question_is_refused_unless_it_is_left_out(root):
     answers = write(root, [("1", "red"), ("2", "red")])
-    with pytest.raises(ValueError, match="2 of 4 questions have no answer, as '3'"):
+    with pytest.raises(ValueError, match="2 of 4 questions have no answer, such as '3'"):
         score(root, answers)
     found = score(root, answers, missing="leave-out")
     assert found.headline == 50 and found.parts["questions"] == 2

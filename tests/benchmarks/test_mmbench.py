@@ -152,7 +152,7 @@ def test_a_question_counts_if_all_its_rotations_are_right(root):
     }
     assert any("rows: 5 here, 4,377" in warning for warning in found.warnings)
     assert any("questions: 2 here, 1,176" in warning for warning in found.warnings)
-    assert any("answered again" in warning for warning in found.warnings)
+    assert any("answered repeatedly" in warning for warning in found.warnings)
 
 
 def test_an_unanswered_row_is_wrong(root):
@@ -213,7 +213,7 @@ def test_submission_by_hand(root):
     ]
     assert cells["H3"] == ("inlineStr", "C") and cells["I6"] == ("inlineStr", "dev")
     messages = [str(warning.message) for warning in told]
-    assert any("answered again" in m for m in messages) and any("'99'" in m for m in messages)
+    assert any("answered repeatedly" in m for m in messages) and any("'99'" in m for m in messages)
 
 
 def test_the_file_of_the_answered_questions_is_submitted(root):
@@ -233,7 +233,7 @@ def test_the_file_of_the_answered_questions_is_submitted(root):
     [
         (b"", "line 1: expected a column index"),
         (b"index\tquestion\tB\n", "line 1: expected a column A"),
-        (b"index\tquestion\tA\tB\n1\tx\ty\n", "line 2: expected 4 fields, got 3: was the file cut"),
+        (b"index\tquestion\tA\tB\n1\tx\ty\n", "expected 4 fields, got 3: was the file truncated"),
         (b"index\tquestion\tA\tB\nx\tx\ty\tz\n", "line 2: expected a number as index, got 'x'"),
         (b"index\tquestion\tA\tB\n", "expected at least one row"),
         (b"index\tquestion\tA\tB\n1\tx\ty\tz\n\n01\tx\ty\tz\n", "index 1 occurs twice"),

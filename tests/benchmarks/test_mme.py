@@ -136,7 +136,7 @@ def test_an_answer_too_many_leaves_no_official_pairs(tmp_path):
     rows = layout(tmp_path)
     result = scored(tmp_path, [rows[0] | {"text": "No"}, *rows])
     assert result.headline == 2800.0 and result.parts["by_position"] is None
-    assert "1 questions answered again: the later answer counts" in result.warnings
+    assert "1 questions answered repeatedly: the last answer counts" in result.warnings
     with pytest.raises(ValueError, match="odd number of answers"):
         scored(tmp_path, [rows[0], *rows], pairs="position")
 

@@ -146,9 +146,9 @@ def test_duplicates_missing_and_unknown_answers_are_told(tmp_path):
     # Popular without its second answer: one true positive.
     assert result.parts["popular"]["f1"] == 100.0 and result.parts["answered"] == 8
     assert [w.split(" by")[0] for w in result.warnings[3:6]] == [
-        "1 questions answered again: the later answer counts",
-        "1 answers to unknown questions ignored, as '77'",
-        "1 of 9 questions have no answer, as '20000002'",
+        "1 questions answered repeatedly: the last answer counts",
+        "1 answers to unknown questions ignored, such as '77'",
+        "1 of 9 questions have no answer, such as '20000002'",
     ]
 
 

@@ -105,7 +105,7 @@ def test_an_unanswered_question_leaves_the_image_accuracy_only(tmp_path):
     assert result.headline == 100.0
     assert result.parts["accuracy_all"] == 50.0
     assert result.parts["accuracy_problems_with_image"] == pytest.approx(200 / 3)
-    assert result.warnings[-1] == "1 of 4 questions have no answer, as '11'"
+    assert result.warnings[-1] == "1 of 4 questions have no answer, such as '11'"
 
 
 def test_the_prompt_says_what_has_an_image(tmp_path):
@@ -115,7 +115,8 @@ def test_the_prompt_says_what_has_an_image(tmp_path):
     result = scored(tmp_path, rows)
     assert result.headline == 50.0 and result.parts["answered_with_image"] == 2
     assert result.warnings[-1] == (
-        "1 answers have <image> in the prompt but no image in problems.json, or the reverse, as '2'"
+        "1 answers have <image> in the prompt but no image in problems.json, or the reverse, "
+        "such as '2'"
     )
     for row in rows:
         row["prompt"] = "Which one?"
@@ -127,7 +128,7 @@ def test_later_answers_count(tmp_path):
     rows = layout(tmp_path)
     result = scored(tmp_path, [rows[1] | {"text": "A"}, *rows[::-1]])
     assert result.headline == result.parts["accuracy_all"] == 100.0
-    assert result.warnings[-1] == "1 questions answered again: the later answer counts"
+    assert result.warnings[-1] == "1 questions answered repeatedly: the last answer counts"
 
 
 @pytest.mark.parametrize(

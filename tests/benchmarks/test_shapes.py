@@ -41,9 +41,9 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     score = shapes.score(folder, file)
     assert score.headline == 25 and score.parts["answered"] == 2
     assert [warning.partition(":")[0] for warning in score.warnings] == [
-        "1 questions answered again",
-        "1 answers to unknown questions ignored, as '9'",
-        "2 of 4 questions have no answer, as '3'",
+        "1 questions answered repeatedly",
+        "1 answers to unknown questions ignored, such as '9'",
+        "2 of 4 questions have no answer, such as '3'",
     ]
     assert shapes.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 

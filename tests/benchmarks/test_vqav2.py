@@ -123,7 +123,7 @@ def test_submission_by_hand(root):
     ]
     messages = [str(warning.message) for warning in told]
     assert messages[0].endswith("4 here, 447,793 in the published list")
-    assert messages[1].startswith(f"1 lines skipped, as {answers}: line 5")
+    assert messages[1].startswith(f"1 lines skipped, such as {answers}: line 5")
 
 
 def test_command_tells_what_is_odd_and_where_the_submission_is(root, capsys):

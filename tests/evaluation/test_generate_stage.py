@@ -235,7 +235,7 @@ def test_a_line_that_was_removed_is_answered_again_in_its_place(run, config, tmp
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"holds answers that were made differently.* policy: "):
+    with pytest.raises(ValueError, match=r"holds answers of another provenance.* policy: "):
         generate_answers(config, run, policy=other)
 
 
@@ -255,7 +255,7 @@ def test_answers_of_older_versions_are_refused(run, config, tmp_path, monkeypatc
         old = json.loads(path.read_text())
         del old["made"]["version"]
         path.write_text(json.dumps(old))
-    message = r"made differently; move it and its .json away, or give another --workdir\. "
+    message = r"of another provenance; move it and its .json away, or give another --workdir\. "
     message += {"shapes": "dtype: None -> 'float32'", "pope": "version: None -> 2$"}[name]
     with pytest.raises(ValueError, match=message):
         generate_answers(config, tmp_path / "run")

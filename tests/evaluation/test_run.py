@@ -249,7 +249,7 @@ def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
     assert (report / "report.json").read_text() == manifest
     assert (report / "table.json").read_text() == "[]"
     assert [score["headline"] for score in scores(tmp_path)] == [100.0, 100.0]
-    with pytest.raises(ValueError, match=r"all-tokens.jsonl holds answers that were made differ"):
+    with pytest.raises(ValueError, match=r"all-tokens.jsonl holds answers of another provenance"):
         run(config, tmp_path)
 
 

@@ -303,7 +303,7 @@ def broken(report, **changes):
     [
         (lambda s: s._replace(records=[]), "records: expected at least one"),
         (lambda s: s._replace(table=[]), "table: expected at least one"),
-        (lambda s: s._replace(answers=s.answers[:-1]), "answers: expected 40, one a question"),
+        (lambda s: s._replace(answers=s.answers[:-1]), "answers: expected 40, one per question"),
         (lambda s: s._replace(scenes=s.scenes[:2]), "scenes: expected 40"),
         (lambda s: s._replace(grids=[(0, 12)] * 40), r"grids\[0\]: 0 x 12"),
         (lambda s: s._replace(table=[{"method": "x"}]), r"table\[0\]: field 'mode'"),

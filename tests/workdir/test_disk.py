@@ -40,7 +40,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, 
         checkpoints.close()
     said = str(error.value)
     assert said.startswith(
-        f"checkpoint 2 cannot be written to {tmp_path}/checkpoints; those before"
+        f"checkpoint 2 cannot be written to {tmp_path}/checkpoints; earlier ones are kept"
     )
     assert "No space left on device" in said and "\n" not in said and is_user_error(error.value)
 
