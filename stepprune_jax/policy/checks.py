@@ -6,7 +6,6 @@ trace time, at no cost inside a compiled program.
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -18,6 +17,8 @@ from jax.core import Tracer
 # An array of either kind: what ArrayLike is without scalars.
 AnyArray = jax.Array | np.ndarray
 _REAL = (jnp.floating, jnp.integer)
+# Normal numbers of float32, apart from 0; an integer of Python's may be too large for any float.
+_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def is_static(value: Any) -> bool:
@@ -74,9 +75,12 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number of Python's or numpy's; truth values are not."""
+    """Whether `value` is a number of Python's or numpy's that float32 holds; no truth value is."""
     real = isinstance(value, int | float | np.integer | np.floating)
-    return real and not isinstance(value, bool) and math.isfinite(value)
+    if not real or isinstance(value, bool):
+        return False
+    value = value.item() if isinstance(value, np.generic) else value
+    return value == 0 or _LEAST <= abs(value) <= _LARGEST
 
 
 def require_row_numbers(name: str, value: Any, batch: int):

@@ -17,6 +17,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ("text", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a positive int"),
         ("text", {"hidden_size": 1 << 40}, "hidden_size is .* 16,777,216 at most"),
         ("text", {"rms_norm_eps": math.nan}, "text_config: rms_norm_eps is nan, expected a finite"),
+        pytest.param("text", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000", id="huge"),
+        ("text", {"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300, expected a finite number"),
         ("text", {"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a finite number above 0"),
         ("text", {"rope_theta": "x"}, "rope_theta is 'x', expected a finite number above 0"),
         ("text", {"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
