@@ -4,6 +4,7 @@ The jaxtyping annotation of a public function is its contract. `checked` enforce
 trace time, at no cost inside a compiled program.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -86,18 +87,17 @@ def is_number(value: Any) -> bool:
 def require_row_numbers(name: str, value: Any, batch: int):
     """Raises unless `value` is a number or one per row, finite where it can be read."""
     require(not isinstance(value, str | None), name, repr(value), f"a number or float[{batch}]")
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    found = np.asarray(value) if is_static(value) else value
     require(
-        shape in ((), (batch,)) and any(jnp.issubdtype(dtype, k) for k in _REAL),
+        found.shape in ((), (batch,)) and any(jnp.issubdtype(found.dtype, k) for k in _REAL),
         name,
-        f"of shape {shape} and dtype {dtype}",
+        f"of shape {found.shape} and dtype {found.dtype}",
         f"a number or float[{batch}]",
     )
     if is_static(value):
-        found = np.asarray(value, np.float64)
-        bad = int((~np.isfinite(found)).sum())
-        shown = str(value) if found.ndim == 0 else f"of shape {shape} with {bad} non-finite values"
-        require(bad == 0, name, shown, "finite values")
+        bad = int((~(np.abs(found.astype(np.float64)) <= _LARGEST)).sum())
+        shown = f"of shape {found.shape} with {bad} non-finite values" if found.ndim else str(value)
+        require(bad == 0, name, shown, "finite values of float32")
 
 
 def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
@@ -140,11 +140,15 @@ def _bind(dims: list[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> boo
 def checked(function: Callable) -> Callable:
     """Checks rank, named sizes and kind of dtype of every annotated array argument.
 
+    An argument that is annotated with a dataclass, such as the configuration, has to be one.
+
     Raises (from the wrapped function) a `ValueError` that names the argument, its shape and dtype,
     and the expected shape with the sizes already fixed by earlier arguments.
     """
     signature = inspect.signature(function)
     contracts = {name: _arms(p.annotation) for name, p in signature.parameters.items()}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    records: dict[str, Any] = {n: a for n, a in annotations.items() if dataclasses.is_dataclass(a)}
     contracts = {name: arms for name, arms in contracts.items() if arms}
     optional = {n for n, p in signature.parameters.items() if type(None) in get_args(p.annotation)}
 
@@ -152,6 +156,9 @@ def checked(function: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         sizes: dict[str, Any] = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in records and not isinstance(value, records[name]):
+                expected = records[name].__name__
+                raise ValueError(f"{function.__name__}: {name} is {value!r}, expected a {expected}")
             scalar = isinstance(value, bool | int | float | complex)
             if name not in contracts or scalar or (value is None and name in optional):
                 continue

@@ -168,7 +168,7 @@ def test_weights_of_another_kind_are_refused_by_name(params):
         policy.prune({}, CONFIG, IMAGE, TEXT)
     wide = dataclasses.replace(CONFIG, width=12)
     name = r"params\['encoder'\]\['block_0'\]\['norm1'\]\['scale'\]"
-    with pytest.raises(ValueError, match=name + r" is of shape \(8,\), expected float\[12\]"):
+    with pytest.raises(ValueError, match=name + r" is of shape \(8,\) .*, expected float\[12\]"):
         policy.prune(params, wide, IMAGE, TEXT)
     with pytest.raises(ValueError, match=name):
         jax.eval_shape(lambda p: policy.encode(p, wide, IMAGE, TEXT), params)
