@@ -41,6 +41,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ("", {"eos_token_id": "2"}, "config.json: eos_token_id is '2', expected a token id"),
         ("", {"eos_token_id": [2, None]}, "eos_token_id is .*, expected a token id, or a list"),
         ("", {"bos_token_id": [1]}, r"bos_token_id is \[1\], expected a token id"),
+        ("", {"eos_token_id": 10**12}, "eos_token_id is 1000000000000, expected a token id"),
+        ("", {"image_token_index": 10**9}, "image_token_index is 1000000000, expected a token id"),
         ("", {"image_token_index": -5}, "image_token_index is -5, expected a token id"),
     ],
 )
