@@ -6,13 +6,24 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stepprune_jax.data.survey import REMEDIES, Source
-from stepprune_jax.settings import Settings, choice, count, integer, number, setting, switch, text
+from stepprune_jax.settings import (
+    Settings,
+    choice,
+    count,
+    integer,
+    is_count,
+    number,
+    setting,
+    switch,
+    text,
+)
 
 _LOG = logging.getLogger(__name__)
 
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
+MOST_WORKERS = 512  # processes, more than any machine has cores to spare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,11 @@ class DataSettings(Settings, group="data"):
     policy_text_limit: int = count()
     cache_gb: float = number(free=True)
     threads: int = count(free=True)
-    workers: int = count(0, free=True)
+    workers: int = setting(
+        f"an integer from 0 to {MOST_WORKERS}",
+        lambda value: is_count(value, 0) and value <= MOST_WORKERS,
+        free=True,
+    )
 
 
 @runtime_checkable

@@ -202,6 +202,7 @@ def test_arguments_of_a_wrong_type_are_named():
         ("temperature", 0.0, "temperature is 0.0, expected a positive number"),
         ("decay", 1.5, "decay is 1.5"),
         ("max_steps", 0, "max_steps is 0"),
+        ("encoder_layers", 10**9, "encoder_layers is 1000000000, expected an integer from 1 to 10"),
         ("min_tokens", -1, "min_tokens is -1"),
         ("random_budget", (0.5, 0.1), "random_budget is"),
         ("stop_bias", math.nan, "stop_bias is nan, expected a finite number"),
