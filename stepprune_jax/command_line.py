@@ -11,11 +11,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from absl import app, flags
 from absl import logging as absl_logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from stepprune_jax import configurations
 from stepprune_jax.user_input import is_user_error
@@ -82,7 +82,7 @@ class _ByName(flags.ArgumentParser):
     def __init__(self, parser: flags.ArgumentParser):
         self._parser = parser
 
-    def parse(self, argument: str) -> ConfigDict:
+    def parse(self, argument: str) -> Any:  # what the file returns is checked later
         return self._parser.parse(configurations.find(argument))
 
     def flag_type(self) -> str:
@@ -161,7 +161,9 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
     """
     try:
         rest = values(arguments)
-    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError) as error:
+    except (flags.Error, OSError, ValueError):
+        raise
+    except Exception as error:  # of any kind: the file is a program
         file, line = _place(error)
         if Path(file).name == "config_dict.py":  # a KeyError, or an AttributeError around one
             message = error.args[0] if isinstance(error, KeyError) else error.args[0].args[0]
@@ -169,7 +171,11 @@ def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) ->
         raise ValueError(f"--config: {file}, line {line}: {_message(error)}") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
-    values["config"].value.items()  # an unreadable file raises only when it is used
+    found = values["config"].value
+    if not hasattr(found, "to_dict"):
+        kind = type(found).__name__
+        raise ValueError(f"--config: get_config() returned a {kind}, expected a ConfigDict")
+    found.items()  # an unreadable file raises only when it is used
     return rest
 
 
@@ -235,7 +241,7 @@ def _discard(stream: TextIO) -> None:
 def _place(error: Exception) -> tuple[str, int]:
     """Returns the file and line where a configuration failed."""
     if isinstance(error, SyntaxError):
-        return str(error.filename), error.lineno or 0
+        return str(error.filename or "the file"), error.lineno or 0
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return frame.filename, frame.lineno or 0
 

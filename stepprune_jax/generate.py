@@ -23,6 +23,7 @@ from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.data.images import open_image
+from stepprune_jax.data.json_files import file_named
 from stepprune_jax.inference.answer import (
     Answer,
     Options,
@@ -234,7 +235,7 @@ def _run(parsed: argparse.Namespace) -> int:
     elif parsed.json:
         if parsed.trace is not None:
             options = options._replace(
-                trace=lambda begun: np.savez_compressed(parsed.trace, **trace_arrays(begun))
+                trace=lambda begun: _save_trace(parsed.trace, trace_arrays(begun))
             )
         (answer,) = generate(model, [parsed.prompt], [images], **options._asdict())
         print(json.dumps(answer._asdict()))
@@ -242,6 +243,12 @@ def _run(parsed: argparse.Namespace) -> int:
     else:
         _draw(parsed, model, images, _say(model, [parsed.prompt], images, options))
     return 0
+
+
+def _save_trace(path: str, arrays: dict[str, np.ndarray]) -> None:
+    """Writes a trace."""
+    with file_named(Path(path)):
+        np.savez_compressed(path, **arrays)
 
 
 def _draw(
@@ -252,7 +259,8 @@ def _draw(
         # Imported here: answering does not need these packages.
         from stepprune_jax.visualize.overlays import draw_answer
 
-        draw_answer(parsed.overlay, model, images, parsed.prompt, answer)
+        with file_named(Path(parsed.overlay)):
+            draw_answer(parsed.overlay, model, images, parsed.prompt, answer)
 
 
 def command() -> NoReturn:

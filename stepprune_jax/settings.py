@@ -13,13 +13,15 @@ field as users know it: "config.optimizer.lr is 0.0, expected a number above 0".
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from stepprune_jax.user_input import nearest
 
 T = TypeVar("T", bound="Settings")
+
+# Normal numbers of float32, apart from 0. Integers in JSON may be too large for any float.
+_LEAST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
 
 
 def setting(
@@ -210,9 +212,9 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number; booleans are not."""
+    """Returns whether a value is a number that float32 holds; booleans are not."""
     number = isinstance(value, float | int) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return number and (value == 0 or _LEAST <= abs(value) <= _LARGEST)
 
 
 def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -159,6 +159,8 @@ def test_as_many_devices_as_cores_are_asked_for():
             "def get_config():\n    return undefined",
             r"mistaken\d.py, line 2: NameError: name 'unde",
         ),
+        ("def get_config():\n    return 1 / 0", r"line 2: ZeroDivisionError: division by zero"),
+        ("def get_config():\n    return {}", r"returned a dict, expected a ConfigDict"),
         ("import absent_package", r"mistaken\d.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )

@@ -4,7 +4,6 @@ This is the only module that needs torch. Files are opened with torch's weights-
 accepts tensors only, and written shard by shard; configuration and tokenizer files are copied.
 """
 
-import argparse
 import logging
 import shutil
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.command_line import Parser, exit_with
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,10 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: command-line arguments; None for those of the process.
 
     Returns:
-        The exit status: 0, or 1 after a message on stderr.
+        The exit status, 0; after a message on stderr the command exits with 2.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m stepprune_jax.checkpoints.convert",
+    parser = Parser(
+        prog="stepprune_jax.checkpoints.convert",
         description="Convert a folder's pickled torch weights to safetensors (needs torch).",
     )
     parser.add_argument("source", help="folder with pytorch_model.bin or its shards")
@@ -186,8 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         files = convert(given.source, given.target)
     except (OSError, ValueError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        parser.error(str(error))
     print(f"wrote {len(files)} file(s) to {given.target}", file=sys.stderr)
     return 0
 

@@ -206,17 +206,23 @@ def load_tokenizer(folder: str | Path) -> Any:
     path = folder / "tokenizer.json"
     try:
         if path.is_file():
-            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        path = folder / "tokenizer.model"
-        if path.is_file():
-            return _sentencepiece_tokenizer(folder)
-    except ImportError:
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            path = folder / "tokenizer.model"
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
+                )
+            tokenizer = _sentencepiece_tokenizer(folder)
+        tokenizer("?")  # where some wrong settings are noticed
+    except (ImportError, FileNotFoundError):
         raise
     except Exception as error:  # the Rust tokenizer raises bare Exceptions
-        raise ValueError(f"{path} could not be read as a tokenizer: {error}") from error
-    raise FileNotFoundError(
-        f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
-    )
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} could not be read as a tokenizer, with tokenizer_config.json: {reason}"
+        ) from error
+    return tokenizer
 
 
 def _sentencepiece_tokenizer(folder: Path) -> Any:

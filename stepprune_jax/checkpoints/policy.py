@@ -31,6 +31,7 @@ from stepprune_jax.version import version
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
 FORMAT = "stepprune_policy"
 VERSION = 1
+_LISTED = 40  # tensors that a message names
 
 
 def config_metadata(config: PolicyConfig | AutoSelectConfig) -> dict[str, str]:
@@ -128,15 +129,25 @@ def load_policy(path: str | Path) -> Policy:
         kind = type(config).__name__
         raise ValueError(f"the weights in {path} do not fit its {kind}:\n{problems}")
     tensors = {
-        name: jnp.asarray(safetensors.read_tensor(entries[name]), leaf.dtype)
-        for name, leaf in wanted.items()
+        name: jnp.asarray(_read_finite(entries[name], leaf.dtype)) for name, leaf in wanted.items()
     }
     stats = None
     if has_stats:
         stats = FeatureStats(
             **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
         )
+        if (np.asarray(stats.var) < 0).any():
+            raise ValueError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
     return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
+
+
+def _read_finite(entry: safetensors.TensorEntry, dtype: np.dtype) -> np.ndarray:
+    """A tensor in another dtype, which has to hold its numbers."""
+    with np.errstate(over="ignore"):
+        tensor = safetensors.read_tensor(entry).astype(dtype)
+    if not np.isfinite(tensor).all():
+        raise ValueError(f"{entry.path}: {entry.name!r} holds numbers too large for {dtype}")
+    return tensor
 
 
 def policy_file(path: str | Path) -> Path:
@@ -236,6 +247,8 @@ def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> s
         elif not jnp.issubdtype(dtype, jnp.floating):
             lines.append(f"  wrong dtype: {name} is {dtype}, expected floating point")
     lines += [f"  unused: {name}" for name in stored if name not in wanted]
+    if len(lines) > _LISTED:
+        lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
     return "\n".join(lines)
 
 

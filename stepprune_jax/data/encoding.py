@@ -1,6 +1,7 @@
 """Conversations as token ids, with labels that mark the supervised ones."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from stepprune_jax.data.prompts import (
     IMAGE_MARK,
+    check_ids,
     join_at_images,
     split_at_images,
     start_tokens,
@@ -57,11 +59,13 @@ class ConversationEncoder:
         place_images: (message, number of images) -> the first user turn with its image marks.
         conversation: turns -> the prompt in the family's template, with the prefix property of
             `models.family.Family.conversation`.
+        vocab_size: vocabulary size of the model; ids are below it.
     """
 
     tokenizer: Any
     place_images: Callable[[str, int], str]
     conversation: Callable[[Sequence[str | None]], str]
+    vocab_size: int = 1 << 31
 
     def check(self) -> None:
         """Raises a ValueError for a tokenizer that does not return the offsets of its tokens."""
@@ -87,7 +91,7 @@ class ConversationEncoder:
 
         Raises:
             ValueError: there is no turn, a turn is empty or has no answer, marks do not match the
-                images, or the tokenizer does not return offsets.
+                images, or the tokenizer does not return offsets or is another model's.
         """
         return self.encode_all([turns], num_images)[0]
 
@@ -112,6 +116,7 @@ class ConversationEncoder:
             return_offsets_mapping=True,
             return_attention_mask=False,
         )
+        check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
         words = [user_words(turns) for turns in conversations]
         text = self.tokenizer(
             words, add_special_tokens=False, return_attention_mask=False

@@ -208,9 +208,12 @@ def replace_file(path: Path, data: bytes) -> None:
         data: the content.
     """
     partial = path.with_name(f"{path.name}.partial")
-    with file_named(partial):
-        partial.write_bytes(data)
-        os.replace(partial, path)
+    try:
+        with file_named(partial):
+            partial.write_bytes(data)
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # half of it, on a full disk
 
 
 def write_json(path: Path, value: Any) -> None:

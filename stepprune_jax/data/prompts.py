@@ -4,7 +4,7 @@ A prompt is text with `IMAGE_MARK` at each image; as ids it has `IMAGE_TOKEN` th
 token of any vocabulary and is replaced by visual tokens inside the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,16 @@ def tokenize_with_images(
     """
     encoded = [list(tokenizer(piece).input_ids) for piece in split_at_images(prompt, num_images)]
     return join_at_images(encoded, start_tokens(tokenizer, encoded[0]))
+
+
+def check_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """Raises a ValueError if a tokenizer gave an id that the model has no embedding for."""
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives id {largest}, expected ids below {vocab_size}, the model's "
+            "vocab_size: it is another model's"
+        )
 
 
 def check_marks(text: str, num_images: int) -> None:

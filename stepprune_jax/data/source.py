@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
+MOST_WORKERS = 512  # processes, more than any machine has cores to spare
 
 
 def sizes() -> Any:
@@ -98,7 +99,11 @@ class DataSettings(Settings, group="data"):
     policy_text_limit: int = count()
     cache_gb: float = number(free=True)
     threads: int = count(free=True)
-    workers: int = count(0, free=True)
+    workers: int = setting(
+        f"an integer from 0 to {MOST_WORKERS}",
+        lambda value: is_count(value, 0) and value <= MOST_WORKERS,
+        free=True,
+    )
 
 
 @runtime_checkable

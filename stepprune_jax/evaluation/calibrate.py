@@ -5,7 +5,6 @@ on questions without reading their answers: those of the validation split if the
 some of the benchmarks' own, the same number of each.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.pruning.calibration import calibrate
+from stepprune_jax.settings import is_number
 
 FILE = "stop_biases.json"
 # Entries of each row: one for every policy that the row has had.
@@ -155,9 +155,7 @@ class StopBiases:
             good = isinstance(known, list) and all(
                 isinstance(e, dict)
                 and isinstance(e.get("biases"), dict)
-                and all(
-                    isinstance(b, float | int) and math.isfinite(b) for b in e["biases"].values()
-                )
+                and all(map(is_number, e["biases"].values()))
                 for e in known
             )
             if not good:

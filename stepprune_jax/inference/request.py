@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
-from stepprune_jax.data.prompts import IMAGE_MARK, question_ids, tokenize_with_images
+from stepprune_jax.data.prompts import IMAGE_MARK, check_ids, question_ids, tokenize_with_images
 from stepprune_jax.models.family import ModelConfig
 
 ImageLike = str | Path | Image.Image
@@ -74,6 +74,7 @@ def read_request(
             turns = _turns(prompt, len(row), config)
             text = config.family.conversation(turns)
             ids.append(tuple(tokenize_with_images(tokenizer, text, len(row))))
+            check_ids(ids[-1], config.text.vocab_size)
         except (TypeError, ValueError) as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error

@@ -1,11 +1,11 @@
 """From logits to a token: greedy, temperature, nucleus, repetition penalty."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.settings import is_number
 
 
 def check_sampling(
@@ -22,13 +22,13 @@ def check_sampling(
         ValueError: a temperature below 0 or not finite, top_p outside (0, 1], or a penalty that is
             not a positive number.
     """
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature}, expected a number >= 0 (0 is greedy)")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}, expected a number in (0, 1]")
-    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+    if not (is_number(temperature) and temperature >= 0):
+        raise ValueError(f"temperature is {temperature!r}, expected a number >= 0 (0 is greedy)")
+    if not (is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"top_p is {top_p!r}, expected a number in (0, 1]")
+    if not (is_number(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(
-            f"repetition_penalty is {repetition_penalty}, expected a number > 0 (1 is none)"
+            f"repetition_penalty is {repetition_penalty!r}, expected a number > 0 (1 is none)"
         )
 
 

@@ -59,7 +59,7 @@ def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
 
 def token_id(value: Any, field: str, where: str) -> int | None:
     """Reads a token id that may be absent."""
-    if not (value is None or is_count(value, 0)):
+    if not (value is None or _is_id(value)):
         raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
     return value
 
@@ -69,9 +69,14 @@ def token_ids(value: Any, field: str, where: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
-    if not all(is_count(one, 0) for one in ids):
+    if not all(map(_is_id, ids)):
         raise ValueError(f"{where}: {field} is {value!r}, expected a token id, or a list of them")
     return tuple(ids)
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a vocabulary can have this id."""
+    return is_count(value, 0) and value < MOST
 
 
 @dataclasses.dataclass(frozen=True)

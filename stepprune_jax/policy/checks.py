@@ -4,9 +4,9 @@ The jaxtyping annotation of a public function is its contract. `checked` enforce
 trace time, at no cost inside a compiled program.
 """
 
+import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -18,6 +18,8 @@ from jax.core import Tracer
 # A jax or numpy array: ArrayLike without scalars.
 AnyArray = jax.Array | np.ndarray
 _REAL = (jnp.floating, jnp.integer)
+# Normal numbers of float32, apart from 0; an integer of Python's may be too large for any float.
+_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def is_static(value: Any) -> bool:
@@ -74,26 +76,28 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether `value` is a finite Python or numpy number; booleans are not."""
+    """Returns whether `value` is a Python or numpy number that float32 holds; booleans are not."""
     real = isinstance(value, int | float | np.integer | np.floating)
-    return real and not isinstance(value, bool) and math.isfinite(value)
+    if not real or isinstance(value, bool):
+        return False
+    value = value.item() if isinstance(value, np.generic) else value
+    return value == 0 or _LEAST <= abs(value) <= _LARGEST
 
 
 def require_row_numbers(name: str, value: Any, batch: int):
     """Raises unless `value` is a number or one per row, finite where it can be read."""
     require(not isinstance(value, str | None), name, repr(value), f"a number or float[{batch}]")
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    found = np.asarray(value) if is_static(value) else value
     require(
-        shape in ((), (batch,)) and any(jnp.issubdtype(dtype, k) for k in _REAL),
+        found.shape in ((), (batch,)) and any(jnp.issubdtype(found.dtype, k) for k in _REAL),
         name,
-        f"of shape {shape} and dtype {dtype}",
+        f"of shape {found.shape} and dtype {found.dtype}",
         f"a number or float[{batch}]",
     )
     if is_static(value):
-        found = np.asarray(value, np.float64)
-        bad = int((~np.isfinite(found)).sum())
-        shown = str(value) if found.ndim == 0 else f"of shape {shape} with {bad} non-finite values"
-        require(bad == 0, name, shown, "finite values")
+        bad = int((~(np.abs(found.astype(np.float64)) <= _LARGEST)).sum())
+        shown = f"of shape {found.shape} with {bad} non-finite values" if found.ndim else str(value)
+        require(bad == 0, name, shown, "finite values of float32")
 
 
 def require_count(name: str, value: Any, low: int, high: int, batch: int) -> jax.Array:
@@ -136,11 +140,15 @@ def _bind(dims: list[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> boo
 def checked(function: Callable) -> Callable:
     """Checks rank, named sizes and kind of dtype of every annotated array argument.
 
+    An argument that is annotated with a dataclass, such as the configuration, has to be one.
+
     Raises (from the wrapped function) a `ValueError` that names the argument, its shape and dtype,
     and the expected shape with the sizes already fixed by earlier arguments.
     """
     signature = inspect.signature(function)
     contracts = {name: _arms(p.annotation) for name, p in signature.parameters.items()}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    records: dict[str, Any] = {n: a for n, a in annotations.items() if dataclasses.is_dataclass(a)}
     contracts = {name: arms for name, arms in contracts.items() if arms}
     optional = {n for n, p in signature.parameters.items() if type(None) in get_args(p.annotation)}
 
@@ -148,6 +156,9 @@ def checked(function: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         sizes: dict[str, Any] = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in records and not isinstance(value, records[name]):
+                expected = records[name].__name__
+                raise ValueError(f"{function.__name__}: {name} is {value!r}, expected a {expected}")
             scalar = isinstance(value, bool | int | float | complex)
             if name not in contracts or scalar or (value is None and name in optional):
                 continue

@@ -23,6 +23,9 @@ CHOICES = {
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
+# Layers are held in a list, so a huge number of them must be rejected first.
+_MOST_LAYERS = 1024
+
 # Smallest value of each integer field.
 _INTEGERS = {
     "feature_width": 1,
@@ -167,6 +170,9 @@ class PolicyConfig:
             holds = left_out or (value is not None and is_integer(value) and value >= least)
             none = "None or " if name in _OPTIONAL else ""
             self._require(name, holds, f"{none}an integer from {least}")
+        for name in ("encoder_layers", "decoder_layers"):
+            good = getattr(self, name) <= _MOST_LAYERS
+            self._require(name, good, f"an integer from 1 to {_MOST_LAYERS}")
         for name in _POSITIVE:
             value = getattr(self, name)
             self._require(name, is_number(value) and value > 0, "a positive number")

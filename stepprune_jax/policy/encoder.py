@@ -84,7 +84,7 @@ def encode(
     check_params(params, config, ("encoder",))
     b, n, width = image.shape
     require(width == config.feature_width, "width of image", width, str(config.feature_width))
-    require(n > 0, "image", f"of shape {image.shape}", "at least one token")
+    require(b > 0 and n > 0, "image", f"of shape {image.shape}", "at least one token")
     require_finite("image", image, image_mask)
     image_mask = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
     if text is None:

@@ -120,7 +120,8 @@ def prepare(
       ValueError: As `select`.
     """
     b, n = memory.shape[0], memory.shape[1] - 1
-    require(n > 0, "memory", f"of shape {memory.shape}", "at least one token and the stop slot")
+    there = b > 0 and n > 0
+    require(there, "memory", f"of shape {memory.shape}", "at least one token and the stop slot")
     if image_mask is None:
         image_mask = jnp.ones((b, n), bool)
     require(image_mask.shape == (b, n), "image_mask", f"of shape {image_mask.shape}", f"[{b}, {n}]")

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import AnyArray, checked, is_static, require
+from stepprune_jax.policy.checks import AnyArray, checked, is_integer, is_static, require
 from stepprune_jax.policy.pick import Picks
 from stepprune_jax.policy.trajectory import Trajectory
 
@@ -45,12 +45,20 @@ def bucket_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_tokens), max_tokens)
 
 
+def check_ladder(ladder: Sequence[int]) -> None:
+    """Raises unless a ladder of buckets has at least one, and all of them hold a token."""
+    good = isinstance(ladder, Sequence | np.ndarray) and len(ladder) > 0
+    good = good and all(is_integer(size) and size > 0 for size in ladder)
+    require(good, "ladder", repr(ladder), "integers from 1")
+
+
 def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
     """Returns the smallest bucket of `ladder` that holds every row; runs on the host.
 
     Raises:
-      ValueError: The largest bucket is too small.
+      ValueError: The ladder is none, or its largest bucket is too small.
     """
+    check_ladder(ladder)
     largest = int(np.max(count, initial=0))
     fitting = [size for size in ladder if size >= largest]
     require(bool(fitting), "count", largest, f"at most the largest bucket, {max(ladder)}")

@@ -20,6 +20,7 @@ from stepprune_jax.policy.checks import (
     AnyArray,
     checked,
     is_static,
+    require,
     require_finite,
     require_finite_tree,
     require_row_numbers,
@@ -29,7 +30,14 @@ from stepprune_jax.policy.decoder import Decoder, pointer_init, pointer_sequence
 from stepprune_jax.policy.denoiser import denoise
 from stepprune_jax.policy.encoder import encode, memory
 from stepprune_jax.policy.episode import Bounds
-from stepprune_jax.policy.gather import Pruned, bucket_ladder, choose_bucket, gather
+from stepprune_jax.policy.gather import (
+    ORDERS,
+    Pruned,
+    bucket_ladder,
+    check_ladder,
+    choose_bucket,
+    gather,
+)
 from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import FeatureStats, apply_gate, restore, standardise
 from stepprune_jax.policy.params import INFERENCE_PARTS, PARTS, Params, check_params
@@ -398,8 +406,12 @@ def prune(
     require_finite_tree("params", params)
     require_finite_tree("stats", stats)
     require_row_numbers("stop_bias", stop_bias, image.shape[0])
+    require(0 not in image.shape, "image", f"of shape {image.shape}", "at least one token")
+    require(order in ORDERS, "order", repr(order), f"one of {ORDERS}")
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     steps, limits = bounds.read(config, *image.shape[:2])
+    sizes = bucket_ladder(steps) if ladder is None else ladder
+    check_ladder(sizes)
     picks = _choose(
         params,
         config,
@@ -415,5 +427,4 @@ def prune(
         step_fn=step_fn,
         **(limits._asdict() if budget is None else {"budget": limits.max_tokens}),
     )
-    sizes = bucket_ladder(steps) if ladder is None else ladder
     return _gather(picks, image, choose_bucket(picks.count, sizes), order=order)

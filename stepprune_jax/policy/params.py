@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from stepprune_jax.policy.checks import require
@@ -188,7 +189,8 @@ def check_params(params: Params, config: PolicyConfig, parts: Sequence[str] = PA
       parts: Parts to check, of `PARTS`.
 
     Raises:
-      ValueError: A weight is missing or has another shape; the message names the first one.
+      ValueError: A weight is missing, has another shape or is no floating-point number; the
+        message names the first one.
     """
     specs = param_specs(config)
     for part in parts:
@@ -202,8 +204,9 @@ def _check_part(params: Any, spec: Any, path: tuple[str, ...]) -> None:
     require(there, name, "missing", expected)
     found = params[path[-1]]
     if _is_spec(spec):
-        shape = getattr(found, "shape", None)
-        require(shape == spec.shape, name, f"of shape {shape}", expected)
+        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", np.dtype(object))
+        good = shape == spec.shape and jnp.issubdtype(dtype, jnp.floating)
+        require(good, name, f"of shape {shape} and dtype {dtype}", expected)
         return
     for key, inner in spec.items():
         _check_part(found, inner, (*path, key))

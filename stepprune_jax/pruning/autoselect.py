@@ -7,7 +7,6 @@ the way of ordering tokens differs.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import FeatureStats, ParamSpec, PolicyConfig
+from stepprune_jax.policy.checks import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
@@ -60,7 +60,7 @@ class AutoSelectConfig:
     def __post_init__(self):
         for name in ("temperature_start", "temperature_end", "temperature_steps"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (is_number(value) and value > 0):
                 raise ValueError(
                     f"AutoSelectConfig.{name} is {value!r}, expected a positive number"
                 )

@@ -1,7 +1,6 @@
 """Calibration of a policy: the mean number of tokens kept at each stop bias."""
 
 import itertools
-import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
+from stepprune_jax.policy.checks import is_number
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
@@ -123,7 +123,7 @@ def read_calibration(value: Any) -> Calibration:
         raise ValueError(f"the calibration's fields are not {', '.join(Calibration._fields)}")
     for name, entry in value.items():
         listed = entry if isinstance(entry, list) else [entry]
-        good = all(type(x) in (int, float) and math.isfinite(x) for x in listed)
+        good = all(map(is_number, listed))
         wanted = len(value["mean_count"]) if isinstance(value["mean_count"], list) else 0
         single = name in ("num_tokens", "questions")
         if not good or single == isinstance(entry, list) or not (single or len(entry) == wanted):

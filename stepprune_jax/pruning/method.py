@@ -147,13 +147,15 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
         The values by key, as text.
 
     Raises:
-        ValueError: a text has another form.
+        ValueError: a text has another form, or a key is given twice.
     """
     options = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ValueError(f"{where}: {text!r}, expected KEY=VALUE such as layer=3")
+        if key in options:
+            raise ValueError(f"{where}: {key} is given twice")
         options[key] = value
     return options
 

@@ -25,7 +25,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation import report as report_folder
@@ -90,9 +90,7 @@ class Run(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     """Trains missing runs and evaluates; reports user errors in one line, with status 2."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the default row's, a name or a file")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

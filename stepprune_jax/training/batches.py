@@ -331,7 +331,10 @@ def open_batches(
         )
     cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # divided among processes
     encoder = ConversationEncoder(
-        load_tokenizer(model.folder), family.place_images, family.conversation
+        load_tokenizer(model.folder),
+        family.place_images,
+        family.conversation,
+        config.text.vocab_size,
     )
     corpus = open_corpus(source, encoder, limits, identity, say)
     settings = family.image_settings(model.vision_folder or model.folder)

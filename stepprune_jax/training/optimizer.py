@@ -10,9 +10,14 @@ import optax
 from jaxtyping import Array, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
-from stepprune_jax.settings import Settings, count, number, positive, share
+from stepprune_jax.settings import Settings, count, is_number, number, positive, setting
 from stepprune_jax.training import selectors
 from stepprune_jax.training.selectors import Selector
+
+
+def _decay() -> Any:
+    """A field that holds the decay of a moment: at 1 its correction would divide by 0."""
+    return setting("a number from 0, below 1", lambda value: is_number(value) and 0 <= value < 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,8 @@ class OptimizerSettings(Settings, group="optimizer"):
     warmup: int = count(0)
     weight_decay: float = number()
     clip: float = positive()
-    b1: float = share()
-    b2: float = share()
+    b1: float = _decay()
+    b2: float = _decay()
     muon_lr: float = number()
 
 

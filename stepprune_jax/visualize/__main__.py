@@ -1,10 +1,9 @@
 """Draws a saved report again: `python -m stepprune_jax.visualize --report runs/shapes/report`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.visualize.figures import redraw
 
 
@@ -17,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for a mistake in the input, reported in one line on stderr.
     """
-    parser = argparse.ArgumentParser("stepprune_jax.visualize", description=__doc__.split(":")[0])
+    parser = Parser(prog="stepprune_jax.visualize", description=__doc__.split(":")[0])
     parser.add_argument("--report", required=True, help="report folder of eval.py")
     folder = parser.parse_args(arguments).report
     try:

@@ -57,10 +57,11 @@ def test_the_command_converts_and_reports_errors(tmp_path):
     folder = testing.tiny_llava(tmp_path / "source")
     command = [sys.executable, "-m", "stepprune_jax.checkpoints.convert", str(folder)]
     run = subprocess.run([*command, str(tmp_path / "new")], capture_output=True, text=True)
-    assert run.returncode == 1 and "error:" in run.stderr and "pickled weights" in run.stderr
+    assert run.returncode == 2 and "error:" in run.stderr and "pickled weights" in run.stderr
     _to_pickles(folder, 2)
     assert convert.main([str(folder), str(tmp_path / "new")]) == 0
-    assert convert.main([str(folder), str(tmp_path / "new")]) == 1  # already there
+    with pytest.raises(SystemExit, match="2"):
+        convert.main([str(folder), str(tmp_path / "new")])  # already there
 
 
 class _Spy:

@@ -142,11 +142,19 @@ def test_missing_and_damaged_companions_are_named_before_weights_are_read(tmp_pa
     with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config\.json"):
         load_vlm(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json could not be read as a tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json could not be read as a tokenizer, with"):
         load_vlm(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer: expected tokenizer\.json"):
         load_vlm(folder)
+
+
+def test_a_tokenizer_whose_settings_fail_when_it_is_used_is_refused_when_it_is_loaded(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x"}))
+    with pytest.raises(ValueError, match=r"tokenizer, with tokenizer_config\.json: '>' not supp"):
+        folders.load_tokenizer(folder)
 
 
 def test_a_tokenizer_without_its_reader_says_what_to_install(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Conversations as ids and labels: by hand, against the counting scheme, and with odd texts."""
 
+import dataclasses
 import functools
 import json
 
@@ -33,6 +34,12 @@ def test_assistant_words_and_their_ends_are_supervised(tokenizer):
     assert encoded.labels[encoded.ids.index(IMAGE_TOKEN)] == IGNORE
     said = tokenizer("What is this?\ntwo?", add_special_tokens=False).input_ids
     assert encoded.text == said
+
+
+def test_ids_that_the_model_has_no_embeddings_for_are_refused(tokenizer):
+    encoder = dataclasses.replace(llava_encoder(tokenizer), vocab_size=9)
+    with pytest.raises(ValueError, match=r"gives id \d+, expected ids below 9, the model's vocab"):
+        encoder.encode(["What is this?", "red dog"], 1)
 
 
 def counted(tokenizer, turns, images, legacy):

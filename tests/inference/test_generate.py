@@ -25,6 +25,7 @@ from stepprune_jax.inference.decoding import RunOptions, check_finite, run_decod
 from stepprune_jax.inference.pipeline import read_images
 from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import PRUNERS, Method, make_method
@@ -429,6 +430,12 @@ def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
     assert [int((after.image == image).sum()) for image in (0, 1)] == [3, 2]
     assert before.length.tolist() == [limit] and after.length.tolist() == [limit - 6]
     assert begun.kept.tolist() == [5]
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    config = LlavaConfig.from_hf(testing.tiny_hf_config(vocab_size=9))
+    with pytest.raises(ValueError, match=r"^the tokenizer gives id \d+, expected ids below 9, the"):
+        read_request(testing.tiny_tokenizer(), None, config, ["red dog"])
 
 
 BAD = {

@@ -335,6 +335,10 @@ MISTAKES = {
         ["--prompt", "a", "--pruner", "fastv", "--budget", "3", "--pruner_options", "layer"],
         "'layer', expected KEY=VALUE",
     ),
+    "twice": (
+        ["--prompt", "a", "--pruner", "fastv", "--pruner_options", "layer=1", "layer=2"],
+        "--pruner_options: layer is given twice",
+    ),
     "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace requires --json"),
     "trace suffix": (["--prompt", "a", "--json", "--trace", "{}/t.txt"], "expected a .npz file"),
     "trace folder": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),

@@ -112,6 +112,9 @@ def test_keys_of_rows_do_not_depend_on_the_batch():
         (1.0, 0.0, "top_p"),
         (1.0, 1.01, "top_p"),
         (1.0, float("nan"), "top_p"),
+        (float("1e300"), 1.0, "temperature"),
+        pytest.param(10**400, 1.0, "temperature", id="huge"),
+        (1.0, True, "top_p is True"),
     ],
 )
 def test_settings_without_meaning_are_refused(temperature, top_p, name):

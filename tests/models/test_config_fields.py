@@ -17,6 +17,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ("text", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a positive int"),
         ("text", {"hidden_size": 1 << 40}, "hidden_size is .* at most 16,777,216"),
         ("text", {"rms_norm_eps": math.nan}, "text_config: rms_norm_eps is nan, expected a finite"),
+        pytest.param("text", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000", id="huge"),
+        ("text", {"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300, expected a finite number"),
         ("text", {"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a finite number above 0"),
         ("text", {"rope_theta": "x"}, "rope_theta is 'x', expected a finite number above 0"),
         ("text", {"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
@@ -39,6 +41,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_f
         ("", {"eos_token_id": "2"}, "config.json: eos_token_id is '2', expected a token id"),
         ("", {"eos_token_id": [2, None]}, "eos_token_id is .*, expected a token id, or a list"),
         ("", {"bos_token_id": [1]}, r"bos_token_id is \[1\], expected a token id"),
+        ("", {"eos_token_id": 10**12}, "eos_token_id is 1000000000000, expected a token id"),
+        ("", {"image_token_index": 10**9}, "image_token_index is 1000000000, expected a token id"),
         ("", {"image_token_index": -5}, "image_token_index is -5, expected a token id"),
     ],
 )

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
+from PIL.TiffTags import DOUBLE
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
@@ -159,6 +161,13 @@ def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
         span = {340: float(values.min()), 341: float(values.max())}
         Image.fromarray(values).save(path, tiffinfo=span)
         assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 255]
+    for span in ({340: 0.0, 341: math.inf}, {340: -1e308, 341: 1.7e308}, {340: 1.0, 341: 0.0}):
+        tags = ImageFileDirectory_v2()
+        for tag, value in span.items():
+            tags[tag], tags.tagtype[tag] = value, DOUBLE
+        Image.fromarray(levels).save(path, tiffinfo=tags)
+        with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 1, expected"):
+            open_image(path)
     Image.fromarray(np.array([[0, 300]], np.int32)).save(path)
     with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 300"):
         open_image(path)
@@ -169,11 +178,19 @@ def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
     assert not np.asarray(open_image(path)).any()
 
 
+def test_grey_of_32_bits_is_converted_strip_by_strip(monkeypatch):
+    values = np.linspace(0, 255, 35, dtype=np.float32).reshape(7, 5)
+    whole = open_image(Image.fromarray(values))
+    monkeypatch.setattr(data_images, "STRIP_PIXELS", 10)
+    np.testing.assert_array_equal(np.asarray(open_image(Image.fromarray(values))), whole)
+    np.testing.assert_array_equal(np.asarray(whole)[..., 0], np.rint(values))
+
+
 def test_very_long_sides_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
     path = tmp_path / "long.png"
-    Image.new("1", (70_000, 1)).save(path)
+    Image.new("1", (1, 40_000)).save(path)
     monkeypatch.setattr(Image.Image, "load", None)
-    with pytest.raises(ValueError, match=r"long\.png has 70000 x 1 pixels, expected sides"):
+    with pytest.raises(ValueError, match=r"long\.png has 1 x 40000 pixels, expected sides"):
         open_image(path)
 
 

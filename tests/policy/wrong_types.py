@@ -1,6 +1,7 @@
 """Calls the policy with arguments of wrong types; prints "named" if each error names its own."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,25 @@ def main():
         ({"max_steps": 2.0}, "max_steps (T_max) is 2.0"),
         ({"group": "2"}, "group is '2', expected an integer from 1"),
         ({"stop_bias": "1"}, "stop_bias is '1', expected a number or float[2]"),
+        ({"stop_bias": [0.0, math.nan]}, "stop_bias is of shape (2,) with 1 non-finite values"),
+        ({"stop_bias": 1e300}, "stop_bias is 1e+300, expected finite values of float32"),
+        ({"stop_bias": 10**400}, "stop_bias is of shape () and dtype object"),
         ({"stop_bias": None}, "stop_bias is None, expected a number or float[2]"),
         ({"budget": "2"}, "budget is of shape () and dtype <U1, expected an integer or int[2]"),
     ):
         refused(said, policy.prune, params, CONFIG, IMAGE, TEXT, **options)
         refused(said, policy.select, params, CONFIG, slots, **options)
+    refused("prune: config is None, expected a PolicyConf", policy.prune, params, None, IMAGE, TEXT)
+    refused("select: config is {}, expected a PolicyConf", policy.select, params, {}, slots)
+    refused("image is of shape (0, 5, 8)", policy.prune, params, CONFIG, IMAGE[:0], TEXT[:0])
+    refused("memory is of shape (0, 6, 8)", policy.select, params, CONFIG, slots[:0])
+    for ladder in ((), (0,), "x", 5, (2.0,)):
+        said = f"ladder is {ladder!r}, expected integers from 1"
+        refused(said, policy.prune, params, CONFIG, IMAGE, TEXT, ladder=ladder)
+    refused("order is None", policy.prune, params, CONFIG, IMAGE, TEXT, order=None)
+    whole = params | {"stop": jnp.ones(8, int)}
+    said = "params['stop'] is of shape (8,) and dtype int32, expected float[8]"
+    refused(said, policy.prune, whole, CONFIG, IMAGE, TEXT)
     for field, value, expected in (
         ("feature_width", 16.5, "an integer from 1"),
         ("feature_width", "16", "an integer from 1"),

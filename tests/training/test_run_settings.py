@@ -47,7 +47,7 @@ def build(config):
         ({"optimizer.lr": 0.0}, "config.optimizer.lr is 0.0, expected a number above 0"),
         ({"optimizer.lr": math.inf}, "config.optimizer.lr is inf, expected a number above 0"),
         ({"data.cache_gb": math.inf}, "config.data.cache_gb is inf, expected a number from 0"),
-        ({"optimizer.b1": 1.5}, "config.optimizer.b1 is 1.5, expected a share from 0 to 1"),
+        ({"optimizer.b1": 1.0}, "config.optimizer.b1 is 1.0, expected a number from 0, below 1"),
         ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected a number above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
         ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
@@ -58,6 +58,7 @@ def build(config):
         ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
         ({"policy.random_budget": ("half",)}, r"random_budget is \('half',\), expected two shares"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
+        ({"data.workers": 10**5}, "data.workers is 100000, expected an integer from 0 to 512"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
         (

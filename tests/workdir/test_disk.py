@@ -7,6 +7,7 @@ import os
 import jax.numpy as jnp
 import pytest
 
+from stepprune_jax.data.json_files import write_json
 from stepprune_jax.user_input import is_user_error
 from stepprune_jax.workdir.checkpoints import Checkpoints
 from stepprune_jax.workdir.metrics import MetricsLog, read_rows
@@ -22,6 +23,16 @@ def test_a_full_disk_names_the_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(json, "dumps", refuse)  # stands for the write behind it
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
         log.write(2, {"loss": 1.0})
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_half_of_another(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=r"No space left on device: '.*x\.json\.partial'"):
+        write_json(path, {"a": 2})
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("background", [False, True])
