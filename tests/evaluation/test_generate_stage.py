@@ -358,7 +358,7 @@ def test_only_rows_with_something_missing_are_computed(run, config, tmp_path, mo
 def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     config = changed(config, rows={"Random": config.eval.rows["AutoSelect-like"]}, methods="random")
-    with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: leave out one"):
+    with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: remove one"):
         generate_answers(config, tmp_path)
 
 
@@ -477,7 +477,7 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
     assert own == 5
     for options, message in {
         "fastv layer": r"config.eval.options: 'layer', expected KEY=VALUE",
-        "stepprune group=2": r"config.eval.options is 'stepprune group=2', expected options behind",
+        "stepprune group=2": r"'stepprune group=2', expected options after names",
         "fastv rank=2": "fastv has no option 'rank'; its options: average, layer",
     }.items():
         with pytest.raises(ValueError, match=message):

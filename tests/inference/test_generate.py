@@ -65,7 +65,8 @@ def model(llava):
 
 @pytest.fixture(scope="module")
 def policy():
-    config = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
+    widths = {"feature_width": 32, "text_width": 48, "width": 16}
+    config = PolicyConfig(**widths, num_heads=2, mlp_ratio=2, decoder_layers=2)
     # Sharp pointers: counts differ between rows.
     params = jax.tree.map(lambda leaf: 3 * leaf, init_policy(jax.random.key(1), config))
     return Policy(params, config, FeatureStats.start(32), 0.5)
@@ -131,7 +132,7 @@ def test_a_row_that_is_cut_says_what_is_left(model, policy):
     limit = request(model, "two", IMAGES[0]).ids[0].index(IMAGE_TOKEN) + 4
     options = {"pruner": "cls", "budget": 7, "max_tokens": 2}
     (whole,) = generate(model, ["two"], [IMAGES[0]], **options)
-    with pytest.warns(UserWarning, match="was cut"):
+    with pytest.warns(UserWarning, match="was truncated"):
         (answer,) = generate(model, ["two"], [IMAGES[0]], context_limit=limit, **options)
     left = {*sorted(whole.kept_indices[0])[:4]}
     assert answer.kept == 4
@@ -413,7 +414,7 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
         np.testing.assert_array_equal(ours, whole[..., :60])
     np.testing.assert_allclose(cut.trace.logits, expected.logits, rtol=1e-4, atol=1e-4)
     first = asked.ids[0].index(IMAGE_TOKEN)
-    with pytest.warns(UserWarning, match="was cut"):
+    with pytest.warns(UserWarning, match="was truncated"):
         inside = begin(model, asked, NO_PRUNING, context_limit=first + 4)
     assert inside.kept.tolist() == [4] and inside.visual_tokens.tolist() == [18]
 

@@ -173,5 +173,5 @@ def test_caches_that_do_not_fit_are_refused(llava):
     rows = llama.Rows(jnp.zeros((1, 1, 64)), one, jnp.ones((1, 1), bool))
     with pytest.raises(ValueError, match=r"the cache holds 3 layers, the stage \[0:2\] 2"):
         vlm.run_layers(params, config, rows, (0, 2), cache)
-    with pytest.raises(ValueError, match="give it only where a cache is made"):
+    with pytest.raises(ValueError, match="give it only where a cache is created"):
         vlm.run_layers(params, config, rows, (0, 3), cache, llama.Wanted(capacity=9))

@@ -19,7 +19,7 @@ from stepprune_jax.policy import PolicyConfig
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
 CONFIGS = {
-    "default": cases.plain_config(feature_width=16, text_width=12, num_heads=4),
+    "default": cases.plain_config(feature_width=16, text_width=12, num_heads=4, decoder_layers=2),
     "literal": PolicyConfig.literal(
         feature_width=16, text_width=12, num_heads=4, polarisation_temperature=1.0
     ),

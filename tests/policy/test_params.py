@@ -1,5 +1,6 @@
 """One table of weights: initial values, abstract shapes and sharding rules agree with it."""
 
+import dataclasses
 import re
 
 import chex
@@ -42,7 +43,7 @@ def test_same_key_same_weights_and_another_key_others():
 
 
 def test_last_decoder_layer_owns_no_dead_weights():
-    specs = policy.param_specs(CONFIGS[0])["decoder"]
+    specs = policy.param_specs(dataclasses.replace(CONFIGS[0], decoder_layers=2))["decoder"]
     assert set(specs["pointer"]) == {"history", "norm", "memory_norm", "query", "key"}
     assert "key" in specs["layer_0"]["cross"]["attention"] and "mlp" in specs["layer_0"]
     assert set(policy.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start", "hazard"}
@@ -53,7 +54,7 @@ def test_size_at_the_papers_shape():
     d = 1024
     block = 12 * d * d  # four attention and eight MLP matrices
     layer = (4 + 4 + 8) * d * d
-    decoder = 2 * layer + (4 + 2) * d * d  # an inner layer, the hazard's, and the pointer's
+    decoder = layer + (4 + 2) * d * d  # the hazard's layer, and the pointer's
     expected = 2 * block + 4096 * d + decoder + 10 * d * d  # denoiser: value, out, MLP
     assert sum(leaf.size for leaf in leaves) == pytest.approx(expected, rel=2e-3)
 

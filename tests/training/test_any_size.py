@@ -140,7 +140,7 @@ def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
 def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
     run, first = (read_run(load_config(name)) for name in ("shapes_qwen", "shapes"))
     changed = {key for key, value in run.flat().items() if first.flat().get(key) != value}
-    assert changed == {"model.folder", "data.sizes", "eval.budgets"}
+    assert changed == {"model.folder", "model.max_pixels", "data.sizes", "eval.budgets"}
     made = read_pretraining(load_config("pretrain_shapes_qwen"))
     made.check_world()
     assert made.data.sizes == run.data.sizes == (64, 88, 112)
@@ -148,5 +148,7 @@ def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
     model = small_qwen.model_config(made.model, build_tokenizer([], small_qwen.TEMPLATE))
     weights = jax.tree.leaves(vlm.abstract_params(model))
     assert sum(2 * leaf.size for leaf in weights) < 4e6  # bytes in float16
+    model = model.family.bound_images(model, None, None, run.model.max_pixels)
+    assert model.max_image_tokens == 198
     setup = make_setup(run, model)
     assert [setup.selector.steps(n) for n in (64, 121, 196)] == [32, 60, 98]

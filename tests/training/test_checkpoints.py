@@ -171,7 +171,7 @@ def test_if_all_are_damaged_nothing_is_moved(copy):
     for step in ("10", "20"):
         cut(copy / "checkpoints" / step / "beside" / "metadata")
     before = files(copy)
-    with pytest.raises(ValueError, match=r"can be read \(20: beside/metadata is not .*; 10: "):
+    with pytest.raises(ValueError, match=r"can be read \(20: beside/metadata has changed .*; 10: "):
         restore(copy)
     assert files(copy) == before
 
