@@ -4,11 +4,14 @@ Environment variables of `huggingface_hub` apply: HF_HUB_OFFLINE=1 restricts it 
 HF_TOKEN gives access to private repositories, HF_ENDPOINT selects another hub.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
+
+_LOG = logging.getLogger(__name__)
 
 PREFIX = "hub:"
 # Owners of published checkpoints, whose ids cannot be mistyped paths.
@@ -53,12 +56,14 @@ def repository(given: str | Path) -> Repository | None:
     return Repository(name, revision or None)
 
 
-def find_repository(given: str | Path, missing: str) -> Repository:
+def find_repository(given: str | Path, missing: str, *, anyone: bool = False) -> Repository:
     """Reads the name of a repository, after no file or folder of that name was found.
 
     Args:
         given: as in `repository`.
         missing: start of the message, on the local search: "no folder a/b".
+        anyone: whether unknown owners need no prefix, either, unless there is a local folder of
+            the owner's name, or the name ends as a policy file's does.
 
     Returns:
         The repository.
@@ -68,6 +73,11 @@ def find_repository(given: str | Path, missing: str) -> Repository:
             mistyped path does not fetch files of a stranger.
     """
     found = repository(given)
+    path = Path(given)
+    if found is None and anyone and not (path.parent.exists() or path.suffix == ".safetensors"):
+        found = repository(f"{PREFIX}{given}")
+        if found is not None:
+            _LOG.info("%s is not a local file; looking it up on the Hugging Face hub", found)
     if found is not None:
         return found
     if is_meant(given) or not _is_name(str(given).partition("@")[0]):

@@ -89,7 +89,7 @@ def load_policy(path: str | Path) -> Policy:
     Fields of `PolicyConfig` that an older file lacks take their defaults.
 
     Args:
-        path: the file, the name of a shipped policy, or "hub:owner/name", as in `policy_file`.
+        path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
 
     Returns:
         The policy, with weights of the dtype of `init_policy`.
@@ -155,7 +155,8 @@ def policy_file(path: str | Path) -> Path:
 
     Args:
         path: the file; or the name of a shipped policy; or the repository of the hub that holds
-            `POLICY_FILE`, "hub:owner/name" or "hub:owner/name@revision".
+            `POLICY_FILE`, "owner/name" or "owner/name@revision"; "hub:owner/name" if there is a
+            local folder of the owner's name.
 
     Returns:
         The local file.
@@ -172,7 +173,7 @@ def policy_file(path: str | Path) -> Path:
     if file.is_dir():
         raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
-    source = hub.find_repository(path, missing)
+    source = hub.find_repository(path, missing, anyone=True)
     file = hub.download(source, (POLICY_FILE,)) / POLICY_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{source} on the Hugging Face hub has no {POLICY_FILE}")

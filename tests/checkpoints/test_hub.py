@@ -85,16 +85,20 @@ def test_what_the_hub_does_not_have_is_named_in_one_line(server, published):
         assert "\n" not in str(error.value)
 
 
-def test_a_mistyped_path_asks_nobody(server, published):
+def test_a_policy_needs_no_prefix_where_no_path_is_meant(server, published, tmp_path):
+    assert load_policy("org/name").stop_bias == 1.5
+    assert load_policy("org/name@tuned").stop_bias == 0.5
+    assert own_policy("runs/none", "org/name") == find_policy("a row", "hub:org/name")
+    server.asked.clear()
+    (tmp_path / "org").mkdir()
     for read in (load_policy, lambda path: own_policy("runs/none", path)):
         with pytest.raises(
             FileNotFoundError, match=r"no policy file at org/name\. .* hub:org/name;"
         ):
             read("org/name")
-        with pytest.raises(
-            FileNotFoundError, match=r"no policy file at runs/a/p\.safetensors, and"
-        ):
-            read("runs/a/p.safetensors")
+        for path in ("runs/a/p.safetensors", "runs/p.safetensors"):
+            with pytest.raises(FileNotFoundError, match=rf"no policy file at {path}"):
+                read(path)
     with pytest.raises(FileNotFoundError, match="looked for org/name and"):
         find_policy("a row", "org/name")
     assert not server.asked
