@@ -20,6 +20,7 @@ from stepprune_jax.settings import (
     choice,
     count,
     group,
+    is_number,
     mapping,
     read,
     setting,
@@ -46,7 +47,7 @@ class AcceleratorSettings(Settings, group="accelerator"):
     name: str = choice(tuple(ACCELERATORS))
     count: int = count()
     utilisation: float = setting(
-        "a share above 0, up to 1", lambda value: isinstance(value, float | int) and 0 < value <= 1
+        "a share above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stepprune_jax.checkpoints import safetensors
@@ -106,6 +106,7 @@ def shapes_run():
 
 @cases(60)
 @given(raw=changed(shapes_run()))
+@example(raw={**shapes_run(), "accelerator": {**shapes_run()["accelerator"], "utilisation": True}})
 def test_runs(raw):
     with one_line("config"):
         read(Run, raw)
