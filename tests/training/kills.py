@@ -125,6 +125,8 @@ if __name__ == "__main__":
     from tiny_run import make_run
 
     from stepprune_jax import training
+    from stepprune_jax.command_line import show_messages
 
+    show_messages("stdout")
     assert not xla_bridge._backends
     main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
