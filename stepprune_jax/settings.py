@@ -188,6 +188,8 @@ def read(kind: type[T], fields: Mapping[str, Any]) -> T:
             # Checked before the class does: a type checker would not name the field.
             if not field.metadata["holds"](values[name]):
                 raise _refused(kind, name, value, field.metadata["expected"])
+            if field.type in (float, float | None) and value is not None:
+                values[name] = float(value)  # `lr=1` is 1.0: one type, one program
     for name in fields:
         if name not in known:
             raise ValueError(f"{kind._path}.{name} is not a field.{nearest(name, known)}")

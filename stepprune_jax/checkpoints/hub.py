@@ -62,8 +62,8 @@ def find_repository(given: str | Path, missing: str, *, anyone: bool = False) ->
     Args:
         given: as in `repository`.
         missing: start of the message, on the local search: "no folder a/b".
-        anyone: whether unknown owners need no prefix, either, unless there is a local folder of
-            the owner's name, or the name ends as a policy file's does.
+        anyone: whether unknown owners need no prefix either, as long as no local folder has the
+            owner's name and the name does not end as a policy file's does.
 
     Returns:
         The repository.

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from stepprune_jax.data.shapes.scene import GRID, SIDE
 from stepprune_jax.data.source import sizes
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -143,6 +144,21 @@ class ShapeSettings(Settings, group="model"):
         pairs = self.text_width // heads // 2
         fits = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
         self.require("rope_sections", fits, f"three numbers that add up to {pairs}")
+
+    def language(self, vocab_size: int, **own: Any) -> LlamaConfig:
+        """Returns the configuration of the language model; `own` are fields of the family's."""
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.text_width,
+            intermediate_size=self.text_mlp,
+            num_layers=self.text_layers,
+            num_heads=self.text_heads,
+            num_kv_heads=self.text_kv_heads or self.text_heads,
+            head_dim=self.text_width // self.text_heads,
+            max_positions=2048,
+            rope_theta=self.rope_theta,
+            **own,
+        )
 
     @property
     def token_size(self) -> int:

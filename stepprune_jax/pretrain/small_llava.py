@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import tower
-from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.models.llava.prompts import conversation
 from stepprune_jax.pretrain.settings import ShapeSettings
@@ -37,20 +37,9 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
         image_size=shape.image_size,
         patch_size=shape.patch_size,
     )
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.text_width,
-        intermediate_size=shape.text_mlp,
-        num_layers=shape.text_layers,
-        num_heads=shape.text_heads,
-        num_kv_heads=shape.text_kv_heads or shape.text_heads,
-        head_dim=shape.text_width // shape.text_heads,
-        max_positions=2048,
-        rope_theta=shape.rope_theta,
-    )
     return LlavaConfig(
         vision=vision,
-        text=text,
+        text=shape.language(len(tokenizer)),
         feature_layer=shape.feature_layer,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_MARK),
         bos_token_id=1,

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
 from stepprune_jax.models.qwen2_5_vl.prompts import conversation
@@ -53,22 +52,9 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> QwenConfig:
         full_blocks=shape.full_blocks,
         out_size=shape.text_width,
     )
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.text_width,
-        intermediate_size=shape.text_mlp,
-        num_layers=shape.text_layers,
-        num_heads=shape.text_heads,
-        num_kv_heads=shape.text_kv_heads or shape.text_heads,
-        head_dim=shape.text_width // shape.text_heads,
-        max_positions=2048,
-        rope_theta=shape.rope_theta,
-        rope_sections=shape.rope_sections,
-        qkv_bias=True,
-    )
     return QwenConfig(
         vision=vision,
-        text=text,
+        text=shape.language(len(tokenizer), rope_sections=shape.rope_sections, qkv_bias=True),
         image_token_id=token("<|image_pad|>"),
         eos_token_ids=(token("<|im_end|>"), token("<|endoftext|>")),
         pad_token_id=token("<|endoftext|>"),

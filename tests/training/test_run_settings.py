@@ -11,8 +11,10 @@ from stepprune_jax import testing
 from stepprune_jax.data.source import data_folder, training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.settings import read
 from stepprune_jax.studies.variants import variant_configs
 from stepprune_jax.training import read_run, run, selectors, train
+from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.settings import make_mesh, make_setup
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
@@ -28,6 +30,13 @@ ABLATIONS = {
 def build(config):
     settings = read_run(config)
     return selectors.build(settings.method, getattr(settings, GROUPS[settings.method]), MODEL)
+
+
+def test_an_integer_is_a_number():
+    fields = load_config("shapes").optimizer.to_dict()
+    settings = read(OptimizerSettings, {**fields, "lr": 1, "final_lr": 1})
+    assert (settings.lr, settings.final_lr) == (1.0, 1.0)
+    assert type(settings.lr) is type(settings.final_lr) is float
 
 
 @pytest.mark.parametrize(
