@@ -5,6 +5,9 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
 
 Each run is in WORKDIR/ROW-SEED. The same command resumes after an interruption. All trained rows
 are evaluated; `--set eval.methods=all,random` selects the others.
+
+`--rows default default+fast` also trains the default with a trial, a change of `variants.TRIALS`.
+With `--set data.test_seed=1`, the questions are not those of the published results.
 """
 
 import argparse
@@ -54,7 +57,13 @@ from stepprune_jax.studies.spread import (
     pack,
     summarise,
 )
-from stepprune_jax.studies.variants import VARIANTS, VariantConfig, load_config, variant_configs
+from stepprune_jax.studies.variants import (
+    TRIALS,
+    VARIANTS,
+    VariantConfig,
+    load_config,
+    variant_configs,
+)
 from stepprune_jax.training import read_run, train
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
@@ -94,9 +103,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True, help="the default row's, a name or a file")
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument(
-        "--rows", nargs="+", default=list(VARIANTS), help=f"some of {', '.join(VARIANTS)}"
-    )
+    rows = parser.add_argument("--rows", nargs="+", default=list(VARIANTS))
+    rows.help = f"some of {', '.join(VARIANTS)}; or trials of them, with +{', +'.join(TRIALS)}"
     parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
     change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
     change.metavar = "FIELD=VALUE"
@@ -130,7 +138,7 @@ def run_seeds(
         config: name or path of the default row's configuration.
         workdir: folder for runs, data and report.
         seeds: seeds of the runs.
-        rows: names of `variants.VARIANTS`.
+        rows: names of `variants.VARIANTS`, or of trials, as in `variant_configs`.
         processes: runs trained at a time, each on its share of the processors.
         changes: "field=value" for every configuration.
         train_only: whether to train in this process without evaluation.

@@ -1,6 +1,6 @@
-"""Variants of training: the default, its ablations and baselines, as configurations."""
+"""Variants of training as configurations: the default, ablations, baselines, and trials of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from absl import flags
@@ -36,9 +36,65 @@ VARIANTS = {
     "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
     "blind": Variant("no question", changes=("policy.text=False",)),
     "two_layers": Variant("two decoder layers", changes=("policy.decoder_layers=2",)),
+    "straight_through": Variant(
+        "straight-through estimator", changes=("policy.estimator=straight_through",)
+    ),
+    "scale_gate": Variant("scaling gate", changes=("policy.gate=scale",)),
+    "aligned_stop": Variant("stop as a slot", changes=("policy.stop=aligned",)),
     "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
     "group4": Variant("4 tokens a step", changes=("policy.group=4",)),
     "group8": Variant("8 tokens a step", changes=("policy.group=8",)),
+}
+
+
+def _scale_rates(factor: float) -> Callable[[ConfigDict], None]:
+    def change(config: ConfigDict) -> None:
+        for name in ("lr", "final_lr", "muon_lr"):
+            config.optimizer[name] *= factor
+
+    return change
+
+
+def _scale_temperature(factor: float) -> Callable[[ConfigDict], None]:
+    """Of the noise gate, at the end of its annealing."""
+
+    def change(config: ConfigDict) -> None:
+        if config.method == "autoselect":
+            config.autoselect.temperature_end *= factor
+        else:
+            config.policy.polarisation_temperature *= factor
+
+    return change
+
+
+def _loosen_bound(config: ConfigDict) -> None:
+    config.optimizer.clip *= 3
+
+
+def _switch_text(config: ConfigDict) -> None:
+    config.text_gate_anneal = 0.0 if config.text_gate_anneal else 0.1
+
+
+class Trial(NamedTuple):
+    """A change that is tried on every variant alike, so that all have been tuned as much.
+
+    Attributes:
+        label: what it changes, for tables.
+        change: changes a variant's configuration in place.
+    """
+
+    label: str
+    change: Callable[[ConfigDict], None]
+
+
+# By their names on the command line, after the variant's and "+".
+TRIALS = {
+    "slow": Trial("learning rates x 1/2", _scale_rates(0.5)),
+    "fast": Trial("learning rates x 2", _scale_rates(2.0)),
+    "hard": Trial("gate's temperature x 1/2", _scale_temperature(0.5)),
+    "soft": Trial("gate's temperature x 2", _scale_temperature(2.0)),
+    "loose": Trial("bound of the gradient x 3", _loosen_bound),
+    "text": Trial("text gate open or closed at first, the other way", _switch_text),
 }
 
 
@@ -95,19 +151,28 @@ def variant_configs(
 
     Args:
         config: name or path of the default configuration.
-        keys: names of `VARIANTS`.
-        changes: changes to each of them, as in `load_config`.
+        keys: names of `VARIANTS`; one of `TRIALS` may follow, as in "default+fast".
+        changes: changes to each of them, as in `load_config`, before a trial's.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: an unknown or repeated variant, or a bad change.
     """
-    unknown = [key for key in keys if key not in VARIANTS]
-    if unknown or not keys or len({*keys}) != len(keys):
-        raise ValueError(f"--rows is {list(keys)}, expected distinct ones of {', '.join(VARIANTS)}")
+    known = {key: (key, None) for key in VARIANTS}
+    known |= {f"{key}+{trial}": (key, trial) for key in VARIANTS for trial in TRIALS}
+    if not keys or len({*keys}) != len(keys) or any(key not in known for key in keys):
+        raise ValueError(
+            f"--rows is {list(keys)}, expected distinct ones of {', '.join(VARIANTS)}, "
+            f"alone or with one of +{', +'.join(TRIALS)}"
+        )
     configs = []
     for key in keys:
-        variant = VARIANTS[key]
+        name, trial = known[key]
+        variant = VARIANTS[name]
         loaded = load_config(f"{config}{variant.argument}", [*variant.changes, *changes])
-        configs.append(VariantConfig(key, variant.method, loaded))
+        method = variant.method
+        if trial is not None:
+            TRIALS[trial].change(loaded)
+            method = f"{method}, {TRIALS[trial].label}"
+        configs.append(VariantConfig(key, method, loaded))
     return configs

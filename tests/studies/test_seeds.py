@@ -12,7 +12,8 @@ from small_world import one_shot, stepprune, tiny_model, write_split
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.studies import seeds
 from stepprune_jax.studies.processes import Job, run_jobs, shares
-from stepprune_jax.studies.variants import load_config, variant_configs
+from stepprune_jax.studies.variants import TRIALS, load_config, variant_configs
+from stepprune_jax.training import read_run
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "shapes.py")
 
@@ -106,6 +107,12 @@ def test_bad_arguments_are_named(world, tmp_path, arguments, message):
         seeds.run_seeds(CONFIG, tmp_path, **given, changes=[*changes(world), *more])
 
 
+def changes_between(one, other):
+    """The fields in which two configurations differ."""
+    old, new = read_run(one).flat(), read_run(other).flat()
+    return {name: new[name] for name in new if old[name] != new[name]}
+
+
 def test_configurations_of_rows():
     rows = variant_configs(CONFIG, ["default", "literal", "autoselect", "causal", "last"], [])
     by_key = {row.key: row.config for row in rows}
@@ -113,6 +120,13 @@ def test_configurations_of_rows():
     assert by_key["autoselect"].method == "autoselect"
     assert by_key["causal"].policy.encoder_attention == "causal"
     assert by_key["last"].policy.aggregation == "last"
+    for row in ("default", "autoselect", "literal"):
+        tried = variant_configs(CONFIG, [f"{row}+{trial}" for trial in TRIALS], [])
+        changed = [changes_between(by_key[row], trial.config) for trial in tried]
+        assert all(changed) and len({*map(str, changed)}) == len(TRIALS)
+    fast, base = variant_configs(CONFIG, ["literal+fast"], [])[0], by_key["literal"].optimizer
+    assert fast.config.optimizer.lr == 2 * base.lr and fast.config.optimizer.muon_lr == 0
+    assert fast.method == "StepPrune literal, learning rates x 2"
     assert load_config(CONFIG, ["data.test_seed=4"]).data.test_seed == 4
     assert load_config("ablations/last").policy.aggregation == "last"
     with pytest.raises(FileNotFoundError, match=r"no configuration file absent\.py"):
