@@ -60,7 +60,8 @@ class DataSettings(Settings, group="data"):
         emphasis: factor on the families of questions that are learned last; None for 1.
         split_turns: whether each question of a conversation is a separate sample; otherwise the
             conversation is one sample, up to one of its answers; see `index.scan`.
-        stats_images: images for the statistics of the features.
+        stats_images: images for the statistics of the features; with 0, the policy and the noise
+            gate see features that are not standardised.
         length_multiple: ids are padded to a multiple of this.
         length_group: batches whose rows are sorted by length together; 1 for none.
         context_limit: longest conversation in tokens, including visual ones.
@@ -92,7 +93,7 @@ class DataSettings(Settings, group="data"):
     sizes: tuple[int, ...] | None = sizes()
     emphasis: float | None = number(optional=True)
     split_turns: bool = switch()
-    stats_images: int = count()
+    stats_images: int = count(0)
     length_multiple: int = count()
     length_group: int = count()
     context_limit: int = count()

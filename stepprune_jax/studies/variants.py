@@ -28,6 +28,9 @@ class Variant(NamedTuple):
 VARIANTS = {
     "default": Variant(DEFAULT),
     "literal": Variant("StepPrune literal", ":literal"),
+    "literal_raw": Variant(
+        "StepPrune literal, raw features", ":literal", changes=("data.stats_images=0",)
+    ),
     # With the opening of the text gate that serves it better: docs/experiments.md.
     "autoselect": Variant("AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1")),
     "causal": Variant("causal encoder", changes=("policy.encoder_attention=causal",)),

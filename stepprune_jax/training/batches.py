@@ -128,6 +128,8 @@ class Batches:
         """
         seen: set[Path] = set()
         for row in self._order.epoch(0).tolist():
+            if not count:
+                break
             path = self._corpus.image(row)
             if path in seen:
                 continue
@@ -136,8 +138,6 @@ class Batches:
             if pixels is not None:
                 count -= 1
                 yield pixels
-            if not count:
-                break
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
         """Returns the widths of a batch of these rows."""

@@ -62,6 +62,13 @@ def test_a_run_logs_and_leaves_a_policy(whole):
     assert float(saved.stats.count) == 6 * 9  # six images, however many were asked for
 
 
+def test_features_can_stay_as_they_are(world, tmp_path):
+    train(make_run(*world, **{"data.stats_images": 0, "steps": 1, "optimizer.warmup": 0}), tmp_path)
+    stats = load_policy(tmp_path / "policy.safetensors").stats
+    assert float(stats.count) == 0
+    assert (np.asarray(stats.mean) == 0).all() and (np.asarray(stats.var) == 1).all()
+
+
 @pytest.mark.parametrize("number", quick_or_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
 def test_a_stopped_run_resumes_as_if_nothing_had_happened(
     world, whole, tmp_path, monkeypatch, capsys, number
