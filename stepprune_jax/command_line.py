@@ -18,7 +18,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from stepprune_jax import configurations
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import is_user_error, one_line
 
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
@@ -30,7 +30,19 @@ class Parser(argparse.ArgumentParser):
         """Writes the message, without the usage, and exits; a closed pipe is not an error."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             raise
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+
+
+def integer_from(least: int) -> Callable[[str], int]:
+    """Returns a `type` of arguments that are integers of at least `least`."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= (number := int(text)) < 1 << 31:  # programs count in int32
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least}, below 2**31")
+
+    return read
 
 
 class Messages(logging.Handler):
@@ -44,7 +56,7 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a message; a failure to write is an error of the program."""
         if record.levelno >= logging.WARNING:
-            print(f"warning: {record.getMessage()}", file=sys.stderr, flush=True)
+            print(f"warning: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
         else:  # looked up now: the stream may have been replaced
             print(record.getMessage(), file=getattr(sys, self._progress), flush=True)
 
@@ -59,6 +71,9 @@ def show_messages(progress: str) -> None:
     absl_logging.set_verbosity(absl_logging.FATAL)
     # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # The name of a file need not be text, nor the terminal's encoding have every character.
+    if hasattr(sys.stdout, "reconfigure"):  # of a notebook it has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]
     logger.setLevel(logging.INFO)
@@ -210,7 +225,7 @@ def one_line_errors(name: str) -> Iterator[None]:
             raise
         if _refused_by_machine(error) and error.filename is None:
             _discard(sys.stdout)  # it may be the stream that cannot be written to
-        _exit(name, " ".join(str(error).split()))
+        _exit(name, str(error))
 
 
 def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
@@ -253,6 +268,6 @@ def _message(error: Exception) -> str:
 
 
 def _exit(name: str, message: str) -> NoReturn:
-    """Prints a message and exits with status 2."""
-    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
+    """Prints a message in one line and exits with status 2."""
+    print(f"{name}: error: {one_line(message)}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -44,7 +44,7 @@ from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import Budget
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import one_line, user_input
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
@@ -216,10 +216,10 @@ def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> Non
                     warnings.simplefilter("always")
                     convert(Path(settings.data), file.path, out)
             except (OSError, ValueError) as error:
-                print(f"not converted: {error}")
+                print(f"not converted: {one_line(error)}")
                 continue
             for warning in caught:
-                print(f"warning: {name}, {file.path.stem}: {warning.message}")
+                print(f"warning: {name}, {file.path.stem}: {one_line(warning.message)}")
             print(f"wrote {out}")
 
 

@@ -35,6 +35,7 @@ from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
+from stepprune_jax.user_input import one_line
 
 _NAME = "stepprune_jax.generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
@@ -191,8 +192,8 @@ def _converse(model: VLM, first: str | None, images: list[Image.Image], options:
 
 
 def _complain(error: Exception) -> None:
-    """Prints an error without a traceback."""
-    print(f"{program(_NAME)}: error: {error}", file=sys.stderr, flush=True)
+    """Prints an error in one line, without a traceback."""
+    print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if str(message) not in shown:  # options are read twice: before the weights are, and after
             shown.add(str(message))
-            print(f"warning: {message}", file=sys.stderr)
+            print(f"warning: {one_line(message)}", file=sys.stderr)
 
     with warnings.catch_warnings():
         # Warnings are shown to the user without the line of code.

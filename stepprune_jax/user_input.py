@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 _MARK = "_stepprune_jax_user_input"
@@ -24,6 +25,24 @@ def user_input() -> Iterator[None]:
 def is_user_error(error: BaseException) -> bool:
     """Returns whether an error was raised inside `user_input`."""
     return getattr(error, _MARK, False)
+
+
+def one_line(text: object) -> str:
+    """Returns a text from outside, such as a message with a file's name, as one printable line.
+
+    Args:
+        text: the text, or an error.
+
+    Returns:
+        The text with blanks and line ends joined to single blanks, and with other characters that
+        cannot be shown, such as those that control a terminal, as escape sequences.
+    """
+    joined = " ".join(str(text).split())
+    hidden = ("Cc", "Cs")  # control characters, and bytes of a file's name that are not UTF-8
+    return "".join(
+        x.encode("unicode_escape").decode() if unicodedata.category(x) in hidden else x
+        for x in joined
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

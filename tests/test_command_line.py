@@ -1,6 +1,7 @@
 """Mistakes in the input end a program in one line; bugs keep their traceback."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from absl import flags
 
 from stepprune_jax.command_line import (
+    Parser,
     command,
     default_workdir,
     define_config,
@@ -19,7 +21,7 @@ from stepprune_jax.command_line import (
     parse_flags,
 )
 from stepprune_jax.parallel.distributed import use_cores
-from stepprune_jax.user_input import is_user_error, user_input
+from stepprune_jax.user_input import is_user_error, one_line, user_input
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +31,33 @@ def test_errors_in_what_the_user_gave_are_reported_in_one_line(capsys):
         raise ValueError("config.steps is 0,\nexpected more")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "prog: error: config.steps is 0, expected more\n"
+
+
+HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # as a file may be called
+SHOWN = r"a b \x1b[2J\x07\x00\udcff.png"
+
+
+def test_a_file_may_be_called_anything(capsys):
+    assert one_line(HOSTILE) == SHOWN and one_line("Größe 5 µm: 漢字 🙂") == "Größe 5 µm: 漢字 🙂"
+    with pytest.raises(SystemExit), one_line_errors("prog"), user_input():
+        raise FileNotFoundError(f"no file at {HOSTILE}")
+    with pytest.raises(SystemExit):
+        Parser(prog="prog").parse_args([HOSTILE])
+    logging.getLogger("stepprune_jax").warning("%s is missing", HOSTILE)
+    assert capsys.readouterr().err.splitlines() == [
+        f"prog: error: no file at {SHOWN}",
+        f"prog: error: unrecognized arguments: {SHOWN}",
+        f"warning: {SHOWN} is missing",
+    ]
+
+
+def test_output_has_every_character():
+    code = PRINTS.replace("print(number)", r"print('\udcff 漢')")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "1"], cwd=ROOT, env=environment, input=b"", capture_output=True
+    )
+    assert (done.stdout, done.stderr) == (b"\\udcff \\u6f22\n", b"")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -8,6 +8,7 @@ ratio above 1 means that ours is faster. The outputs of the same run are compare
 
 import argparse
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from stepprune_jax.bench import loading, torch_llama
 from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.bench.weights import random_weights
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -29,6 +31,7 @@ from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.testing import tiny_hf_config
+from stepprune_jax.user_input import user_input
 
 # Text part of the model; the tower is not timed here.
 PRESETS = {
@@ -223,15 +226,15 @@ def peak_tflops(given: float | None) -> float | None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the flags; exits with a message if they do not suit the machine."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stepprune_jax.bench.backbone", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(prog="stepprune_jax.bench.backbone", description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="mid")
-    parser.add_argument("--hidden_size", type=int, help="replaces the preset's")
-    parser.add_argument("--num_layers", type=int, help="replaces the preset's")
-    parser.add_argument("--length", type=int, nargs="+", default=[320, 640], help="prompt tokens")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--new_tokens", type=int, default=32, help="tokens to decode")
+    parser.add_argument("--hidden_size", type=integer_from(1), help="replaces the preset's")
+    parser.add_argument("--num_layers", type=integer_from(1), help="replaces the preset's")
+    parser.add_argument(
+        "--length", type=integer_from(1), nargs="+", default=[320, 640], help="prompt tokens"
+    )
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 4])
+    parser.add_argument("--new_tokens", type=integer_from(1), default=32, help="tokens to decode")
     parser.add_argument(
         "--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
     )
@@ -239,7 +242,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="prefill attention"
     )
     parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="layout of layer weights")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=integer_from(1), default=5)
     parser.add_argument("--no_torch", action="store_true", help="do not time transformers")
     parser.add_argument("--peak_tflops", type=float, help="peak of the device, for utilisation")
     parser.add_argument("--load_gb", type=float, default=1.0, help="synthetic folder; 0: none")
@@ -248,6 +251,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         jax.default_backend() != "gpu" or flags.dtype != ["bfloat16"]
     ):
         parser.error("--attention cudnn needs a GPU and --dtype bfloat16")
+    if not (flags.peak_tflops is None or 0 < flags.peak_tflops < math.inf):
+        parser.error(f"--peak_tflops is {flags.peak_tflops}, expected a number above 0")
+    if not 0 <= flags.load_gb < math.inf:
+        parser.error(f"--load_gb is {flags.load_gb}, expected a number from 0")
     return flags
 
 
@@ -258,7 +265,8 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(arguments)
     changes = {"hidden_size": flags.hidden_size, "num_hidden_layers": flags.num_layers}
     text = PRESETS[flags.preset] | {k: v for k, v in changes.items() if v}
-    config = LlavaConfig.from_hf(tiny_hf_config(text=text))
+    with user_input():
+        config = LlavaConfig.from_hf(tiny_hf_config(text=text))
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(machine())
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
@@ -268,7 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         torch.set_num_threads(threads)
         if device == "cuda" and not torch.cuda.is_available():
-            raise SystemExit("torch sees no GPU: install its CUDA build, or pass --no_torch")
+            with user_input():
+                raise ValueError("torch sees no GPU: install its CUDA build, or pass --no_torch")
         print(
             f"torch {torch.__version__} on {device}, transformers {transformers.__version__}, "
             f"SDPA; {threads} threads each"
@@ -302,4 +311,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.bench.backbone", main)

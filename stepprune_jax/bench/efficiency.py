@@ -34,7 +34,7 @@ from stepprune_jax.bench.peaks import device_peak
 from stepprune_jax.bench.timing import environment, free_memory, peak_memory
 from stepprune_jax.bench.weights import random_weights
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
@@ -206,23 +206,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="mid", help=f"{', '.join(MODELS)}, or a config.json")
     parser.add_argument("--json", required=True, help="file for the results")
     parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--decoder_layers", type=int, default=PolicyConfig().decoder_layers)
-    parser.add_argument("--text", type=int, default=64, help="tokens of a prompt besides its image")
-    parser.add_argument("--new_tokens", type=int, default=16, help="tokens after the first")
+    parser.add_argument(
+        "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
+    )
+    parser.add_argument(
+        "--text", type=integer_from(1), default=64, help="tokens of a prompt besides its image"
+    )
+    parser.add_argument(
+        "--new_tokens", type=integer_from(1), default=16, help="tokens after the first"
+    )
     parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every row")
+    parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
     parser.add_argument(
         "--transformers", action="store_true", help="compare with `transformers` and SDPA as well"
     )
     flags = parser.parse_args(arguments)
-    for name in ("text", "new_tokens", "rounds", "decoder_layers"):
-        if getattr(flags, name) < 1:
-            parser.error(f"--{name} is {getattr(flags, name)}, expected an integer from 1")
-    if min(flags.batch) < 1:
-        parser.error(f"--batch is {min(flags.batch)}, expected integers from 1")
     flags.parser = parser
     return flags
 
@@ -277,4 +278,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     # `transformers` shares the card, so jax may not preallocate all of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    main()
+    exit_with("stepprune_jax.bench.efficiency", main)

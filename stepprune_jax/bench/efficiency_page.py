@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.bench.timing import table
-from stepprune_jax.command_line import Parser
+from stepprune_jax.command_line import Parser, exit_with
 
 BEGIN, END = "<!-- efficiency: begin -->", "<!-- efficiency: end -->"
 _PAPER = Path(__file__).parents[1] / "assets" / "paper_tables.json"
@@ -168,4 +168,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.bench.efficiency_page", main)

@@ -5,9 +5,7 @@
 Nothing is allocated and no weights are needed: the programs are compiled for virtual CPU devices.
 """
 
-import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.family import ModelConfig, find_family
@@ -27,6 +27,7 @@ from stepprune_jax.parallel.sharding import (
     build_mesh,
     shardings,
 )
+from stepprune_jax.user_input import user_input
 
 _VISION = {
     "hidden_size": 1024,
@@ -183,7 +184,11 @@ def compiled_programs(
 
 
 def model_config(name: str) -> ModelConfig:
-    """Returns the config of a known model, or of a folder or file in the Hugging Face layout."""
+    """Returns the config of a known model, or of a folder or file in the Hugging Face layout.
+
+    Raises:
+        ValueError: it is none of these, or a field is not supported; the message names the file.
+    """
     known = MODELS | QWEN_MODELS
     if name in known:
         return find_family(known[name]).read_config(known[name], None)
@@ -191,45 +196,51 @@ def model_config(name: str) -> ModelConfig:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"--model {name!r} is neither a file nor one of {', '.join(known)}")
-    raw = json.loads(path.read_text())
+    raw = read_json_object(path)
     family = find_family(raw)
     if family is None:
         raise ValueError(f"--model {name!r}: model_type {raw.get('model_type')!r} is not supported")
-    return family.read_config(raw, None)
+    try:
+        return family.read_config(raw, None)
+    except ValueError as error:
+        raise ValueError(f"--model {name!r}: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table: one line for each model, mesh and program, in GiB per device."""
-    parser = argparse.ArgumentParser(prog="stepprune_jax.bench.memory", description=__doc__)
+    parser = Parser(prog="stepprune_jax.bench.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
     parser.add_argument(
         "--mesh", nargs="+", default=["single", "data", "tensor", "data_tensor"], choices=PRESETS
     )
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=640, help="tokens after expansion")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--batch", type=integer_from(1), default=4)
+    parser.add_argument(
+        "--length", type=integer_from(1), default=640, help="tokens after expansion"
+    )
+    parser.add_argument("--max_new_tokens", type=integer_from(1), default=64)
     options = parser.parse_args(arguments)
+    with user_input():
+        configs = {name: model_config(name) for name in options.model}
     print(
         f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
         "GiB per device"
     )
     columns = ("model", "mesh", "devices", "program", *Usage._fields)
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for name in options.model:
-        config = model_config(name)
+    for name, config in configs.items():
         for preset in options.mesh:
-            count = {"single": 1}.get(preset, 4 if "_" in preset else 2)
-            mesh = build_mesh(preset, jax.devices()[:count])
-            compiled = compiled_programs(
-                config, mesh, options.batch, options.length, options.max_new_tokens
-            )
+            devices = {"single": 1}.get(preset, 4 if "_" in preset else 2)
+            mesh = build_mesh(preset, jax.devices()[:devices])
+            sizes = options.batch, options.length, options.max_new_tokens
+            with user_input():
+                compiled = compiled_programs(config, mesh, *sizes)
             for program, executable in compiled.items():
                 sizes = " | ".join(f"{size / 2**30:.2f}" for size in usage(executable))
-                print(f"| {name} | {preset} | {count} | {program} | {sizes} |", flush=True)
+                print(f"| {name} | {preset} | {devices} | {program} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":
     # Before jax is asked for devices.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    main()
+    exit_with("stepprune_jax.bench.memory", main)

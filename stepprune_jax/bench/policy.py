@@ -10,7 +10,6 @@ slots, with one and two decoder layers; and the policy's operations per image. T
 share of a policy's choices on the run's test split that bfloat16 and tables reproduce.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -26,6 +25,7 @@ from stepprune_jax import policy
 from stepprune_jax.bench.timing import machine, table, time_side_by_side
 from stepprune_jax.checkpoints import load_policy, load_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
@@ -33,6 +33,7 @@ from stepprune_jax.inference.pipeline import see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import StepPrune
+from stepprune_jax.user_input import user_input
 
 PARTS = ("gradient", "loop", "operations", "agreement")
 
@@ -197,9 +198,10 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
       most: Questions of the run's test split, spread evenly.
       counts: Numbers of tokens kept.
     """
-    learned = load_policy(run / "policy.safetensors")
-    vlm = load_vlm(model, dtype=jnp.float32, progress=False)
-    split = thin(read_split(run / "data", "test"), most)
+    with user_input():
+        learned = load_policy(run / "policy.safetensors")
+        vlm = load_vlm(model, dtype=jnp.float32, progress=False)
+        split = thin(read_split(run / "data", "test"), most)
     encoded = encode_questions(vlm, split.questions, batch_size=32)
 
     @functools.partial(jax.jit, static_argnames=("config", "tables"))
@@ -242,29 +244,31 @@ def _shared(found: np.ndarray, reference: np.ndarray, count: int) -> float:
 
 def main(arguments: list[str] | None = None):
     """Runs the parts of the benchmark that the flags select."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(prog="stepprune_jax.bench.policy", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
-    parser.add_argument("--num_tokens", type=int, default=576)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=288)
-    parser.add_argument("--kept", type=int, default=64)
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--group", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num_tokens", type=integer_from(1), default=576)
+    parser.add_argument("--width", type=integer_from(1), default=1024)
+    parser.add_argument("--steps", type=integer_from(4), default=288)
+    parser.add_argument("--kept", type=integer_from(1), default=64)
+    parser.add_argument("--layers", type=integer_from(1), nargs="+", default=[1, 2])
+    parser.add_argument("--group", type=integer_from(1), nargs="+", default=[1, 4])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=integer_from(1), default=3)
     parser.add_argument("--run", type=Path, help="folder of a finished training run")
     parser.add_argument("--model", default=str(SHAPES_MODEL), help="model it was trained with")
-    parser.add_argument("--questions", type=int, default=1000)
-    parser.add_argument("--counts", type=int, nargs="+", default=[48, 32, 16, 8])
+    parser.add_argument("--questions", type=integer_from(0), default=1000)
+    parser.add_argument("--counts", type=integer_from(1), nargs="+", default=[48, 32, 16, 8])
     flags = parser.parse_args(arguments)
     if "agreement" in flags.parts and not flags.run:
         parser.error("--parts agreement needs the folder of a training run (--run)")
-    # Gradients are measured with the deepest decoder.
-    config = PolicyConfig(
-        feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
-    )
     n, steps = flags.num_tokens, flags.steps
+    if not flags.kept <= steps <= n:
+        parser.error(f"expected --kept ({flags.kept}) <= --steps ({steps}) <= --num_tokens ({n})")
+    with user_input():  # gradients are measured with the deepest decoder
+        config = PolicyConfig(
+            feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
+        )
     print(machine(), flush=True)
     if {"gradient", "loop", "operations"} & set(flags.parts):
         print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
@@ -284,14 +288,14 @@ def main(arguments: list[str] | None = None):
             report = loop_report(config, size, flags.layers, flags.group, flags.repeats)
             print(report, "\n", flush=True)
     if "operations" in flags.parts:
-        shapes = [dataclasses.replace(config, decoder_layers=count) for count in flags.layers]
+        shapes = [dataclasses.replace(config, decoder_layers=layers) for layers in flags.layers]
         parts = [policy_flops(shape, n, 64, flags.kept, exact=False) for shape in shapes]
         rows = [[name, *(part[name] / 1e9 for part in parts)] for name in parts[0]]
-        header = [f"{count} decoder layer{'s' * (count > 1)}" for count in flags.layers]
+        header = [f"{layers} decoder layer{'s' * (layers > 1)}" for layers in flags.layers]
         print(table([f"10^9 operations per image, K = {flags.kept}", *header], rows), "\n")
     if "agreement" in flags.parts:
         print(agreement_report(flags.run, flags.model, flags.questions, flags.counts))
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("stepprune_jax.bench.policy", main)

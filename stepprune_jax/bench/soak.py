@@ -21,7 +21,7 @@ from PIL import Image
 from stepprune_jax.bench.timing import machine
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import generate
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.pruning import Policy
@@ -133,11 +133,11 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line for each measurement."""
     parser = Parser(prog="stepprune_jax.bench.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--generations", type=int, default=3000, help="number of generations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument(
+        "--generations", type=integer_from(1), default=3000, help="number of generations"
+    )
+    parser.add_argument("--seed", type=integer_from(0), default=0, help="seed of the requests")
     arguments = parser.parse_args(argv)
-    if arguments.generations < 1 or arguments.seed < 0:
-        parser.error("expected --generations of at least 1 and --seed of at least 0")
     print(f"{machine()}, seed {arguments.seed}\n", flush=True)
     header = "| generations | programs | resident MiB | maps | s |"
     print(f"{header}\n{'| ---: ' * 5}|", flush=True)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.user_input import one_line
 
 _NAME = "stepprune_jax.benchmarks.score"
 DATA = "playground/data/eval"
@@ -38,7 +39,7 @@ def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
             lines += _lines(value, f"{prefix}{name}/")
         else:
             shown = f"{value:.2f}" if isinstance(value, float) else value
-            lines.append(f"  {prefix}{name}  {shown}")
+            lines.append(f"  {one_line(prefix + name)}  {shown}")
     return lines
 
 
@@ -53,7 +54,7 @@ def summary(benchmark: Benchmark, score: Score) -> str:
         The headline, then one line per part and per warning.
     """
     headline = f"{benchmark.title}  {score.headline:.2f}  ({benchmark.headline})"
-    warnings = [f"warning: {warning}" for warning in score.warnings]
+    warnings = [f"warning: {one_line(warning)}" for warning in score.warnings]
     return "\n".join([headline, *_lines(score.parts), *warnings])
 
 

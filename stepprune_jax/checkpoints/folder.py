@@ -1,13 +1,16 @@
 """Checkpoint folders apart from their weights: architecture, configuration and tokenizer."""
 
+import contextlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.models.config import switch
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 from stepprune_jax.settings import is_number
 
@@ -102,19 +105,32 @@ def inspect_folder(
             f"{folder}: unsupported architecture: model_type {raw.get('model_type')!r}, "
             f"architectures {raw.get('architectures')!r}; supported: {supported}"
         )
-    configured, bounds = family.vision_folder(raw), (min_pixels, max_pixels)
+    file = folder / "config.json"
+    with _named(file):
+        configured = family.vision_folder(raw)
     penalty = _repetition_penalty(folder)
+    tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
     if configured is not None:
-        vision, origin = _vision_folder(folder, configured, vision_folder)
-        config = family.bound_images(family.read_config(raw, _read_config(vision)), vision, *bounds)
-        return Source(folder, config, vision, (str(folder_or_hub_id), origin), penalty)
-    if vision_folder is not None:
+        tower, origin = _vision_folder(folder, configured, vision_folder)
+        raw_tower, origins = _read_config(tower), (*origins, origin)
+    elif vision_folder is not None:
         raise ValueError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "with a separate tower, such as the original LLaVA-v1.5"
         )
-    config = family.bound_images(family.read_config(raw, None), folder, *bounds)
-    return Source(folder, config, None, (str(folder_or_hub_id),), penalty)
+    with _named(file if tower is None else f"{file} with the tower of {tower}"):
+        config = family.read_config(raw, raw_tower)
+    config = family.bound_images(config, tower or folder, min_pixels, max_pixels)
+    return Source(folder, config, tower, origins, penalty)
+
+
+@contextlib.contextmanager
+def _named(place: str | Path) -> Iterator[None]:
+    """Adds the file to errors about fields of a ``config.json``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
 
 
 def _repetition_penalty(folder: Path) -> float:
@@ -242,10 +258,10 @@ def _sentencepiece_tokenizer(folder: Path) -> Any:
         )
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}
-    legacy = config.get("legacy")
-    legacy = True if legacy is None else bool(legacy)
+    legacy = switch(config, "legacy", True, str(path))
+    begins = switch(config, "add_bos_token", True, str(path))
     tokenizer = transformers.LlamaTokenizer.from_pretrained(
-        folder, legacy=legacy, add_bos_token=config.get("add_bos_token", True)
+        folder, legacy=legacy, add_bos_token=begins
     )
     if legacy:
         # SentencePiece puts its blank before any text, even one that starts with a blank.

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.image_files import existing_image
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import read_json_list
@@ -22,6 +22,7 @@ from stepprune_jax.data.llava import (
     read_scenes,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
+from stepprune_jax.user_input import one_line
 
 SPLITS = ("validation", "test")
 
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(prog="stepprune_jax.data.check", description=__doc__.partition(":")[0])
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
-    parser.add_argument("--faults", type=int, default=10, help="faults shown per file")
+    parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     arguments = parser.parse_args(argv)
     try:
         checked = check_folder(arguments.folder)
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for name, count, kind, faults in checked:
         print(f"{name}: {count:,} {kind}" + (f", {len(faults):,} faults" if faults else ""))
-        print("".join(f"  {line}\n" for line in faults[: arguments.faults]), end="")
+        print("".join(f"  {one_line(line)}\n" for line in faults[: arguments.faults]), end="")
     return int(any(part.faults for part in checked))
 
 

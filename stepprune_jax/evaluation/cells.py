@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from stepprune_jax.user_input import one_line
+
 # Markdown's special characters; an underscore within a word is not one.
 _MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")
 # Start of a formula in a spreadsheet, after any blanks.
@@ -22,7 +24,7 @@ def markdown_cell(value: Any) -> str:
     Returns:
         One line. Markdown's special characters are escaped, those of HTML become entities.
     """
-    text = "-" if value is None else " ".join(str(value).split())
+    text = "-" if value is None else one_line(value)
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
 
 

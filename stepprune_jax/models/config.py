@@ -47,6 +47,15 @@ def real(config: dict[str, Any], field: str, default: float, where: str) -> floa
     return float(value)
 
 
+def switch(config: dict[str, Any], field: str, default: bool, where: str) -> bool:
+    """Reads a field that must be true or false."""
+    value = config.get(field)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {field} is {value!r}, expected true or false")
+    return value
+
+
 def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
     """Reads a side length, given as one integer or as a pair of equal integers."""
     value = config.get(field, default)
@@ -223,6 +232,6 @@ class LlamaConfig:
             rope_theta=theta,
             rms_norm_eps=real(config, "rms_norm_eps", 1e-6, where),
             max_positions=positive(config, "max_position_embeddings", 2048, where),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=switch(config, "tie_word_embeddings", False, where),
             rope_scaling=scaling,
         )

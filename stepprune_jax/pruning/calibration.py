@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
-from stepprune_jax.policy.checks import is_number
+from stepprune_jax.policy.checks import is_integer, is_number
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
@@ -128,8 +128,17 @@ def read_calibration(value: Any) -> Calibration:
         single = name in ("num_tokens", "questions")
         if not good or single == isinstance(entry, list) or not (single or len(entry) == wanted):
             raise ValueError(f"the calibration's {name} is not a list of finite numbers")
-    means = value["mean_count"]
+    means, tokens, questions = (value[x] for x in ("mean_count", "num_tokens", "questions"))
     if not means or any(b <= a for a, b in itertools.pairwise(means)):
         raise ValueError("the calibration's mean_count does not ascend")
+    if not 0 <= means[0] <= means[-1] <= tokens:
+        raise ValueError(f"the calibration's mean_count is not from 0 to {tokens}, its num_tokens")
+    if any(b >= a for a, b in itertools.pairwise(value["stop_bias"])):
+        raise ValueError("the calibration's stop_bias does not descend")
+    for name in ("at_floor", "at_cap"):
+        if not all(0 <= share <= 1 for share in value[name]):
+            raise ValueError(f"the calibration's {name} has shares that are not from 0 to 1")
+    if not is_integer(questions) or questions < 1:
+        raise ValueError(f"the calibration's questions is {questions}, expected an integer from 1")
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return Calibration(**fields)

@@ -175,6 +175,7 @@ class Policy:
         Returns:
             A function of (policy, image, text), and of image_mask and text_mask by name, that
             returns a `Pruned`. The policy's weights and statistics are arguments, not constants.
+            It raises a ValueError if the first argument is not a policy.
 
         Raises:
             ValueError: as `bias_at`.
@@ -190,6 +191,12 @@ class Policy:
             image_mask: Bool[Array, "b n"] | None = None,
             text_mask: Bool[Array, "b l"] | None = None,
         ) -> Pruned:
+            if not isinstance(policy, Policy):
+                kind = type(policy).__name__
+                raise ValueError(
+                    f"select: policy is of type {kind}, expected the Policy: the function that "
+                    "select_fn returned is called as select(policy, image, text)"
+                )
             given = {"image_mask": image_mask, "text_mask": text_mask, **arguments}
             if isinstance(policy.config, AutoSelectConfig):
                 picks = policy._best(policy.config, image, text, budget, **given)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.user_input import one_line
 from stepprune_jax.visualize.figures import redraw
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(redraw(folder, command=f"python -m stepprune_jax.visualize --report {folder}"))
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{parser.prog}: error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

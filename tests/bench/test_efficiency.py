@@ -108,8 +108,8 @@ BAD = {
     "no budget": (["--rows", "cls"], "the pruner 'cls' needs a budget"),
     "kind": (["--rows", "cls@mean:4"], "cls does not support the budget mean:4"),
     "model": (["--model", "llava-8b"], "'llava-8b' is neither a file nor one of llava-7b"),
-    "rounds": (["--rounds", "0"], "--rounds is 0, expected an integer from 1"),
-    "batch": (["--batch", "0"], "--batch is 0, expected integers from 1"),
+    "rounds": (["--rounds", "0"], "argument --rounds: '0' is not an integer from 1"),
+    "batch": (["--batch", "0"], "argument --batch: '0' is not an integer from 1"),
     "memory": (
         ["--model", "llava-13b", "--transformers"],
         r"--model llava-13b in float32 at --batch 8 needs 11\d\.\d GB at least, and cpu has 9.0 GB "

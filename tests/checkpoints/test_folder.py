@@ -1,4 +1,5 @@
 import json
+import re
 
 import huggingface_hub
 import pytest
@@ -115,11 +116,15 @@ def test_a_penalty_that_is_none_is_refused(tmp_path, penalty):
 
 
 def test_parts_of_another_kind_are_refused(tmp_path):
+    file = re.escape(str(tmp_path / "config.json"))
     raw = testing.tiny_hf_config(text={"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
+    with pytest.raises(ValueError, match=f"^{file}: text_config: .* 'yarn' is not supported"):
         folders.inspect_folder(_config(tmp_path, **raw))
     raw = testing.tiny_hf_config(vision={"model_type": "siglip_vision_model"})
-    with pytest.raises(ValueError, match="siglip"):
+    with pytest.raises(ValueError, match=f"^{file}: vision_config: .*siglip"):
+        folders.inspect_folder(_config(tmp_path, **raw))
+    raw = testing.tiny_hf_config() | {"tie_word_embeddings": "no"}
+    with pytest.raises(ValueError, match=f"^{file}: tie_word_embeddings is 'no', expected true or"):
         folders.inspect_folder(_config(tmp_path, **raw))
     raw = testing.tiny_hf_config() | {"quantization_config": {"quant_method": "awq"}}
     with pytest.raises(ValueError, match=r"quantised weights \('awq'\)"):
@@ -130,6 +135,11 @@ def test_the_clip_folder_of_an_original_model_must_be_given(tmp_path):
     fields = {"model_type": "llava_llama", "mm_projector_type": "mlp2x_gelu"}
     with pytest.raises(ValueError, match=r"mm_vision_tower is empty\); pass vision_folder="):
         folders.inspect_folder(_config(tmp_path, **fields))
+    file, tower = tmp_path / "config.json", _config(tmp_path / "tower", hidden_act="relu")
+    with pytest.raises(ValueError, match=f"^{file} with the tower of {tower}: .*act is 'relu'"):
+        folders.inspect_folder(tmp_path, tower)
+    with pytest.raises(ValueError, match=f"^{file}: mm_vision_tower is 5, expected a folder"):
+        folders.inspect_folder(_config(tmp_path, **fields, mm_vision_tower=5))
     plain = testing.tiny_llava(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"vision_folder is for checkpoints"):
         folders.inspect_folder(plain, plain)

@@ -22,7 +22,7 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     folder = write_world(tmp_path / "w", seed=0, train=4, validation=0, test=2)
     samples = json.loads((folder / "train.json").read_text())
     samples[0]["image"] = "../out.png"
-    samples[1]["image"] = "gone.png"
+    samples[1]["image"] = "gone\n\x1b[31m.png"
     samples[2]["conversations"] = "none"
     (folder / "train.json").write_text(json.dumps(samples))
     image = folder / "images" / samples[3]["image"]
@@ -36,5 +36,8 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     assert main([str(folder), "--faults", "1"]) == 1
     out = capsys.readouterr().out
     assert "train.json: 1 samples, 3 faults\n" in out and "sample 0" in out and "gone" not in out
+    assert main([str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 5 + 6 and r"gone \x1b[31m.png" in out
     (folder / "train.json").write_text("{}")
     assert "expected a JSON list" in check_folder(folder)[0].faults[0]

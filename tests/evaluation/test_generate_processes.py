@@ -11,6 +11,7 @@ import time
 
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
+from processes import outputs
 from small_world import one_width, small_run, tiny_model, write_split
 
 from stepprune_jax.evaluation import generate_stage
@@ -126,7 +127,7 @@ def test_a_killed_run_resumes_with_what_is_missing(world, whole, tmp_path, lines
 @pytest.mark.slow
 def test_two_processes_answer_what_one_does(world, whole, tmp_path):
     processes = pair(world, tmp_path / "whole")
-    printed = [process.communicate(timeout=240)[0] for process in processes]
+    printed = outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     assert read(tmp_path / "whole") == whole
     # Killed, both have written parts; one process resumes with them.

@@ -306,6 +306,7 @@ MISTAKES = {
     "no prompt": ([], "--prompt is missing"),
     "marks": (["--prompt", "<image> <image> a"], "2 <image>, but 1 image"),
     "no image": (["--prompt", "a", "--image", "absent.png"], "no image file at absent.png"),
+    "lines": (["--prompt", "a", "--image", "a\nb\x1b.png"], r"no image file at a b\x1b.png"),
     "broken image": (["--prompt", "a", "--image", "{}/broken.png"], "damaged image"),
     "not an image": (["--prompt", "a", "--image", "{}/policy"], "not an image in a format"),
     "wrong folder": (["--prompt", "a", "--model", "{}"], "no config.json"),

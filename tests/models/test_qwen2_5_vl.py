@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -548,6 +549,7 @@ def changed(folder, file, **changes):
         ("config.json", {"rope_scaling": {"mrope_section": [2, 2, 1]}}, "mrope_section"),
         ("config.json", {"hidden_size": 96, "num_attention_heads": 8}, "out_hidden_size 48"),
         ("config.json", {"vision_config": None}, "vision_config is missing"),
+        ("config.json", {"tie_word_embeddings": "x"}, "tie_word_embeddings is 'x', expected true"),
         ("preprocessor_config.json", {"patch_size": 14}, "patch_size is 14; supported: 4"),
         ("preprocessor_config.json", {"min_pixels": 9999}, "min_pixels is 9999, expected 1 to"),
         ("preprocessor_config.json", {"max_pixels": 60}, "max_pixels is 60, expected at least 64"),
@@ -556,7 +558,7 @@ def changed(folder, file, **changes):
 def test_folders_that_are_not_supported_are_refused(tmp_path, file, changes, message):
     folder = testing.tiny_qwen(tmp_path)
     changed(folder, file, **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}.*{message}"):
         inspect_folder(folder)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax import policy
+from stepprune_jax.pruning import Policy
 
 CONFIG = policy.PolicyConfig(feature_width=8, text_width=6, num_heads=2)
 IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
@@ -64,6 +65,10 @@ def main():
     ):
         said = f"PolicyConfig.{field} is {value!r}, expected {expected}"
         refused(said, dataclasses.replace, CONFIG, **{field: value})
+    select = Policy(params, CONFIG, None).select_fn(capacity=2, budget=2)
+    for call in (select, jax.jit(select)):
+        refused("policy is of type ", call, IMAGE, TEXT)
+        refused("is called as select(policy, image, text)", call, params, IMAGE, TEXT)
     print("named")
 
 

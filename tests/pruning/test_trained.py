@@ -117,6 +117,13 @@ def test_a_count_that_hardly_varies_is_said():
     ("change", "message"),
     [
         ({"mean_count": [2.0, 1.0]}, "mean_count does not ascend"),
+        ({"mean_count": [-1.0, 1.0]}, r"mean_count is not from 0 to 9\.0, its num_tokens"),
+        ({"mean_count": [1.0, 10.0]}, r"mean_count is not from 0 to 9\.0, its num_tokens"),
+        ({"stop_bias": [0.0, 1.0]}, "stop_bias does not descend"),
+        ({"at_floor": [-0.1, 0.0]}, "at_floor has shares that are not from 0 to 1"),
+        ({"at_cap": [0.0, 1.1]}, "at_cap has shares that are not from 0 to 1"),
+        ({"questions": 0}, "questions is 0, expected an integer from 1"),
+        ({"questions": 4.5}, "questions is 4.5, expected an integer from 1"),
         ({"stop_bias": [0.0]}, "stop_bias is not a list of finite numbers"),
         ({"at_cap": [0.0, float("nan")]}, "at_cap is not a list"),
         ({"questions": [1]}, "questions is not a list"),

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from processes import outputs
 from quick import quick_or_slow
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
@@ -199,7 +200,7 @@ def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
         )
         for number in range(2)
     ]
-    printed = [process.communicate(timeout=240)[0] for process in processes]
+    printed = outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     assert ["step 6/6" in text for text in printed] == [True, False]  # one of them speaks
     assert (tmp_path / "policy.safetensors").is_file()

@@ -11,6 +11,7 @@ from stepprune_jax.models.config import (
     positive,
     real,
     square,
+    switch,
     token_id,
     token_ids,
 )
@@ -185,9 +186,8 @@ class LlavaConfig:
         for name, default in ids.items():
             given = (part[name] for part in (config, text) if part.get(name) is not None)
             ids[name] = next(given, default)
-        text["tie_word_embeddings"] = bool(
-            config.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
-        )
+        if switch(config, "tie_word_embeddings", False, where):
+            text["tie_word_embeddings"] = True
         return cls(
             vision=ClipConfig.from_hf(config["vision_config"]),
             text=LlamaConfig.from_hf(text),

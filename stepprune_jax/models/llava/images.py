@@ -15,7 +15,7 @@ from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.models.config import LONGEST_SIDE, checked, real
+from stepprune_jax.models.config import LONGEST_SIDE, real, switch
 from stepprune_jax.models.images import (
     CLIP_MEAN,
     CLIP_STD,
@@ -121,11 +121,11 @@ def settings_from_hf(
             f"{source}: unsupported image processor {kind!r}; supported: CLIPImageProcessor, "
             "LlavaImageProcessor"
         )
-    normalise = _switch(config, "do_normalize", source)
-    rescale = _switch(config, "do_rescale", source)
+    normalise = switch(config, "do_normalize", True, source)
+    rescale = switch(config, "do_rescale", True, source)
     return ImageSettings(
-        resize_to=_edge(config, source) if _switch(config, "do_resize", source) else None,
-        crop_to=_crop(config, source) if _switch(config, "do_center_crop", source) else None,
+        resize_to=_edge(config, source) if switch(config, "do_resize", True, source) else None,
+        crop_to=_crop(config, source) if switch(config, "do_center_crop", True, source) else None,
         rescale=real(config, "rescale_factor", 1 / 255, source) if rescale else None,
         mean=read_channels(config, "image_mean", CLIP_MEAN, -math.inf, source)
         if normalise
@@ -133,11 +133,6 @@ def settings_from_hf(
         std=read_channels(config, "image_std", CLIP_STD, 0, source) if normalise else None,
         resample=read_filter(config, source),
     )
-
-
-def _switch(config: dict[str, Any], field: str, source: str) -> bool:
-    """Reads a switch of the processor, on by default."""
-    return checked(config, field, True, (True, False, None), source) is not False
 
 
 def _edge(config: dict[str, Any], source: str) -> int | tuple[int, int]:

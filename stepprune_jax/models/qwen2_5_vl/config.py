@@ -13,6 +13,7 @@ from stepprune_jax.models.config import (
     positive,
     read_rope,
     real,
+    switch,
     token_id,
     token_ids,
 )
@@ -215,7 +216,7 @@ class QwenConfig:
         text = config.get("text_config") or config
         if not isinstance(text, dict):
             raise ValueError(f"{where}: text_config is {text!r}, expected an object")
-        tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+        tied = [switch(part, "tie_word_embeddings", False, where) for part in (config, text)]
         ids = {
             name: text.get(name) if config.get(name) is None else config[name]
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -227,7 +228,7 @@ class QwenConfig:
         image = token_id(config.get("image_token_id"), "image_token_id", where)
         return cls(
             vision=QwenVisionConfig.from_hf(config["vision_config"]),
-            text=_text_config(text, bool(tied)),
+            text=_text_config(text, any(tied)),
             image_token_id=cls.image_token_id if image is None else image,
             eos_token_ids=tuple(dict.fromkeys(ends)),
             pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),

@@ -138,11 +138,12 @@ def bound_images(
     least, most = config.min_pixels, config.max_pixels
     if folder is not None:
         least, most = _processor_bounds(config.vision, *read_processor(folder))
-    return dataclasses.replace(
-        config,
-        min_pixels=least if min_pixels is None else min_pixels,
-        max_pixels=most if max_pixels is None else max_pixels,
-    )
+    least = least if min_pixels is None else min_pixels
+    most = most if max_pixels is None else max_pixels
+    try:
+        return dataclasses.replace(config, min_pixels=least, max_pixels=most)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}" if folder is not None else str(error)) from error
 
 
 def _processor_bounds(
