@@ -103,7 +103,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Opt
     )
     check_options(source.config, options)
     question = "?" if arguments.prompt is None else arguments.prompt
-    read_request(tokenizer, settings, source.config, [question], [images])
+    read_request(tokenizer, settings, source.config, [question], [arguments.image])
     mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
     dtype, layers = _DTYPES[arguments.dtype], arguments.layers
     params = load_params(source, mesh, dtype, layers=layers)

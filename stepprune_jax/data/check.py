@@ -2,7 +2,7 @@
 
 Reads `train.json` and the questions, answers and scenes of each existing split, and decodes every
 image that they name. Prints a count for each file and the first faults; the exit status is 1 if
-there are any.
+there are any. Images that only some models take are listed, but are no faults.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.image_files import existing_image
-from stepprune_jax.data.images import open_image
+from stepprune_jax.data.images import MAX_ASPECT, open_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import (
     parse_conversation,
@@ -35,12 +35,14 @@ class Checked(NamedTuple):
         count: number of valid entries.
         kind: name of the entries, in the plural.
         faults: faults, one line each.
+        notes: what is a fault for some models only, one line each.
     """
 
     name: str
     count: int
     kind: str
     faults: list[str]
+    notes: Sequence[str] = ()
 
 
 def check_folder(folder: str | Path) -> list[Checked]:
@@ -114,17 +116,23 @@ def _whole(name: str, kind: str, read: Callable[[], Sequence[Any]]) -> Checked:
 def _decoded(paths: Iterable[Path]) -> Checked:
     """Decodes images."""
 
-    def fault(path: Path) -> str:
+    def size_or_fault(path: Path) -> tuple[int, int] | str:
         try:
-            open_image(path)
+            return open_image(path).size
         except (OSError, ValueError) as error:
             return str(error)
-        return ""
 
+    paths = list(paths)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = list(pool.map(fault, paths))
-    faults = [line for line in found if line]
-    return Checked(IMAGES, len(found) - len(faults), "images decoded", faults)
+        found = list(pool.map(size_or_fault, paths))
+    faults = [line for line in found if isinstance(line, str)]
+    notes = [
+        f"{path} has {size[0]} x {size[1]} pixels: Qwen2.5-VL takes sides of at most {MAX_ASPECT} "
+        "to 1"
+        for path, size in zip(paths, found, strict=True)
+        if not isinstance(size, str) and max(size) > MAX_ASPECT * min(size)
+    ]
+    return Checked(IMAGES, len(found) - len(faults), "images decoded", faults, notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,9 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check_folder(arguments.folder)
     except OSError as error:
         parser.error(str(error))
-    for name, count, kind, faults in checked:
-        print(f"{name}: {count:,} {kind}" + (f", {len(faults):,} faults" if faults else ""))
-        print("".join(f"  {one_line(line)}\n" for line in faults[: arguments.faults]), end="")
+    for name, count, kind, faults, notes in checked:
+        numbers = ((faults, "faults"), (notes, "not for all models"))
+        rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)
+        print(f"{name}: {count:,} {kind}{rest}")
+        lines = [*faults[: arguments.faults], *notes[: arguments.faults]]
+        print("".join(f"  {one_line(line)}\n" for line in lines), end="")
     return int(any(part.faults for part in checked))
 
 

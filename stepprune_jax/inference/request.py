@@ -9,6 +9,7 @@ from PIL import Image
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, check_ids, question_ids, tokenize_with_images
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import join_images, naming
 
 ImageLike = str | Path | Image.Image
 # A question, or a conversation: user first, then alternating.
@@ -56,7 +57,7 @@ def read_request(
         FileNotFoundError: an image is missing.
         TypeError: a prompt is neither a string nor strings.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
-            image, images of another size than the model takes. The message names the prompt.
+            image, or one that the model does not take. The message names the prompt or the image.
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
@@ -66,7 +67,7 @@ def read_request(
     if len(rows) != len(prompts):
         raise ValueError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
     numbers: dict[str | int, int] = {}
-    opened: list[Image.Image] = []
+    pixels: list[Any] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         row = _as_images(row)
@@ -79,22 +80,31 @@ def read_request(
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error
         questions.append(question_ids(tokenizer, turns))
-        for image in row:
-            if _identity(image) not in numbers:
-                numbers[_identity(image)] = len(opened)
-                opened.append(open_image(image))
+        for place, image in enumerate(row):
+            if _identity(image) in numbers:
+                continue
+            if image_settings is None:
+                raise ValueError("images are given, but the model has no image settings")
+            numbers[_identity(image)] = len(pixels)
+            with naming(_name(image, place, number, turns[-1])):
+                opened = open_image(image)
+                pixels.append(config.family.preprocess(config, image_settings, [opened]))
         image_of.append(tuple(numbers[_identity(image)] for image in row))
-    pixels = None
-    if opened:
-        if image_settings is None:
-            raise ValueError("images are given, but the model has no image settings")
-        pixels = config.family.preprocess(config, image_settings, opened)
-    return Request(tuple(ids), tuple(questions), pixels, tuple(image_of))
+    joined = join_images(pixels) if pixels else None
+    return Request(tuple(ids), tuple(questions), joined, tuple(image_of))
 
 
 def _identity(image: ImageLike) -> str | int:
     """Returns a key that distinguishes images: the path, or the object's identity."""
     return id(image) if isinstance(image, Image.Image) else str(image)
+
+
+def _name(image: ImageLike, place: int, number: int, question: str) -> str:
+    """Returns how an error names an image: its file, or where it was given."""
+    if not isinstance(image, Image.Image):
+        return str(image)
+    words = question.replace(IMAGE_MARK, "").strip()
+    return f"image {place} of prompt {number} ({words[:40]!r})"
 
 
 def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:

@@ -2,9 +2,10 @@
 
 import abc
 import collections
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import checked
 from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import user_input
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -68,6 +70,24 @@ def read_filter(config: dict[str, Any], source: str) -> int:
     return int(checked(config, "resample", int(Image.Resampling.BICUBIC), filters, source))
 
 
+@contextlib.contextmanager
+def naming(image: str) -> Iterator[None]:
+    """Puts the name of an image in front of errors about it, unless they have it already.
+
+    Args:
+        image: its file, or another name by which a user finds it.
+
+    Raises:
+        ValueError: one was raised inside.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(image):
+            raise
+        raise ValueError(f"{image}: {error}") from error
+
+
 class ByteCache(abc.ABC):
     """A cache of resized images by path, stored as bytes.
 
@@ -110,7 +130,9 @@ class ByteCache(abc.ABC):
             if pixels is not None:
                 self._kept.move_to_end(path)
         if pixels is None:
-            pixels = self._decode(path)
+            # Images are read while training continues.
+            with user_input(), naming(str(path)):
+                pixels = self._decode(path)
             self._keep(path, pixels)
         return pixels
 

@@ -15,7 +15,7 @@ from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, View, autoselect, make_method
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
-from stepprune_jax.pruning.visionzip import VisionZip
+from stepprune_jax.pruning.visionzip import VisionZip, merge_received
 
 SIZES = (23, 40, 12)
 SHARE = "1/3"
@@ -137,6 +137,20 @@ def test_dominant_tokens_are_kept_and_the_others_merged():
         assert kept.index[row, :count].tolist() == index
         np.testing.assert_allclose(kept.tokens[row, :count], expected, atol=1e-5)
         assert not kept.valid[row, count:].any() and (kept.index[row, count:] == -1).all()
+
+
+def test_ten_tokens_are_merged_as_in_the_authors_program():
+    """The expected values are those of the authors' program for Qwen2.5-VL, with these ratios."""
+    received = [0.1, 0.9, 0.2, 0.8, 0.3, 0.7, 0.05, 0.15, 0.25, 0.4]
+    keys = [[1, 0], [5, 5], [0, 1], [5, 5], [2, 1], [5, 5], [1, 3], [3, -1], [0, 2], [1, 1]]
+    tokens = [[i, 10 * i] for i in range(10)]
+    arrays = (jnp.array([x], jnp.float32) for x in (received, keys, tokens))
+    counts = jnp.array([3]), jnp.array([2])  # dominant, contextual
+    dominant, target, merged = merge_received(*arrays, jnp.ones((1, 10), bool), *counts)
+    assert np.flatnonzero(dominant[0]).tolist() == [1, 3, 5]
+    assert np.flatnonzero(target[0]).tolist() == [0, 6]
+    expected = [[5.5, 55], [1, 10], [3, 30], [5, 50], [37 / 3, 370 / 3]]
+    np.testing.assert_allclose(np.asarray(merged[0])[[0, 1, 3, 5, 6]], expected, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")

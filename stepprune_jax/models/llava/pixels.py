@@ -11,7 +11,6 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.models.images import ByteCache
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
-from stepprune_jax.user_input import user_input
 
 
 class PixelCache(ByteCache):
@@ -50,12 +49,11 @@ class PixelCache(ByteCache):
         channels = zip(self._table, self._bytes(path), strict=True)
         return np.stack([row[channel] for row, channel in channels])
 
-    @user_input()  # images are read while training continues
     def _decode(self, path: Path) -> UInt8[np.ndarray, "3 H W"]:
         pixels = preprocess_clip(open_image(path), self._bytes_only)
         if pixels.shape[1:] != (self._side, self._side):
             raise ValueError(
-                f"{path}: the image processor makes {pixels.shape[1]} x {pixels.shape[2]} pixels, "
+                f"the image processor makes {pixels.shape[1]} x {pixels.shape[2]} pixels, "
                 f"the model takes {self._side} x {self._side}: crop_size of "
                 "preprocessor_config.json is wrong"
             )

@@ -5,6 +5,7 @@ import math
 from importlib import import_module
 from typing import Any
 
+from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import (
     LONGEST_SIDE,
     MOST_LAYERS,
@@ -20,8 +21,6 @@ from stepprune_jax.models.config import (
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
-# Largest ratio of the longer side to the shorter one.
-MAX_ASPECT = 200
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
-from stepprune_jax.data.images import open_image
+from stepprune_jax.data.images import MAX_ASPECT, open_image
 from stepprune_jax.models.config import checked, positive, real
 from stepprune_jax.models.images import (
     CLIP_MEAN,
@@ -28,8 +28,7 @@ from stepprune_jax.models.images import (
     read_processor,
     stack_images,
 )
-from stepprune_jax.models.qwen2_5_vl.config import MAX_ASPECT, QwenConfig, QwenVisionConfig
-from stepprune_jax.user_input import user_input
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 
 _KINDS = (
     "Qwen2VLImageProcessor",
@@ -322,13 +321,8 @@ class PatchCache(ByteCache):
         """
         return _to_patches(self._config.vision, self._table, self._bytes(path))
 
-    @user_input()  # images are read while training continues
     def _decode(self, path: Path) -> UInt8[np.ndarray, "3 height width"]:
-        try:
-            return _resize(self._config, self._settings, open_image(path))
-        except ValueError as error:
-            named = str(path) in str(error)
-            raise ValueError(str(error) if named else f"{path}: {error}") from error
+        return _resize(self._config, self._settings, open_image(path))
 
 
 def pixel_cache(config: QwenConfig, settings: ImageSettings, limit_bytes: int) -> PatchCache:

@@ -1,0 +1,82 @@
+"""An image that is too narrow for Qwen2.5-VL is named, wherever it comes from."""
+
+import io
+import json
+
+import jax.numpy as jnp
+import pytest
+from PIL import Image
+
+from stepprune_jax import testing
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.data import check
+from stepprune_jax.data.shapes import write_world
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.generate import main
+from stepprune_jax.inference import read_request
+from stepprune_jax.user_input import is_user_error
+
+NARROW = Image.new("RGB", (2010, 10))
+REASON = "an image of 2010 x 10 pixels is too narrow: expected sides of at most 200 to 1"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_vlm(testing.tiny_qwen(tmp_path_factory.mktemp("qwen")), dtype=jnp.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    NARROW.save(tmp_path / "narrow.png")
+    return tmp_path / "narrow.png"
+
+
+def test_the_command_names_the_file(model, path, capsys):
+    wide = path.with_name("wide.png")
+    Image.new("RGB", (2000, 10)).save(wide)
+    images = ["--image", str(wide), "--image", str(path)]
+    assert main(["--model", str(model.folder), *images, "--prompt", "Both?", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(f"error: {path}: {REASON}\n") and err.count("\n") == 1
+
+
+def test_an_image_in_memory_is_named_by_its_place(model, path):
+    read = (model.tokenizer, model.image_settings, model.config)
+    wide = Image.new("RGB", (20, 10))
+    with pytest.raises(ValueError) as caught:
+        read_request(*read, ["One?", "Both?"], [wide, [wide, NARROW]])
+    assert str(caught.value) == f"image 1 of prompt 1 ('Both?'): {REASON}"
+    with pytest.raises(ValueError) as caught:
+        read_request(*read, ["One?", "Both?"], [wide, [wide, str(path)]])
+    assert str(caught.value) == f"{path}: {REASON}"
+
+
+def test_training_names_the_file(model, path):
+    read = model.config.family.pixel_cache(model.config, model.image_settings, 1 << 20)
+    with pytest.raises(ValueError) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}: {REASON}" and is_user_error(caught.value)
+
+
+def test_an_evaluation_names_the_file_or_the_question(model, path):
+    out = io.BytesIO()
+    NARROW.save(out, "PNG")
+    for image, name in ((path, str(path)), (out.getvalue(), "image 0 of prompt 0 ('Red?')")):
+        question = BenchmarkQuestion(7, "Red?", "Red?", image)
+        with pytest.raises(ValueError) as caught:
+            encode_questions(model, [question], batch_size=1)
+        assert str(caught.value) == f"{name}: {REASON}" and is_user_error(caught.value)
+
+
+def test_the_check_of_a_data_folder_lists_the_file_but_no_fault(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=2, validation=0, test=0)
+    samples = json.loads((folder / "train.json").read_text())
+    image = folder / "images" / samples[0]["image"]
+    NARROW.save(image)
+    assert check.main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "images: 2 images decoded, 1 not for all models",
+        f"  {image} has 2010 x 10 pixels: Qwen2.5-VL takes sides of at most 200 to 1",
+    ]
