@@ -3,6 +3,7 @@
     python -m stepprune_jax.aot                    # small shapes: minutes
     python -m stepprune_jax.aot --full             # LLaVA-7B, every ablation and target: hours
     python -m stepprune_jax.aot --target a6000:2 --config configs/llava7b.py --program update
+    python -m stepprune_jax.aot --target h200 --config shapes --set batch_size=64 --program update
 
 Without flags a selection of targets, configurations and programs is compiled; with flags, all their
 combinations. The exit status is 1 if a program failed to compile. With `--results FILE` every
@@ -62,6 +63,7 @@ class Group(NamedTuple):
     configs: Sequence[str]
     dtypes: Sequence[str]
     programs: Sequence[str] = ()
+    changes: Sequence[str] = ()  # to each configuration, as in `load_run`
 
 
 def _ablations(*names: str) -> list[str]:
@@ -92,9 +94,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", help="names or files, such as shapes:literal")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="dtype of model and policy")
     parser.add_argument("--program", nargs="+", help="such as update, or 'select own 8'")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="changes to the configurations"
+    )
     parser.add_argument("--results", type=Path, help="file that saves results as JSON lines")
     flags = parser.parse_args(arguments)
-    if flags.full and (flags.target or flags.config or flags.dtype or flags.program):
+    if flags.full and (flags.target or flags.config or flags.dtype or flags.program or flags.set):
         parser.error("--full has its own targets, configurations and programs: use it alone")
     return flags
 
@@ -103,7 +108,7 @@ def groups(flags: argparse.Namespace) -> Sequence[Group]:
     """Returns the groups that the flags request."""
     if flags.full:
         return FULL
-    if not (flags.target or flags.config or flags.dtype or flags.program):
+    if not (flags.target or flags.config or flags.dtype or flags.program or flags.set):
         return SHORT
     return (
         Group(
@@ -111,6 +116,7 @@ def groups(flags: argparse.Namespace) -> Sequence[Group]:
             flags.config or (SHAPES,),
             flags.dtype or ("float32",),
             flags.program or (),
+            flags.set,
         ),
     )
 
@@ -192,7 +198,9 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
             kind = to.devices[0].device_kind
             # TPUs have less memory each: there the frozen weights are sharded.
             preset = "fsdp" if kind.startswith("TPU") else "data"
-            programs = Programs(load_run(config), build_mesh(preset, to.devices), dtype)
+            programs = Programs(
+                load_run(config, group.changes), build_mesh(preset, to.devices), dtype
+            )
             known = programs.names()
             unknown = sorted(set(group.programs) - set(known))
             if unknown:
@@ -200,7 +208,8 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
                     f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}"
                 )
         for program in group.programs or known:
-            head = [name, str(len(to.devices)), config, dtype, program]
+            settings = " ".join((config, *group.changes))
+            head = [name, str(len(to.devices)), settings, dtype, program]
             lowered = programs.trace(program).lower()
             text = f"{name} {jax.__version__} {lowered.as_text()}"
             digest = hashlib.sha256(text.encode()).hexdigest()

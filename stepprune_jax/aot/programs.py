@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,20 +44,21 @@ ROWS = (1, 2, 8)
 _WHOLE = ((r".*", P()),)
 
 
-def load_run(name: str) -> Run:
+def load_run(name: str, changes: Sequence[str] = ()) -> Run:
     """Reads and checks a configuration.
 
     Args:
         name: a name for `configurations.find`: "shapes:literal", "configs/shapes.py".
+        changes: changes to it, each "field=value".
 
     Returns:
         The settings of its run.
 
     Raises:
         FileNotFoundError: there is no such configuration.
-        ValueError: the configuration is invalid.
+        ValueError: the configuration is invalid, or has no such field.
     """
-    return read_run(load_config(name))
+    return read_run(load_config(name, changes))
 
 
 def model_of(run: Run) -> ModelConfig:

@@ -53,6 +53,11 @@ class BlockOutput(NamedTuple):
     mlp_input: Float[Array, "b t width"] | None = None
 
 
+# Longer rows attend QUERIES at a time: all at once would take 28 GiB of scores for 28 heads and
+# 16,384 tokens.
+MANY_QUERIES, QUERIES = 2048, 1024
+
+
 class Segment(NamedTuple):
     """Keys that may be attended to.
 
@@ -223,12 +228,44 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
     """Attends from queries to one or several segments of keys.
 
     Args:
-        query: [b, h, q, c] queries.
+        query: [b, h, q, c] queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
         segments: keys, values and masks.
 
     Returns:
         [b, h, q, c] weighted values in the dtype of the values.
     """
+    length = query.shape[2]
+    if length <= MANY_QUERIES:
+        return _attend(query, segments)
+    missing = -length % QUERIES
+
+    def padded(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+
+    def rows(x: Array, first: Int[Array, ""], axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis=axis)
+
+    query = padded(query, 2)
+    by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
+    masks = [
+        padded(cast(Array, mask), 1) if each else mask
+        for (_, _, mask), each in zip(segments, by_query, strict=True)
+    ]
+
+    def part(first: Int[Array, ""]) -> Float[Array, "b h q c"]:
+        own = [
+            Segment(key, value, rows(cast(Array, mask), first, 1) if each else mask)
+            for (key, value, _), mask, each in zip(segments, masks, by_query, strict=True)
+        ]
+        return _attend(rows(query, first, 2), own)
+
+    parts = jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
+    parts = jnp.moveaxis(parts, 0, 2)
+    return parts.reshape(*query.shape)[:, :, :length]
+
+
+def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
+    """Attends from all queries at once."""
     b, h, q, c = query.shape
     weights = attention_weights(query, segments).astype(segments[0].value.dtype)
     parts, start = [], 0

@@ -13,7 +13,7 @@ from stepprune_jax.policy.params import Params, check_params
 def _block(
     params: Params,
     x: Float[Array, "b s d"],
-    mask: Bool[Array, "b 1 s s"],
+    mask: Bool[Array, "b 1 #s s"],
     *,
     num_heads: int,
     rows: int,
@@ -40,15 +40,15 @@ def _project_text(params: Params, config: PolicyConfig, text, text_gate):
     return text * text_gate.astype(text.dtype) if config.text_gate == "printed" else text
 
 
-def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 s s"]:
+def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 #s s"]:
     """Builds the attention mask: no padding; the causal ablation orders image tokens."""
     n, l = image_mask.shape[1], text_mask.shape[1]
-    keys = jnp.concatenate([image_mask, text_mask], axis=1)
+    keys = jnp.concatenate([image_mask, text_mask], axis=1)[:, None, None]
+    if config.encoder_attention != "causal":
+        return keys
+    # Text must not carry later image tokens back to earlier ones: it sees text only.
     allowed = jnp.ones((n + l, n + l), bool)
-    if config.encoder_attention == "causal":
-        # Text must not carry later image tokens back to earlier ones: it sees text only.
-        allowed = allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False)
-    return allowed[None, None] & keys[:, None, None, :]
+    return allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False) & keys
 
 
 @checked

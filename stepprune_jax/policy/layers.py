@@ -1,10 +1,11 @@
 """Layers shared by encoder, decoder and denoiser, as functions of a dict of weights."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.params import Params
@@ -14,6 +15,10 @@ from stepprune_jax.policy.params import Params
 MASKED = -1e9
 
 NORM_EPSILON = 1e-5
+
+# Longer sequences attend QUERIES at a time: all at once would take 16 GiB of logits for 16 heads
+# and 16,384 tokens.
+MANY_QUERIES, QUERIES = 2048, 1024
 
 
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -68,7 +73,7 @@ def attention(
     """Computes scaled dot-product attention with a softmax in at least float32.
 
     Args:
-      query: Queries.
+      query: Queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
       key: Keys.
       value: Values.
       mask: True where a query may attend.
@@ -77,6 +82,24 @@ def attention(
     Returns:
       The attended values. A fully masked query gets the mean of all values, never NaN.
     """
+    length = query.shape[2]
+    if length <= MANY_QUERIES:
+        return _attention(query, key, value, mask, bias)
+    missing = ((0, 0), (0, 0), (0, -length % QUERIES), (0, 0))
+    query, by_query = jnp.pad(query, missing), mask.shape[2] > 1
+    mask = jnp.pad(mask, missing) if by_query else mask
+    rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=QUERIES, axis=2)
+
+    def part(first: Int[Array, ""]) -> Float[Array, "b h t c"]:
+        own = rows(mask, first) if by_query else mask
+        return _attention(rows(query, first), key, value, own, bias)
+
+    parts = jax.lax.map(part, jnp.arange(0, query.shape[2], QUERIES))
+    return jnp.moveaxis(parts, 0, 2).reshape(query.shape)[:, :, :length]
+
+
+def _attention(query, key, value, mask, bias):
+    """Attends from all queries at once."""
     wide = score_dtype(query.dtype)
     logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=wide)
     logits = logits / math.sqrt(query.shape[-1])

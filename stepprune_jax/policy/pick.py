@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy import layers
 from stepprune_jax.policy.checks import AnyArray, checked
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import (
@@ -29,6 +30,8 @@ BLOCK = 16
 # Steps compiled as one body with one decoder layer: on a GPU a step is six kernels then, and the
 # loop itself three or four. With more layers a step is thirty.
 UNROLL = 8
+# Tables grow with the square of the tokens. Episodes with larger ones are walked step by step.
+MOST_TABLE_BYTES = 4 << 30
 
 
 class Picks(NamedTuple):
@@ -94,6 +97,13 @@ def step_by_step(
 def has_tables(init_fn: Callable[..., Decoder], step_fn: Callable[..., Any]) -> bool:
     """Returns whether a decoder is the built-in one, whose slots can be tabulated."""
     return init_fn is pointer_init and step_fn is pointer_step
+
+
+def tables_fit(config: PolicyConfig, episode: Episode) -> bool:
+    """Returns whether the tables of an episode are within `MOST_TABLE_BYTES`."""
+    b, m, _ = episode.slots.shape
+    width = layers.score_dtype(episode.slots.dtype).itemsize
+    return width * b * m**2 * (config.num_heads + 1) <= MOST_TABLE_BYTES
 
 
 def by_tables(
@@ -173,14 +183,15 @@ def pick(
     Runs a `lax.while_loop` that ends with the last row instead of at T_max, without a host round
     trip; not differentiable. With the built-in decoder it reads tables over slots (`tables.py`) and
     checks the stop every `BLOCK` tokens, or, given a `budget`, never. Any other decoder is run step
-    by step, for at most max_b K_b + 1 steps.
+    by step, for at most max_b K_b + 1 steps, and so is the built-in one if its tables would be
+    large (more than 7,900 tokens of an image, with 16 heads).
 
     Args, returns and raises as `select`; the result holds no probabilities.
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)
     (b, n), steps = episode.image_mask.shape, episode.steps
-    if has_tables(init_fn, step_fn):
+    if has_tables(init_fn, step_fn) and tables_fit(config, episode):
         walker = by_tables(params, config, episode, min(BLOCK, steps), margins=budget is None)
     else:
         walker = step_by_step(params, config, *grouped(episode, step_fn))
@@ -245,7 +256,17 @@ def rank(
     """
     bounds = Bounds(max_steps=max_steps, group=group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, pointer_init)
-    walker = by_tables(params, config, episode, episode.steps, margins=True)
-    _, choice, margin = walker.advance(walker.start, jnp.int32(0))
-    assert margin is not None  # requested above
+    if tables_fit(config, episode):
+        walker = by_tables(params, config, episode, episode.steps, margins=True)
+        _, choice, margin = walker.advance(walker.start, jnp.int32(0))
+        assert margin is not None  # requested above
+    else:
+        walker = step_by_step(params, config, *grouped(episode, pointer_step))
+
+        def step(state, number):
+            state, choice, margin = walker.advance(state, number)
+            assert margin is not None  # of every step
+            return state, (choice[0], margin[0])
+
+        _, (choice, margin) = jax.lax.scan(step, walker.start, jnp.arange(episode.steps))
     return Ranked(choice[: episode.steps].T, margin[: episode.steps].T)

@@ -68,6 +68,24 @@ def test_programs_of_a_tiny_model_compile_here(tmp_path):
         assert traced.lower().compile().memory_analysis().argument_size_in_bytes > 0, name
 
 
+@pytest.mark.slow
+def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
+    run = tiny(tmp_path)
+    model = dataclasses.replace(run.model, folder=str(testing.tiny_qwen(tmp_path / "qwen")))
+    policy = {**run.policy, "max_steps": None}
+    programs = Programs(dataclasses.replace(run, model=model, policy=policy), build_mesh(), "mixed")
+    for name in ("tower", "rank", "prefill", "prefill cut", "decode", "select own 2", "answer 2"):
+        assert programs.trace(name).jaxpr, name
+
+
+def test_fields_of_a_configuration_are_changed():
+    run = load_run("configs/qwen25vl_7b.py", ["model.max_pixels=3211264", "batch_size=4"])
+    assert run.batch_size == 4 and model_of(run).max_image_tokens == 4096
+    with pytest.raises(ValueError, match="--set"):
+        load_run("configs/qwen25vl_7b.py", ["model.most_pixels=1"])
+    assert command.parse(["--set", "batch_size=4", "seed=1"]).set == ["batch_size=4", "seed=1"]
+
+
 def test_a_selector_without_a_stop_is_asked_for_counts_alone(tmp_path):
     run = load_run("configs/ablations/autoselect.py")
     run = dataclasses.replace(run, model=tiny(tmp_path).model)

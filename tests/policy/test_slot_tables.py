@@ -1,6 +1,7 @@
 """Tables over slots make the choices of the step-by-step loop, in float32."""
 
 import functools
+import importlib
 
 import cases
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from quick import quick_or_slow
 
 from stepprune_jax import policy
+from stepprune_jax.policy import layers
 from stepprune_jax.policy.pick import BLOCK
 
 B, N, STEPS = 2, 19, BLOCK + 2  # more than a block, and no whole number of them
@@ -110,3 +112,35 @@ def test_ties_go_to_the_lowest_index():
     for picks in exact:
         np.testing.assert_array_equal(picks.action, [np.flatnonzero(mask)] * B)
     np.testing.assert_array_equal(ranked.choice, [np.flatnonzero(mask)] * B)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_large_tables_are_not_made(group, monkeypatch):
+    config = cases.small_config(dtype="float32", text_width=0, stop="hazard", group=group)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(jnp.float32, cases.random_weights(rng, config))
+    slots = jnp.float32(rng.normal(size=(B, N + 1, 8)))
+
+    def run():
+        picked = policy.pick(params, config, slots, max_steps=STEPS)
+        return picked, policy.rank(params, config, slots, max_steps=STEPS)
+
+    tables = jax.jit(run)()
+    module = importlib.import_module("stepprune_jax.policy.pick")  # behind the function's name
+    monkeypatch.setattr(module, "MOST_TABLE_BYTES", 0)
+    monkeypatch.setattr(module, "by_tables", None)
+    steps = jax.jit(lambda: run())()
+    np.testing.assert_array_equal(steps[0].action, tables[0].action)
+    np.testing.assert_array_equal(steps[1].choice, tables[1].choice)
+    np.testing.assert_allclose(steps[1].margin, tables[1].margin, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("by_query", [True, False])
+def test_attention_is_the_same_a_few_queries_at_a_time(by_query, monkeypatch):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.array(rng.normal(size=(B, 2, t, 4))) for t in (9, 11, 11))
+    mask = jnp.array(rng.random((B, 1, 9 if by_query else 1, 11)) < 0.7)
+    whole = layers.attention(query, key, value, mask)
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 4)
+    np.testing.assert_allclose(layers.attention(query, key, value, mask), whole, atol=1e-6)

@@ -1,0 +1,112 @@
+"""Images of 1,280 and of 16,384 visual tokens, from pixels to an answer and in memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from stepprune_jax import PolicyConfig, policy, testing
+from stepprune_jax.bench.memory import compiled_programs
+from stepprune_jax.checkpoints import Policy, load_vlm
+from stepprune_jax.inference import generate
+from stepprune_jax.inference.programs import num_compiled
+from stepprune_jax.models import layers
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.policy import FeatureStats
+
+MANY, MOST = 1_280, 16_384
+WIDTHS = {"feature_width": 48, "text_width": 48, "width": 16, "num_heads": 4, "mlp_ratio": 1}
+POLICY = PolicyConfig(**WIDTHS, encoder_layers=1, decoder_layers=1)
+
+
+@functools.cache
+def image(rows, columns):
+    """Noise of so many tokens of 8 x 8 pixels."""
+    draw = np.random.default_rng(rows).integers(0, 256, (8 * rows, 8 * columns, 3), np.uint8)
+    return Image.fromarray(draw)
+
+
+def answer(model, shown, **options):
+    """The answer about an image, and how many programs it compiled."""
+    before = num_compiled()
+    how = {"max_tokens": 2, "warm_up": False} | options
+    (found,) = generate(model, ["Is it red?"], [shown], **how)
+    return found, num_compiled() - before
+
+
+@pytest.mark.parametrize("tokens", [MANY, pytest.param(MOST, marks=pytest.mark.slow)])
+def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, tmp_path):
+    vision = testing.tiny_qwen_config(testing.qwen_tokenizer())["vision_config"]
+    vision |= {"depth": 2, "num_heads": 1, "fullatt_block_indexes": [1]}
+    folder = testing.tiny_qwen(
+        tmp_path,
+        max_pixels=64 * tokens,
+        max_position_embeddings=2 * MOST,
+        num_hidden_layers=2,
+        vision_config=vision,
+    )
+    model = load_vlm(folder, dtype=jnp.float32, progress=False)
+    key, stats = jax.random.key(0), FeatureStats.start(48)
+    own = Policy(policy.init_policy(key, POLICY), POLICY, stats)
+    columns = 32 if tokens == MANY else 128
+    pruned = {"pruner": "stepprune", "policy": own, "budget": 100}
+    for options in (pruned, {"pruner": "visionzip", "budget": 100}):
+        # A whole bucket of tokens has a program, and all smaller images in it share another one.
+        for missing, programs in ((0, None), (2, None), (3, 0)):
+            shown = image(tokens // columns - missing, columns)
+            found, compiled = answer(model, shown, **options)
+            assert (found.visual_tokens, found.kept) == (tokens - missing * columns, 100)
+            assert compiled == programs or programs is None
+
+
+def scores(heads, queries):
+    """Bytes of the attention scores of a whole row in float32."""
+    return 4 * heads * queries**2
+
+
+def test_no_program_holds_all_scores_of_16_384_tokens():
+    config = QwenConfig.from_hf(testing.tiny_qwen_config(testing.qwen_tokenizer()))
+    config = dataclasses.replace(config, min_pixels=256, max_pixels=64 * MOST)
+    assert config.max_image_tokens == MOST
+    names, length = ("encode", "prefill"), MOST + 64
+    programs = compiled_programs(config, build_mesh("single"), 1, length, 32, names)
+    shape = jax.ShapeDtypeStruct
+    params = jax.eval_shape(lambda: policy.init_policy(jax.random.key(0), POLICY))
+
+    def select(params, image, text):
+        memory = policy.memory(params, policy.encode(params, POLICY, image, text))
+        return policy.pick(params, POLICY, memory), policy.rank(params, POLICY, memory)
+
+    given = shape((1, MOST, 48), jnp.bfloat16), shape((1, 64, 48), jnp.bfloat16)
+    programs["select"] = jax.jit(select).lower(params, *given).compile()
+    whole = {
+        "encode": scores(config.vision.num_heads, MOST * config.vision.unit),
+        "prefill": scores(config.text.num_heads, length),
+        "select": scores(POLICY.num_heads, MOST),
+    }
+    for name, program in programs.items():
+        assert program.memory_analysis().temp_size_in_bytes < whole[name] / 2, name
+
+
+@pytest.mark.parametrize("queries", [9, 8])
+def test_attention_is_the_same_a_few_queries_at_a_time(queries, monkeypatch):
+    """To a cache and to a row's own keys, whose heads are shared by two of the queries'."""
+    random = np.random.default_rng(0)
+    query = jnp.asarray(random.normal(size=(2, 4, queries, 4)), jnp.float32)
+    segments = [
+        layers.Segment(*jnp.asarray(random.normal(size=(2, 2, 2, keys, 4)), jnp.float32), mask)
+        for keys, mask in (
+            (5, jnp.asarray(random.random((2, 1, 5)) < 0.7)),
+            (queries, jnp.asarray(random.random((2, queries, queries)) < 0.7)),
+            (3, None),
+        )
+    ]
+    whole = layers.attend(query, segments)
+    monkeypatch.setattr(layers, "MANY_QUERIES", 6)
+    monkeypatch.setattr(layers, "QUERIES", 4)
+    np.testing.assert_allclose(layers.attend(query, segments), whole, atol=1e-6)
