@@ -72,11 +72,14 @@ class Scene(NamedTuple):
 
     Attributes:
         complexity: number of objects.
-        relevant: patches that the answer depends on, in raster order from 0.
+        relevant: patches that the answer depends on, numbered row by row from 0, in the order in
+            which one has to look at them, if there is one.
+        alike: patches of objects, those of look-alikes together; empty if unknown.
     """
 
     complexity: int
     relevant: tuple[int, ...]
+    alike: tuple[tuple[int, ...], ...] = ()
 
 
 def read_conversations(
@@ -191,7 +194,8 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
     """Reads the descriptions of the images of questions.
 
     Args:
-        file: one object per line, in any order: {"question_id", "complexity", "relevant"}.
+        file: one object per line, in any order: {"question_id", "complexity", "relevant"}, and
+            perhaps "alike".
         questions: the questions.
 
     Returns:
@@ -200,7 +204,7 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a scene is missing, repeated or belongs to no question, or its fields are not a
-            non-negative number and a list of such numbers.
+            non-negative number, a list of such numbers, and a list of such lists.
     """
     scenes = []
     for where, value in _matched(file, questions, "scene"):
@@ -213,7 +217,12 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
             raise ValueError(
                 f'{where}: "relevant" must be a list of patch numbers >= 0, got {relevant!r}'
             )
-        scenes.append(Scene(complexity, tuple(relevant)))
+        alike = value.get("alike", [])
+        if not isinstance(alike, list) or not all(
+            isinstance(group, list) and all(map(_is_count, group)) for group in alike
+        ):
+            raise ValueError(f'{where}: "alike" must be lists of patch numbers >= 0, got {alike!r}')
+        scenes.append(Scene(complexity, tuple(relevant), tuple(map(tuple, alike))))
     return scenes
 
 

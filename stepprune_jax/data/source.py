@@ -53,6 +53,7 @@ class DataSettings(Settings, group="data"):
         test_scenes: its test scenes.
         seed: seed of the shapes world.
         test_seed: seed of a separate test world; None or negative for that of the run.
+        level: level of the shapes world; None for 1.
         side: height and width of its images in pixels; None for the world's own.
         grid: patches along an edge of its images; None for the world's own.
         sizes: heights and widths of its images in turn, with patches as in `side` and `grid`; None
@@ -88,6 +89,7 @@ class DataSettings(Settings, group="data"):
     test_scenes: int = count(0, free=True)
     seed: int = count(0)
     test_seed: int | None = integer(optional=True, free=True)
+    level: int | None = count(optional=True)
     side: int | None = count(optional=True)
     grid: int | None = count(optional=True)
     sizes: tuple[int, ...] | None = sizes()
@@ -193,14 +195,15 @@ def training_source(config: HasData, workdir: str | Path) -> Source:
 
 
 def world_size(config: HasData) -> dict[str, Any]:
-    """Returns resolution and emphasis of the shapes world.
+    """Returns level, resolution and emphasis of the shapes world.
 
     Args:
-        config: settings of the run; `data.side`, `grid`, `sizes` and `emphasis` may be None.
+        config: settings of the run; `data.level`, `side`, `grid`, `sizes` and `emphasis` may be
+            None.
 
     Returns:
         Those that are not None, as arguments of `write_world`.
     """
-    names = ("side", "grid", "sizes", "emphasis")
+    names = ("level", "side", "grid", "sizes", "emphasis")
     given = {name: getattr(config.data, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}

@@ -40,8 +40,15 @@ from stepprune_jax.evaluation.encode import (
     cut_prompts,
     encode_questions,
 )
+from stepprune_jax.evaluation.names import FIRST_STEP
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.rows import Conditions, TableRow, plan_rows, policy_digest
+from stepprune_jax.evaluation.rows import (
+    Conditions,
+    TableRow,
+    oracle_rows,
+    plan_rows,
+    policy_digest,
+)
 from stepprune_jax.evaluation.settings import (
     DEFAULT,
     POLICY_FILE,
@@ -60,9 +67,12 @@ from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
+from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Policy, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
+
+_MOST_TOKENS = 1 << 20  # more than any image has
 
 
 class Benchmark(NamedTuple):
@@ -73,12 +83,14 @@ class Benchmark(NamedTuple):
         questions: all of them.
         sample: questions that stop biases are computed on; None if no row needs them.
         keep_order: whether every line records the kept tokens, not only those of a few samples.
+        relevant: patches that the answer to each question depends on; None if unknown.
     """
 
     name: str
     questions: list[BenchmarkQuestion]
     sample: Sample | None
     keep_order: bool
+    relevant: list[tuple[int, ...]] | None = None
 
 
 class Stage(NamedTuple):
@@ -152,7 +164,7 @@ def generate_answers(
     workdir = Path(workdir)
     folder, settings = answers_folder(run, workdir), run.eval
     with user_input():
-        policies = _policies(settings, workdir, policy)
+        policies = read_policies(settings, workdir, policy)
         source = model_source(run)
         check_policies(policies, source.config, settings)
         benchmarks = read_benchmarks(run, workdir, policies)
@@ -219,7 +231,8 @@ def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: 
         about = digest([f"{q.image.name} {q.text}" for q in questions])
         sample = Sample({"split": "validation", "sample": about}, questions)
     asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
-    return Benchmark(SHAPES, asked, sample, keep_order=True)
+    relevant = test.scenes and [scene.relevant for scene in test.scenes]
+    return Benchmark(SHAPES, asked, sample, keep_order=True, relevant=relevant)
 
 
 def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
@@ -276,8 +289,11 @@ def answer_benchmarks(
     stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
     biases = StopBiases(folder, conditions.weights, stopping, settings)
 
-    def planned(known: Mapping[str, Any]) -> list[TableRow]:
-        return plan_rows(settings, source.config, policies, known, run.seed, untrained)
+    def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
+        rows = plan_rows(settings, source.config, policies, known, run.seed, untrained)
+        if untrained:
+            rows += oracle_rows(settings, benchmark.name, benchmark.relevant, run.seed)
+        return rows
 
     def has_work() -> bool:
         """Returns whether an answer or a stop bias is missing; checks the provenance."""
@@ -285,7 +301,8 @@ def answer_benchmarks(
         for benchmark in benchmarks:
             known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
             missing |= known.keys() < stopping.keys()
-            files = conditions.files(folder, planned(known), benchmark.name, benchmark.questions)
+            rows = planned(benchmark, known)
+            files = conditions.files(folder, rows, benchmark.name, benchmark.questions)
             for file in files:
                 check_claim(file)
             claimed += [(file, benchmark.questions) for file in files]
@@ -306,7 +323,7 @@ def answer_benchmarks(
             known = {}
             if benchmark.sample is not None:
                 known = biases.compute(model, policies, benchmark.sample, stage.execution, size)
-            tasks.append(_task(stage, folder, benchmark, planned(known)))
+            tasks.append(_task(stage, folder, benchmark, planned(benchmark, known)))
     progress = Progress(sum(task.work for task in tasks))
     for task in tasks:
         _answer_task(stage, task, progress)
@@ -314,22 +331,48 @@ def answer_benchmarks(
     return answers
 
 
-def _policies(
-    settings: EvalSettings, workdir: Path, policy: str | Path | None
+def read_policies(
+    settings: EvalSettings, workdir: Path, policy: str | Path | None = None
 ) -> dict[str, Policy]:
-    """Loads the policies of requested rows; a missing default row is skipped with a message."""
+    """Loads the policies of requested rows; a missing default row is skipped with a message.
+
+    Args:
+        settings: the settings.
+        workdir: folder of the run, with the default row's policy.
+        policy: another policy for the default row, as in `own_policy`.
+
+    Returns:
+        Policies by row name.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file that is not a policy, or a first step of a policy without steps.
+    """
     wanted = {
         name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
         for name in ("rows", "ablations")
     }
     own = None
-    if settings.wants(DEFAULT):
+    first = settings.wants(FIRST_STEP)
+    if settings.wants(DEFAULT) or first:
         needed = policy is not None or settings.methods or SHAPES in settings.benchmark_names
         if needed or (workdir / POLICY_FILE).is_file():
             own = own_policy(workdir, policy)
         else:
             distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
-    return load_policies(dataclasses.replace(settings, **wanted), own)
+    policies = load_policies(dataclasses.replace(settings, **wanted), own)
+    if first and own is not None:
+        policies[FIRST_STEP] = _first_step(policies[DEFAULT])
+        if not settings.wants(DEFAULT):
+            del policies[DEFAULT]
+    return policies
+
+
+def _first_step(policy: Policy) -> Policy:
+    """Returns a policy that takes all its tokens from its first pointer distribution."""
+    if not isinstance(policy.config, PolicyConfig):
+        raise ValueError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.method!r}")
+    return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
 
 
 def _model_name(source: Source) -> str:

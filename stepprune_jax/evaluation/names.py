@@ -6,6 +6,10 @@ from typing import Any
 ALL = "all tokens"
 # The policy trained by the run in the working directory.
 DEFAULT = "StepPrune"
+# Rows that are answered on request only: the best tokens of the default policy's first step, and
+# the tokens that are known to matter.
+FIRST_STEP = "first step"
+ORACLE = "oracle"
 
 
 def own_stop(method: str) -> str:

@@ -10,12 +10,18 @@ import jax
 import numpy as np
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
+from stepprune_jax.benchmarks.answer_files import (
+    AnswerFile,
+    Provenance,
+    digest,
+    questions_digest,
+)
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.evaluation.names import own_stop
+from stepprune_jax.evaluation.names import ORACLE, own_stop
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
+from stepprune_jax.pruning.oracle import make_oracle
 
 
 class TableRow(NamedTuple):
@@ -112,6 +118,35 @@ def plan_rows(
             method = make_method(None, own, policy=policy, stop_bias=0.0)
             rows.append(TableRow(own_stop(name), own, method, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
+
+
+def oracle_rows(
+    settings: EvalSettings, benchmark: str, relevant: Sequence[Sequence[int]] | None, seed: int
+) -> list[TableRow]:
+    """Plans the rows of the oracle, if they are requested.
+
+    Args:
+        settings: settings with budgets and methods.
+        benchmark: name of the benchmark, for the message.
+        relevant: tokens that the answer to each question depends on; None if unknown.
+        seed: seed of the tokens that fill a budget.
+
+    Returns:
+        A row for each budget.
+
+    Raises:
+        ValueError: unknown tokens.
+    """
+    if not settings.wants(ORACLE):
+        return []
+    if relevant is None:
+        raise ValueError(
+            f"the row {ORACLE!r} needs the patches that each answer depends on (test_scenes.jsonl, "
+            f"docs/your-own-data.md), which the data of {benchmark!r} lack"
+        )
+    known = digest([" ".join(map(str, tokens)) for tokens in relevant])
+    budgets = [Budget.parse(budget) for budget in settings.budgets]
+    return [TableRow(ORACLE, b, make_oracle(b, relevant, known, seed)) for b in budgets]
 
 
 @dataclasses.dataclass(frozen=True)

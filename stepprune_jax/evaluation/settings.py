@@ -19,7 +19,7 @@ from stepprune_jax.checkpoints.policy import (
 )
 from stepprune_jax.checkpoints.shipped import find_shipped_policy
 from stepprune_jax.data.source import DataSettings
-from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.evaluation.names import ALL, DEFAULT, FIRST_STEP, ORACLE
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
@@ -86,7 +86,7 @@ class EvalSettings(Settings, group="eval"):
             of the benchmark's own file; empty for its own.
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
-            empty for all.
+            empty for all but "first step" and "oracle", which have to be named.
         options: options of untrained pruners, instead of their defaults, such as "fastv layer=3
             average=False; holov crops=8".
         samples: questions of each public benchmark whose selections are stored for drawing.
@@ -135,7 +135,7 @@ class EvalSettings(Settings, group="eval"):
     def __post_init__(self):
         super().__post_init__()
         self.require("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
-        names = [DEFAULT, *self.rows, *self.ablations]
+        names = [DEFAULT, FIRST_STEP, ORACLE, *self.rows, *self.ablations]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
@@ -172,8 +172,10 @@ class EvalSettings(Settings, group="eval"):
     def wants(self, label: str) -> bool:
         """Returns whether a row is requested, by its label or by the name of its pruner."""
         wanted = _listed(self.methods.lower())
-        if not wanted or label.lower() in wanted:
+        if label.lower() in wanted:
             return True
+        if not wanted:
+            return label not in (FIRST_STEP, ORACLE)
         if label == ALL and SHAPES in self.benchmark_names:
             return True  # the reference of retention
         return any(kind.label == label and kind.name in wanted for kind in PRUNERS.values())
@@ -182,7 +184,7 @@ class EvalSettings(Settings, group="eval"):
     def labels(self) -> list[str]:
         """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        return [*untrained, *self.rows, DEFAULT, *self.ablations]
+        return [*untrained, *self.rows, FIRST_STEP, DEFAULT, *self.ablations, ORACLE]
 
 
 def _listed(text: str) -> list[str]:

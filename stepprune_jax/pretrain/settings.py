@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ml_collections import ConfigDict
 
-from stepprune_jax.data.shapes.scene import GRID, SIDE
+from stepprune_jax.data.shapes.levels import LEVELS
 from stepprune_jax.data.source import sizes
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.settings import (
@@ -34,6 +34,7 @@ class WorldSettings(Settings, group="data"):
       folder: Folder of data in LLaVA's format; empty for the shapes world, written to workdir/data.
       train_scenes: Scenes of the shapes world.
       seed: Its seed.
+      level: Its level; None for 1.
       side: Height and width of its images in pixels; None for the world's own.
       grid: Patches along an edge of its images; None for the world's own.
       sizes: Heights and widths of its images in turn, with patches as in `side` and `grid`; None
@@ -44,6 +45,7 @@ class WorldSettings(Settings, group="data"):
     folder: str = text(free=True)
     train_scenes: int = count(0)
     seed: int = count(0)
+    level: int | None = count(optional=True)
     side: int | None = count(optional=True)
     grid: int | None = count(optional=True)
     sizes: tuple[int, ...] | None = sizes()
@@ -288,7 +290,10 @@ class Pretraining(Settings):
         """
         data, model = self.data, self.model
         data.require("train_scenes", data.train_scenes > 0, "an integer from 1")
-        grid, wanted, side = data.grid or GRID, model.grid, data.side or SIDE
+        levels = ", ".join(map(str, LEVELS))
+        data.require("level", data.level in {None, *LEVELS}, f"one of {levels}")
+        level, wanted = LEVELS[data.level or 1], model.grid
+        grid, side = data.grid or level.grid, data.side or level.side
         if model.least_size is None:
             data.require("sizes", data.sizes is None, "none, as images of this model have one size")
             if grid != wanted:

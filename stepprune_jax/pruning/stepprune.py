@@ -54,7 +54,7 @@ class StepPrune(Ranker):
         ranked = policy.rank(
             params.weights,
             self.config,
-            self._memory(params, view),
+            self.memory(params, view),
             image_mask=view.valid,
             max_steps=steps,
             group=self.group,
@@ -82,7 +82,7 @@ class StepPrune(Ranker):
         picks = policy.pick(
             params.weights,
             self.config,
-            self._memory(params, view),
+            self.memory(params, view),
             image_mask=view.valid,
             max_steps=self.config.steps(n),
             group=self.group,
@@ -98,8 +98,8 @@ class StepPrune(Ranker):
         table = [min(self.most(size), size) for size in range(n + 1)]
         return jnp.asarray(table, jnp.int32)[sizes]
 
-    def _memory(self, params: Trained, view: View) -> Array:
-        """Computes the slots to point at."""
+    def memory(self, params: Trained, view: View) -> Array:
+        """Computes the slots to point at, the stop last."""
         x = policy.standardise(view.tokens, params.stats)
         text = (view.text, view.text_valid) if self.config.text_width else (None, None)
         encoded = policy.encode(

@@ -210,7 +210,7 @@ def test_a_world_is_ordinary_data_and_the_same_every_time(tmp_path):
     assert [q.text for q in questions] == [query.text for query, _ in expected]
     assert [q.category for q in questions] == [query.family for query, _ in expected]
     assert answers == [query.answer for query, _ in expected]
-    assert [tuple(fact) for fact in facts] == [(n, query.relevant) for query, n in expected]
+    assert [tuple(fact) for fact in facts] == [(n, query.relevant, ()) for query, n in expected]
     with np.load(one / "train_patches.npz") as labels:
         assert labels["class_kind"].shape == (3, 144) and labels["image_presence"].shape == (3, 30)
 

@@ -364,7 +364,7 @@ def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch)
 
 def test_a_missing_policy_is_reported(config, tmp_path, capsys):
     def policies(**fields):
-        return generate_stage._policies(changed(config, **fields).eval, tmp_path, None)
+        return generate_stage.read_policies(changed(config, **fields).eval, tmp_path)
 
     with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
         policies()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from stepprune_jax.command_line import Parser, exit_with
-from stepprune_jax.data.shapes.scene import GRID, SIDE
 from stepprune_jax.data.shapes.world import preview, write_world
 
 
@@ -15,8 +14,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test_seed", type=int, help="seed of test scenes; default: --seed")
     for split, scenes in (("train", 3000), ("validation", 300), ("test", 500)):
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
-    parser.add_argument("--side", type=int, default=SIDE, help="side of the images in pixels")
-    parser.add_argument("--grid", type=int, default=GRID, help="patches along an edge")
+    parser.add_argument("--level", type=int, default=1, help="1, or 2 for crowds and chains")
+    parser.add_argument("--side", type=int, help="side of the images in pixels")
+    parser.add_argument("--grid", type=int, help="patches along an edge")
     parser.add_argument(
         "--sizes", type=int, nargs="+", help="sides of the images, used in turn, instead of one"
     )
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print(f"wrote {folder}")
     if count:
-        print(f"wrote {preview(folder, options['seed'], count)}")
+        print(f"wrote {preview(folder, options['seed'], count, options['level'])}")
 
 
 if __name__ == "__main__":

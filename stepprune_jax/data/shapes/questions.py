@@ -1,4 +1,4 @@
-"""Questions about scenes, with one-word answers and the patches that they depend on."""
+"""Questions of the first level: one-word answers, and the patches that they depend on."""
 
 import itertools
 from collections import Counter
@@ -12,6 +12,7 @@ from stepprune_jax.data.shapes.scene import (
     CELL,
     COLORS,
     GRID,
+    MOST_SHAPES,
     SHAPES,
     SIDE,
     Dot,
@@ -28,7 +29,7 @@ class Mention(NamedTuple):
 
     Attributes:
       word: Last word that names them.
-      number: How many there are.
+      number: How many there are; of more than `MOST_SHAPES`, that many.
       place: Middle and radius of the only one, as shares of the image's side; else None.
     """
 
@@ -41,11 +42,12 @@ class Query(NamedTuple):
     """A question about a scene.
 
     Attributes:
-      family: One of `FAMILIES`.
+      family: A family of `levels.LEVELS`.
       text: The question.
       answer: One word.
       relevant: Patches that suffice to answer: the middle of each shape or dot the answer depends
         on, everything two shapes cover if their sizes are compared, one patch of the background.
+        In raster order, or along the chain that a question of several steps describes.
       mentions: The shapes it mentions, in the order of its words.
     """
 
@@ -56,26 +58,27 @@ class Query(NamedTuple):
     mentions: tuple[Mention, ...] = ()
 
 
-def _mention(word: str, shapes: list[Shape]) -> Mention:
+def mention_of(word: str, shapes: list[Shape]) -> Mention:
     """Returns the mention of the shapes that `word` denotes in the scene."""
     only = shapes[0] if len(shapes) == 1 else None
     place = only and (only.x / SIDE, only.y / SIDE, only.radius / SIDE)
-    return Mention(word, len(shapes), place)
+    return Mention(word, min(len(shapes), MOST_SHAPES), place)
 
 
 def _sole_mentions(*shapes: Shape) -> tuple[Mention, ...]:
-    return tuple(_mention(shape.kind, [shape]) for shape in shapes)
+    return tuple(mention_of(shape.kind, [shape]) for shape in shapes)
 
 
 def _middle(grid: int, *things: Shape | Dot) -> tuple[int, ...]:
     return tuple(sorted({cell_of(thing.x, thing.y, grid) for thing in things}))
 
 
-def _pick(random: np.random.Generator, items: list):
+def pick(random: np.random.Generator, items: list):
+    """Draws one of some items; None if there is none."""
     return items[int(random.integers(len(items)))] if items else None
 
 
-def _sole(scene: Scene, key: Callable[[Shape], object]) -> list[Shape]:
+def sole(scene: Scene, key: Callable[[Shape], object]) -> list[Shape]:
     """Returns shapes that are the only ones with their `key`."""
     counts = Counter(key(shape) for shape in scene.shapes)
     return [shape for shape in scene.shapes if counts[key(shape)] == 1]
@@ -90,7 +93,7 @@ def _yes(value: bool) -> str:
 
 
 def _color(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    shape = _pick(random, _sole(scene, lambda s: s.kind))
+    shape = pick(random, sole(scene, lambda s: s.kind))
     if shape is None:
         return None
     text = f"What color is the {shape.kind}?"
@@ -98,32 +101,32 @@ def _color(scene: Scene, random: np.random.Generator, grid: int) -> Query | None
 
 
 def _shape(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    shape = _pick(random, _sole(scene, lambda s: s.color))
+    shape = pick(random, sole(scene, lambda s: s.color))
     if shape is None:
         return None
-    text, mention = f"What shape is {shape.color}?", _mention(shape.color, [shape])
+    text, mention = f"What shape is {shape.color}?", mention_of(shape.color, [shape])
     return Query("shape", text, shape.kind, _middle(grid, shape), (mention,))
 
 
 def _existence(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     """Asks as in POPE: absent pairs mostly have a colour and a kind that are present."""
     if random.random() < 0.5:
-        shape = _pick(random, list(scene.shapes))
-        mention = _mention(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
+        shape = pick(random, list(scene.shapes))
+        mention = mention_of(shape.kind, [s for s in scene.shapes if _named(s) == _named(shape)])
         text = f"Is there a {_named(shape)}?"
         return Query("existence", text, "yes", _middle(grid, shape), (mention,))
     present = {(s.color, s.kind) for s in scene.shapes}
     colors, kinds = {s.color for s in scene.shapes}, {s.kind for s in scene.shapes}
     mixed = sorted((c, k) for c in colors for k in kinds if (c, k) not in present)
     if mixed and random.random() < 0.6:
-        color, kind = _pick(random, mixed)
+        color, kind = pick(random, mixed)
     else:
         absent = [(c, k) for c in COLORS for k in SHAPES if (c, k) not in present]
         half = [pair for pair in absent if pair[0] in colors or pair[1] in kinds]
-        color, kind = _pick(random, half)
+        color, kind = pick(random, half)
     similar = [s for s in scene.shapes if s.color == color or s.kind == kind]
     text = f"Is there a {color} {kind}?"
-    return Query("existence", text, "no", _middle(grid, *similar), (_mention(kind, []),))
+    return Query("existence", text, "no", _middle(grid, *similar), (mention_of(kind, []),))
 
 
 def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
@@ -134,33 +137,33 @@ def _counting(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
         text = "How many shapes are there?"
     elif draw < 0.75:
         colors = [s.color for s in shapes] if random.random() < 0.8 else list(COLORS)
-        color = _pick(random, colors)
+        color = pick(random, colors)
         word, hit = "shapes", [s for s in shapes if s.color == color]
         text = f"How many {color} shapes are there?"
     else:
         kinds = [s.kind for s in shapes] if random.random() < 0.8 else list(SHAPES)
-        kind = _pick(random, kinds)
+        kind = pick(random, kinds)
         word = "crosses" if kind == "cross" else f"{kind}s"
         text, hit = f"How many {word} are there?", [s for s in shapes if s.kind == kind]
     if len(hit) >= len(NUMBERS):
         return None
     # That there is none is visible in any shape that might have been one.
     relevant = _middle(grid, *(hit or shapes))
-    return Query("counting", text, NUMBERS[len(hit)], relevant, (_mention(word, hit),))
+    return Query("counting", text, NUMBERS[len(hit)], relevant, (mention_of(word, hit),))
 
 
 def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """Compares the counts of two colours; never a tie, and the answers are balanced."""
     counts = Counter(s.color for s in scene.shapes)
-    first = _pick(random, list(counts))
-    other = _pick(random, [c for c in COLORS if counts[c] != counts[first]])
+    first = pick(random, list(counts))
+    other = pick(random, [c for c in COLORS if counts[c] != counts[first]])
     if other is None:
         return None
     more, less = sorted((first, other), key=lambda c: -counts[c])
     one, two = (more, less) if random.random() < 0.5 else (less, more)
     hits = [[s for s in scene.shapes if s.color == color] for color in (one, two)]
     text = f"Are there more {one} shapes than {two} shapes?"
-    mentions = tuple(_mention("shapes", hit) for hit in hits)
+    mentions = tuple(mention_of("shapes", hit) for hit in hits)
     relevant = _middle(grid, *hits[0], *hits[1])
     return Query("comparison", text, _yes(counts[one] > counts[two]), relevant, mentions)
 
@@ -170,13 +173,13 @@ def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
 
     The two shapes are mostly in the same half of the image, so that the place of one tells little.
     """
-    pairs = list(itertools.permutations(_sole(scene, _named), 2))
+    pairs = list(itertools.permutations(sole(scene, _named), 2))
     axis, near = int(random.integers(2)), random.random() < 0.8
     places = {id(shape): (shape.x, shape.y)[axis] for shape in scene.shapes}
     apart = [p for p in pairs if abs(places[id(p[0])] - places[id(p[1])]) >= 10]
     half = SIDE / 2
     beside = [p for p in apart if (places[id(p[0])] < half) == (places[id(p[1])] < half)]
-    pair = _pick(random, beside if near else apart)
+    pair = pick(random, beside if near else apart)
     if pair is None:
         return None
     one, two = pair
@@ -187,7 +190,7 @@ def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
 
 
 def _position(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-    shape = _pick(random, [s for s in _sole(scene, _named) if abs(s.x - SIDE / 2) > 5])
+    shape = pick(random, [s for s in sole(scene, _named) if abs(s.x - SIDE / 2) > 5])
     if shape is None:
         return None
     side = "left" if shape.x < SIDE / 2 else "right"
@@ -199,11 +202,11 @@ def _size(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     """Compares two shapes, one at least a quarter larger in radius, and larger in area."""
     pairs = [
         (one, two)
-        for one, two in itertools.permutations(_sole(scene, _named), 2)
+        for one, two in itertools.permutations(sole(scene, _named), 2)
         if not 0.8 < one.radius / two.radius < 1.25
         and (one.radius > two.radius) == (area(one) > area(two))
     ]
-    pair = _pick(random, pairs)
+    pair = pick(random, pairs)
     if pair is None:
         return None
     one, two = pair
@@ -229,7 +232,7 @@ def _background(scene: Scene, random: np.random.Generator, grid: int) -> Query:
     taken = set(_middle(GRID, *scene.dots))
     taken = taken.union(*(covered(shape, least=0.01) for shape in scene.shapes))
     # Drawn from the same patches whatever the grid, so that all grids see the same questions.
-    row, column = divmod(_pick(random, sorted(set(range(GRID**2)) - taken)) or 0, GRID)
+    row, column = divmod(pick(random, sorted(set(range(GRID**2)) - taken)) or 0, GRID)
     patch = cell_of((column + 0.5) * CELL, (row + 0.5) * CELL, grid)
     return Query("background", "What is the background?", scene.background, (patch,))
 
@@ -246,40 +249,3 @@ FAMILIES = {
     "majority": _majority,
     "background": _background,
 }
-# Frequency of each family; those that need many tokens are drawn more often.
-WEIGHTS = np.asarray([1.0, 1.0, 1.2, 1.6, 1.2, 1.2, 0.8, 1.2, 4.5, 0.8])
-
-
-# The families that a small model learns last: geometry and number.
-SLOW = ("counting", "relation", "position", "size")
-
-
-def ask(
-    scene: Scene,
-    random: np.random.Generator,
-    count: int = 8,
-    grid: int = GRID,
-    emphasis: float = 1.0,
-) -> list[Query]:
-    """Draws different questions about a scene.
-
-    Args:
-      scene: The scene.
-      random: Source of randomness; advanced.
-      count: Number of questions; a simple scene gets fewer.
-      grid: Patches along an edge, for `relevant` only.
-      emphasis: Factor on the frequency of the families `SLOW`.
-
-    Returns:
-      The questions, in random order of families.
-    """
-    makers, queries = list(FAMILIES.values()), {}
-    weights = WEIGHTS * [emphasis if family in SLOW else 1.0 for family in FAMILIES]
-    for _ in range(12 * count):
-        maker = makers[int(random.choice(len(makers), p=weights / weights.sum()))]
-        query = maker(scene, random, grid)
-        if query is not None:
-            queries.setdefault(query.text, query)
-        if len(queries) == count:
-            break
-    return list(queries.values())

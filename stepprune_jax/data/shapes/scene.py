@@ -1,5 +1,6 @@
 """Random scenes: non-overlapping shapes, dots and strokes on a background."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,11 @@ BACKGROUNDS = ("plain", "striped", "checkered", "speckled")
 MOST_SHAPES = 8
 _SMALLEST, _LARGEST = 6.5, 21.0
 _CLEAR = 1.0  # distance in pixels of a shape's middle from the edges of its patch
+
+CROWD_GRID = 16  # patches along an edge of a crowd, each with one shape or none
+REACH = 3  # patches to a neighbour in a crowd, at most
+# Where each direction leads: patches down and to the right.
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 
 class Shape(NamedTuple):
@@ -56,7 +62,7 @@ class Scene(NamedTuple):
       background: One of `BACKGROUNDS`.
       shade: Base colour of the background, RGB.
       texture_seed: Seed of the background's pattern.
-      shapes: One to eight, large ones first.
+      shapes: One to eight, or in a crowd twenty to forty; large ones first.
       dots: None, or a dozen and more in two colours.
       strokes: Distractors.
     """
@@ -127,17 +133,64 @@ def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
     return dots
 
 
-def draw_scene(random: np.random.Generator) -> Scene:
+def _crowd_looks(random: np.random.Generator) -> list[tuple[str, str]]:
+    """Draws kind and colour of each shape of a crowd.
+
+    There are two to five kinds and as many colours. Up to two of each occur once; all others are
+    shared by look-alikes.
+    """
+    # Scenes with many of them are asked for their number less often; so all answers are as likely.
+    numbers = random.choice([2, 3, 4, 5], 2, p=[0.17, 0.25, 0.32, 0.26])
+    kinds, colors = (
+        random.permutation(names)[:number].tolist()
+        for names, number in zip((SHAPES, list(COLORS)), numbers, strict=True)
+    )
+    single = [min(len(names) - 2, int(random.integers(1, 3))) for names in (kinds, colors)]
+    common = kinds[single[0] :], colors[single[1] :]
+    looks = [(kind, str(random.choice(common[1]))) for kind in kinds[: single[0]]]
+    looks += [(str(random.choice(common[0])), color) for color in colors[: single[1]]]
+    alike = [tuple(names[n % len(names)] for names in common) for n in range(max(map(len, common)))]
+    more = int(random.integers(3))
+    alike += [tuple(str(random.choice(names)) for names in common) for _ in range(more)]
+    rest = int(random.integers(20, 41)) - len(looks) - 2 * len(alike)
+    return looks + 2 * alike + [alike[n] for n in random.integers(0, len(alike), rest)]
+
+
+def _place_crowd(random: np.random.Generator) -> list[Shape]:
+    """Places a crowd, each shape in a patch of its own and most of them near another."""
+    looks, places, steps = _crowd_looks(random), {}, list(DIRECTIONS.values())
+    free = {*itertools.product(range(CROWD_GRID), repeat=2)}
+    for number in random.permutation(len(looks)):
+        row = column = -1
+        while (row, column) not in free:
+            row, column = random.integers(0, CROWD_GRID, 2).tolist()
+            if places and random.random() < 0.75:
+                beside = list(places)[int(random.integers(len(places)))]
+                down, right = steps[int(random.integers(4))]
+                far = int(random.integers(1, REACH + 1))
+                row, column = beside[0] + far * down, beside[1] + far * right
+        free.remove((row, column))
+        places[row, column] = looks[number]
+    cell, shapes = SIDE / CROWD_GRID, []
+    for (row, column), look in places.items():
+        x, y = (np.array([column, row]) + 0.5) * cell + random.uniform(-0.3, 0.3, 2)
+        shapes.append(Shape(*look, float(x), float(y), float(random.uniform(2.2, 2.7))))
+    return sorted(shapes, key=lambda shape: -shape.radius)
+
+
+def draw_scene(random: np.random.Generator, crowd: bool = False) -> Scene:
     """Draws a scene.
 
     Args:
       random: Source of randomness; advanced.
+      crowd: Whether to draw many small shapes, most of them look-alikes, instead of a few shapes
+        and dots.
 
     Returns:
       The scene.
     """
-    shapes = _place_shapes(random)
-    dots = _place_dots(random, shapes) if random.random() < 0.85 else []
+    shapes = _place_crowd(random) if crowd else _place_shapes(random)
+    dots = _place_dots(random, shapes) if not crowd and random.random() < 0.85 else []
     strokes = []
     for _ in range(int(random.integers(0, 6))):
         start = random.uniform(0, SIDE, 2)

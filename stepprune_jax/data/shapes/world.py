@@ -11,8 +11,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.data.shapes import crowds
 from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
-from stepprune_jax.data.shapes.questions import Query, ask
+from stepprune_jax.data.shapes.levels import LEVELS, ask
+from stepprune_jax.data.shapes.questions import Query
 from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
 
 MANIFEST = "world.json"
@@ -30,6 +32,7 @@ class _Drawing(NamedTuple):
     sizes: list[tuple[int, int]]  # side and grid of the images, in turn
     relative: bool  # whether labels tell places from the patch
     emphasis: float  # of training questions
+    level: int
 
     def size(self, number: int) -> tuple[int, int]:
         """Side and grid of an image."""
@@ -37,7 +40,12 @@ class _Drawing(NamedTuple):
 
 
 def scene_at(
-    seed: int, split: str, number: int, grid: int = GRID, emphasis: float = 1.0
+    seed: int,
+    split: str,
+    number: int,
+    grid: int | None = None,
+    emphasis: float = 1.0,
+    level: int = 1,
 ) -> tuple[Scene, list[Query]]:
     """Returns one scene of the world and its questions, without writing anything.
 
@@ -45,15 +53,17 @@ def scene_at(
       seed: Seed of the split.
       split: "train", "validation" or "test".
       number: Number of the scene in the split.
-      grid: Patches along an edge, for the questions' `relevant`.
+      grid: Patches along an edge, for the questions' `relevant`; None for the level's own.
       emphasis: Factor on the frequency of the families that are learned last.
+      level: 1, or 2 for crowds of look-alikes and questions of several steps.
 
     Returns:
       The scene and its questions; the same for the same arguments.
     """
     random = np.random.default_rng([seed, _SPLITS[split], number])
-    scene = draw_scene(random)
-    return scene, ask(scene, random, grid=grid, emphasis=emphasis)
+    scene = draw_scene(random, LEVELS[level].crowd)
+    grid = grid or LEVELS[level].grid
+    return scene, ask(scene, random, grid=grid, emphasis=emphasis, level=level)
 
 
 def _name(split: str, number: int) -> str:
@@ -66,7 +76,7 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
     ):
         emphasis, (side, grid) = to.emphasis if split == "train" else 1.0, to.size(number)
-        scene, queries = scene_at(seed, split, number, grid, emphasis)
+        scene, queries = scene_at(seed, split, number, grid, emphasis, to.level)
         render(scene, side).save(to.folder / "images" / _name(split, number))
         yield scene, queries
 
@@ -87,7 +97,10 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
         name = _name("train", number)
         samples.append({"id": f"train_{number:06d}", "image": name, "conversations": turns})
         if patches:
-            label = patch_labels(scene, to.size(number)[1], to.relative)
+            grid = to.size(number)[1]
+            label = patch_labels(scene, grid, to.relative)
+            if LEVELS[to.level].crowd:
+                label["value_next"] = crowds.distances(scene, grid)
             labels.append(label | {"image_presence": presence(scene)})
             asked.append(queries)
     (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
@@ -130,6 +143,9 @@ def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
     """Writes a question file with its answers and scenes."""
     asked, answers, scenes = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
+        more = {}
+        if LEVELS[to.level].crowd:
+            more["alike"] = crowds.alike(scene, to.size(number)[1])
         for query in queries:
             name = f"{split}_{len(asked):06d}"
             image = _name(split, number)
@@ -139,7 +155,7 @@ def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
             answers.append({"question_id": name, "answer": query.answer})
             relevant = list(query.relevant)
             scenes.append(
-                {"question_id": name, "complexity": scene.complexity, "relevant": relevant}
+                {"question_id": name, "complexity": scene.complexity, "relevant": relevant} | more
             )
     _write_lines(to.folder / f"{split}.jsonl", asked)
     _write_lines(to.folder / f"{split}_answers.jsonl", answers)
@@ -155,10 +171,11 @@ def write_world(
     test: int,
     test_seed: int | None = None,
     patches: bool = False,
-    side: int = SIDE,
-    grid: int = GRID,
+    side: int | None = None,
+    grid: int | None = None,
     sizes: Sequence[int] | None = None,
     emphasis: float = 1.0,
+    level: int = 1,
 ) -> Path:
     """Writes a world; an existing one with the same settings is left unchanged.
 
@@ -175,21 +192,30 @@ def write_world(
       patches: Whether to write further labels for pretraining: `train_patches.npz`, labels of every
         training patch, and `train_mentions.npz`, number and place of the shapes that a question
         mentions.
-      side: Height and width of the images in pixels.
+      side: Height and width of the images in pixels; None for the level's own, as for the next.
       grid: Patches along an edge, for their labels and the relevant patches of answers.
       sizes: Sides of the images in pixels, used in turn, instead of `side`; patches have
         `side / grid` pixels in all of them, and their labels give places relative to the patch.
       emphasis: Factor on the frequency of families that are learned last, in training questions.
+      level: 1, or 2 for crowds of look-alikes and questions of several steps. There, the relevant
+        patches of an answer follow its chain, the scenes of questions list the patches of
+        look-alikes (`alike`), and the labels of patches have `value_next`, `crowds.distances`.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: A negative number, a grid that does not divide the side, a size that is not a
-        multiple of the patch, or a folder that holds a world with other settings.
+      ValueError: An unknown level, a negative number, a grid that does not divide the side, a size
+        that is not a multiple of the patch, or a folder that holds a world with other settings.
       FileExistsError: A folder that holds other files.
     """
     folder = Path(folder)
+    if level not in LEVELS:
+        raise ValueError(
+            f"level of the shapes world is {level}, expected one of {', '.join(map(str, LEVELS))}"
+        )
+    side = LEVELS[level].side if side is None else side
+    grid = LEVELS[level].grid if grid is None else grid
     settings = {
         "version": VERSION,
         "seed": seed,
@@ -217,12 +243,14 @@ def write_world(
                 "pixels of a patch"
             )
         settings["sizes"] = list(sizes)
+    if level != 1:
+        settings["level"] = level
     if _is_written(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings, indent=1) + "\n"
     drawn = [(size, size * grid // side) for size in sizes or [side]]
-    to = _Drawing(folder, drawn, sizes is not None, emphasis)
+    to = _Drawing(folder, drawn, sizes is not None, emphasis, level)
     (folder / PARTIAL).write_text(text, encoding="utf-8")
     if train:
         _write_train(to, seed, train, patches)
@@ -251,7 +279,7 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
         raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
     # Older worlds do not record the size, as there was only one.
     written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written
-    names = [*settings, *({"sizes"} & (written.keys() - settings.keys()))]
+    names = [*settings, *sorted({"level", "sizes"} & (written.keys() - settings.keys()))]
     differ = [
         f"{name} is {written.get(name)}, not {settings.get(name)}"
         for name in names
@@ -265,18 +293,20 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
     return manifest.name == MANIFEST
 
 
-def preview(folder: str | Path, seed: int, count: int) -> Path:
+def preview(folder: str | Path, seed: int, count: int, level: int = 1) -> Path:
     """Writes a contact sheet of the first training scenes.
 
     Args:
       folder: Existing folder to write to.
       seed: Seed of the training scenes.
       count: Number of scenes, at least 1.
+      level: Level of the scenes.
 
     Returns:
       The image, `preview.png`.
     """
-    tiles = [render(scene_at(seed, "train", number)[0], 192) for number in range(count)]
+    scenes = [scene_at(seed, "train", number, level=level)[0] for number in range(count)]
+    tiles = [render(scene, 192) for scene in scenes]
     columns = min(count, 6)
     sheet = Image.new("RGB", (columns * 200, -(-count // columns) * 200), "white")
     for number, tile in enumerate(tiles):

@@ -1,0 +1,37 @@
+r"""The small LLaVA of the second level of the shapes world, from scratch: 256 visual tokens.
+
+    python -m stepprune_jax.pretrain --config configs/pretrain_shapes_hard.py \
+        --workdir runs/pretrain_hard
+
+The result is runs/pretrain_hard/model. A question of three steps passes from shape to shape through
+the layers of the language model, which is therefore deep and narrow. What is not said here is as in
+`configs/pretrain_shapes.py`.
+"""
+
+from ml_collections import ConfigDict
+
+from stepprune_jax import configurations
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Returns the configuration; takes no argument."""
+    if arg:
+        raise ValueError(f"configs/pretrain_shapes_hard.py takes no argument, got {arg!r}")
+    c = configurations.load("pretrain_shapes")
+    c.data.level = 2
+
+    c.model.image_size = 160
+    c.model.patch_size = 10  # one shape or none
+    c.model.text_width = 96
+    c.model.text_mlp = 256
+    c.model.text_layers = 8
+    c.model.text_heads = 6
+
+    c.tower.steps = 600
+
+    c.language.steps = 3000
+    c.language.whole_steps = 1800
+    c.language.kept = (2, 4, 8, 16, 32, 64)
+
+    c.noise.steps = 800
+    return c

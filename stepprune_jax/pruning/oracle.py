@@ -1,0 +1,60 @@
+"""The oracle: tokens that are known to matter, which no method can know. It is not in `PRUNERS`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax.pruning.base import Ranking, Trained, View
+from stepprune_jax.pruning.budget import Budget
+from stepprune_jax.pruning.method import Method
+from stepprune_jax.pruning.random import Random
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle(Random):
+    """Keeps the tokens that an answer depends on, in their order, and then random ones.
+
+    Its parameters are the known tokens of every question, from `make_oracle`.
+
+    Attributes:
+        seed: seed of the random tokens.
+        known: fingerprint of the known tokens.
+    """
+
+    known: str = ""
+
+    name = "oracle"
+    label = "oracle"
+    version: ClassVar[int] = 1
+
+    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+        """Puts the known tokens of each row's question before the others."""
+        known, n = params.weights["known"][view.number], view.tokens.shape[1]
+        hit = known[:, :, None] == jnp.arange(n)
+        later = known.shape[1] + jnp.argsort(super().rank((), view, n).order, axis=1)
+        place = jnp.where(hit.any(axis=1), jnp.argmax(hit, axis=1), later)
+        return Ranking(jnp.argsort(place, axis=1)[:, :steps].astype(jnp.int32))
+
+
+def make_oracle(
+    budget: Budget, relevant: Sequence[Sequence[int]], fingerprint: str, seed: int
+) -> Method:
+    """Builds the oracle of a set of questions.
+
+    Args:
+        budget: tokens to keep per image.
+        relevant: the known tokens of each question, in their order.
+        fingerprint: of `relevant`.
+        seed: seed of the random tokens.
+
+    Returns:
+        The method.
+    """
+    known = np.full((len(relevant), max(1, *map(len, relevant))), -1, np.int32)
+    for row, tokens in zip(known, relevant, strict=True):
+        row[: len(tokens)] = tokens
+    pruner = Oracle(budget=budget, seed=seed, known=fingerprint)
+    return Method(pruner, Trained({"known": known}, None))
