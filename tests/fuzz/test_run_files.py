@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 from hostile import LEAVES, cases, changed, damaged, one_line
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sort_of_clevr_file import entry, place
 
@@ -131,6 +131,7 @@ SCORE = {
 
 @cases(80)
 @given(scores=changed([SCORE, SCORE | {"method": "grid", "budget": 2}]))
+@example(scores=[SCORE, SCORE | {"method": "a|\udcff\n\x1b", "budget": 2}])
 def test_tables(folder, scores):
     (folder / "report").mkdir(exist_ok=True)
     (folder / "report" / "scores.json").write_text(json.dumps(scores))
