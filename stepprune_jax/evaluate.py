@@ -255,7 +255,9 @@ def draw(answers: Path, settings: EvalSettings, report: Path, command: str | Non
     page = report / f"{NAME}.md"
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures if path is not None)
     made = f"\nWritten by `{command}`.\n" if command else ""
-    page.write_text(page.read_text(encoding="utf-8") + shown + made, encoding="utf-8")
+    page.write_text(
+        page.read_text(encoding="utf-8") + shown + made, encoding="utf-8", errors="backslashreplace"
+    )
     print(f"report: {page}")
     return page
 

@@ -64,7 +64,7 @@ def export(
     trained = {"step": step, **{name: about[name] for name in ("config", "model", "data")}}
     card = model_card(policy, trained, figures(workdir, step), target)
     path = save_policy(policy, out / POLICY_FILE, trained)
-    (out / CARD).write_text(card, encoding="utf-8")
+    (out / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
     return path
 
 

@@ -137,6 +137,17 @@ class AnswerLine(NamedTuple):
     order: Sequence[int] | None = None
 
 
+# Types of the fields of a provenance, and their least values.
+_FIELDS: dict[str, tuple[tuple[type, ...], int | None]] = {
+    **dict.fromkeys(("benchmark", "questions", "method", "mode", "model"), ((str,), None)),
+    "asked": ((int,), 0),
+    "budget": ((int, type(None)), 1),
+    "num_tokens": ((int,), 1),
+    "stop_bias": ((float, int, type(None)), None),
+    "made": ((dict,), None),
+}
+
+
 def check_claim(file: AnswerFile) -> None:
     """Verifies that a file has the provenance of this run; changes nothing.
 
@@ -194,9 +205,14 @@ def _read(path: Path) -> Provenance:
         if "pruning_rate" in value:  # written before budgets were counts
             rate = value.pop("pruning_rate")
             value["budget"] = budget_of_rate(value["method"], rate, value["num_tokens"])
-        return Provenance(**value)
-    except (AttributeError, KeyError, TypeError) as error:
+        found = Provenance(**value)
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the provenance of an answer file: {error}") from error
+    for name, (kinds, least) in _FIELDS.items():
+        entry = getattr(found, name)
+        if type(entry) not in kinds or (least is not None and entry is not None and entry < least):
+            raise ValueError(f"{path} is not the provenance of an answer file: {name} is {entry!r}")
+    return found
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
@@ -248,13 +264,14 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     """Parses a line and checks its question."""
     try:
         value = parse_json(line, where)
-        good = isinstance(value, dict) and {"question_id", "prompt", "text"} <= value.keys()
+        good = isinstance(value, dict) and "question_id" in value
+        good = good and all(isinstance(value.get(name), str) for name in ("prompt", "text"))
     except ValueError:
         good = False
     if not good:
         raise ValueError(
-            f"{where}: expected an object with question_id, prompt and text; repair the line, or "
-            "remove it to have its question asked again"
+            f"{where}: expected an object with question_id, and prompt and text as strings; "
+            "repair the line, or remove it to have its question asked again"
         )
     return value
 

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
         if arguments.json is not None:
             text = json.dumps(score._asdict(), indent=2, ensure_ascii=False, allow_nan=False)
-            Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+            Path(arguments.json).write_text(
+                text + "\n", encoding="utf-8", errors="backslashreplace"
+            )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(summary(benchmark, score))

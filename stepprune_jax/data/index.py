@@ -10,7 +10,6 @@ import json
 import os
 import random
 import uuid
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
+from stepprune_jax.data.array_files import INTEGERS, read_arrays
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_array import JsonEntries, scan_json_list
@@ -196,9 +196,9 @@ def save_index(index: Index, path: Path) -> None:
 def load_index(path: Path) -> Index | None:
     """Reads an index; None if it is absent or damaged, and has to be rebuilt."""
     try:
-        with path.open("rb") as opened, np.load(opened) as file:
-            arrays = {name: file[name] for name in Index._fields}
+        found = read_arrays(path, lambda name: INTEGERS)
+        arrays = {name: found[name] for name in Index._fields}
         names = tuple(json.loads(arrays.pop("names").tobytes()))
         return Index(names=names, **arrays)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, MemoryError):
+    except (OSError, ValueError, KeyError):
         return None

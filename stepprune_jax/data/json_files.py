@@ -224,7 +224,8 @@ def write_json(path: Path, value: Any) -> None:
         value: a JSON value.
     """
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    replace_file(path, text.encode())
+    # Half of a surrogate pair, as in a name that is not UTF-8, becomes its escape sequence in JSON.
+    replace_file(path, text.encode(errors="backslashreplace"))
 
 
 def _read_json(file: str | Path) -> Any:

@@ -93,7 +93,7 @@ def write_accuracy(folder: Path, table: list[dict], families: list[dict]) -> Non
     write_json(folder / "table.json", table)
     write_json(folder / "table_by_family.json", families)
     (folder / "table.md").write_text(markdown_table(table), encoding="utf-8")
-    (folder / "table.csv").write_text(csv_table(table), encoding="utf-8")
+    (folder / "table.csv").write_text(csv_table(table), encoding="utf-8", errors="backslashreplace")
     names = list(families[0]["families"])
     head = ("method", "mode", "pruning_rate")
     cells = [

@@ -1,7 +1,6 @@
 """Kept tokens and answers, question by question, from which a report can be redrawn."""
 
 import re
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +9,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from stepprune_jax.benchmarks.answer_files import budget_of_rate, pruning_rate
+from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 
 RECORDS = "records"
+_AXES = {"count": 1, "order": 2, "answer": 1, "correct": 1}  # of the others: none
+_KINDS = {
+    **dict.fromkeys(("method", "mode", "answer"), TEXT),
+    **dict.fromkeys(("budget", "num_tokens", "count", "order"), INTEGERS),
+}
 _FIELDS = ("method", "mode", "count", "order", "answer", "correct")
 _OWN_STOP = -1  # the budget of a policy's own stop, in files
 
@@ -100,17 +105,24 @@ def load_records(folder: str | Path) -> list[Records]:
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     """Reads the arrays of a file."""
-    try:
-        # Opened here, as numpy leaves a damaged file open.
-        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as data:
-            missing = [name for name in _FIELDS if name not in data]
-            if missing:
-                raise ValueError(f"{file} lacks {', '.join(missing)}")
-            if not ("pruning_rate" in data or {"budget", "num_tokens"} <= {*data}):
-                raise ValueError(f"{file} lacks budget, num_tokens")
-            return dict(data)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} is not a records file: {error}") from error
+    data = read_arrays(file, lambda name: _KINDS.get(name, NUMBERS))
+    missing = [name for name in _FIELDS if name not in data]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    if not ("pruning_rate" in data or {"budget", "num_tokens"} <= {*data}):
+        raise ValueError(f"{file} lacks budget, num_tokens")
+    for name, array in data.items():
+        axes, rows = _AXES.get(name, 0), data["count"].shape[:1]
+        if array.ndim != axes or (axes and array.shape[:1] != rows):
+            raise ValueError(
+                f"{file}: {name} is {list(array.shape)}, expected {axes} axes, the first as long "
+                "as that of count"
+            )
+    if not data["count"].size or (data["count"] < 0).any():
+        raise ValueError(f"{file}: count has no rows, or some below 0")
+    if data.get("num_tokens", 1) < 1 or np.isnan(data.get("pruning_rate", 0)):
+        raise ValueError(f"{file}: num_tokens is below 1, or pruning_rate is not a number")
+    return data
 
 
 def _records(row: dict[str, np.ndarray], most: int) -> Records:

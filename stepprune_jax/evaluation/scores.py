@@ -1,6 +1,6 @@
 """Scores of all answer files of a run, with K and time, in one file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,21 @@ from stepprune_jax.benchmarks.answer_files import (
 )
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import read_json_list, write_json
+from stepprune_jax.settings import is_count, is_number
 
 SCORES = "scores.json"
 # The file from which tables are built.
-_FIELDS = {
-    *("benchmark", "method", "mode", "pruning_rate", "num_tokens", "questions", "asked"),
-    *("answered", "headline", "warnings", "problem", "mean_k", "sd_k", "ms"),
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "benchmark": lambda value: value in BENCHMARKS,
+    **dict.fromkeys(("method", "mode", "questions"), lambda value: isinstance(value, str)),
+    "problem": lambda value: value is None or isinstance(value, str),
+    "warnings": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+    "num_tokens": is_count,
+    **dict.fromkeys(("asked", "answered"), lambda value: is_count(value, 0)),
+    **dict.fromkeys(
+        ("pruning_rate", "headline", "mean_k", "sd_k", "ms"),
+        lambda value: value is None or is_number(value),
+    ),
 }
 
 
@@ -102,7 +111,9 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
     """Summarises K and time over the lines of a file."""
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
-    kept = np.array([answer.fields.get("kept", 0) for answer in answers])
+    # Another program may have written the file.
+    given = [answer.fields.get("kept") for answer in answers]
+    kept = np.array([count if is_count(count, 0) else 0 for count in given])
     kept = kept[kept > 0] if (kept > 0).any() else kept
     return {
         "mean_k": float(kept.mean()),
@@ -115,7 +126,8 @@ def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
 
 def mean_ms(answers: Iterable[Answer]) -> float | None:
     """Averages the milliseconds of the answers that record them; None if none does."""
-    times = [answer.fields["ms"] for answer in answers if "ms" in answer.fields]
+    given = [answer.fields.get("ms") for answer in answers]
+    times = [ms for ms in given if is_number(ms)]
     return float(np.mean(times)) if times else None
 
 
@@ -129,6 +141,13 @@ def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str,
     except (OSError, ValueError) as error:
         return {"headline": None, "parts": {}, "warnings": [], "problem": str(error)}
     return {**score._asdict(), "problem": None}
+
+
+def _is_score(score: dict[str, Any]) -> bool:
+    """Returns whether an object has the fields that tables are built from."""
+    good = all(holds(score[name]) for name, holds in _FIELDS.items())
+    good = good and (score["mean_k"] is None) == (score["sd_k"] is None)
+    return good and (score.get("budget") is None or is_count(score["budget"]))
 
 
 def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
@@ -149,10 +168,10 @@ def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
     try:
         scores = read_json_list(path, "score")
-        good = all(score.keys() >= _FIELDS for score in scores)
-    except (ValueError, AttributeError, TypeError):
+        good = all(map(_is_score, scores))
+    except (ValueError, AttributeError, KeyError, TypeError):
         good = False
-    if not good or not scores:
+    if not good:
         raise ValueError(f"{path} is not a list of scores, as eval.py writes them")
     for score in scores:
         if "budget" not in score:  # written before budgets were counts

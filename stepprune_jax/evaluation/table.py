@@ -263,7 +263,9 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
     """
     rows = as_objects(table)
     (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
-    (folder / f"{NAME}.csv").write_text(csv_table(rows), encoding="utf-8")
+    (folder / f"{NAME}.csv").write_text(
+        csv_table(rows), encoding="utf-8", errors="backslashreplace"
+    )
     write_json(folder / f"{NAME}.json", rows)
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from stepprune_jax.data.llava import Sample, read_conversations
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.images import stack_images
@@ -17,6 +18,7 @@ from stepprune_jax.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentio
 from stepprune_jax.pretrain.settings import Pretraining
 
 PATCHES_FILE = "train_patches.npz"
+_KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
 
 
 class Data(NamedTuple):
@@ -129,8 +131,7 @@ def _read_labels(
     """Reads labels, and words of classes, by label name; empty if there is no such file."""
     if not path.is_file():
         return {}, {}
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_arrays(path, lambda name: _KINDS.get(name.partition("_")[0], NUMBERS))
     words = {name: arrays.pop(name) for name in list(arrays) if name.startswith("words_")}
     shares = {name for name in arrays if name.startswith("share_")}
     kinds = {n: "share_" if n.replace("words", "share", 1) in shares else "class_" for n in words}

@@ -14,11 +14,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from stepprune_jax.pretrain.packing import Packed
 from stepprune_jax.pretrain.tower import linear_head
 
 MENTIONS_FILE = "train_mentions.npz"
 _FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}
+_KINDS = {"word": TEXT, **dict.fromkeys(("sample", "exchange", "number"), INTEGERS)}
 
 
 class Mentions(NamedTuple):
@@ -69,13 +71,12 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
     """
     if not path.is_file():
         return None
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_arrays(path, lambda name: _KINDS.get(name, NUMBERS))
     if set(arrays) != set(_FIELDS):
         raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(_FIELDS)}")
-    rows = len(arrays["sample"])
+    rows = arrays["sample"].size
     for name, axes in _FIELDS.items():
-        if arrays[name].ndim != axes or len(arrays[name]) != rows:
+        if arrays[name].ndim != axes or arrays[name].shape[0] != rows:
             raise ValueError(
                 f"{path}: {name} is {list(arrays[name].shape)}, expected {axes} axes and {rows} "
                 "rows, as sample has"

@@ -181,6 +181,7 @@ def write_page(
         f"<header><h1>{escape(title)}</h1>\n{opening(report)}\n<nav>\n{menu}\n</nav></header>\n"
         f"{body}\n</main>\n</body>\n</html>\n",
         encoding="utf-8",
+        errors="backslashreplace",  # of the command: a name that is not UTF-8
     )
     return page
 

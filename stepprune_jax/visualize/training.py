@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
-from stepprune_jax.data.json_files import parse_json
+from stepprune_jax.data.json_files import read_json_lines
+from stepprune_jax.settings import is_number
 from stepprune_jax.visualize import style
 
 _ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
@@ -41,23 +42,15 @@ def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
         FileNotFoundError: there is no such file.
         ValueError: a malformed line, which is named, or an empty file.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no metrics file at {path}")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{path}, line {number}")
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
-            raise ValueError(f"{path}, line {number}: expected an object with a number 'step'")
+    for where, row in read_json_lines(path):
+        if not is_number(row.get("step")):
+            raise ValueError(f"{where}: expected an object with a number 'step'")
         rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} holds no metrics")
-    keys = dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, int | float))
+    keys = dict.fromkeys(k for row in rows for k, v in row.items() if is_number(v))
 
     def number(value: Any) -> float:
-        return float(value) if isinstance(value, int | float) else np.nan
+        return float(value) if is_number(value) else np.nan
 
     return {key: np.array([number(row.get(key)) for row in rows]) for key in keys}
 

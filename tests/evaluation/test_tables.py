@@ -206,8 +206,20 @@ def test_bad_records_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"a\.npz lacks mode, count"):
         load_records(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK\3\4 broken")
-    with pytest.raises(ValueError, match=r"a\.npz is not a records file"):
+    with pytest.raises(ValueError, match=r"a\.npz: not a readable \.npz file"):
         load_records(tmp_path)
+    for change, message in (
+        ({"count": np.full(2, "x")}, "count holds <U1, expected integers"),
+        ({"count": np.zeros(0, int)}, r"order is \[.*, expected 2 axes"),
+        ({"order": np.zeros(2, int)}, r"order is \[2\], expected 2 axes"),
+        ({"correct": np.ones(3, bool)}, r"correct is \[3\], expected 1 axes"),
+    ):
+        save_records(tmp_path, ROWS[:1])
+        (file,) = tmp_path.glob("*.npz")
+        with np.load(file) as arrays:
+            np.savez(file, **{**arrays, **change})
+        with pytest.raises(ValueError, match=message):
+            load_records(tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

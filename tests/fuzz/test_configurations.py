@@ -21,11 +21,17 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings, hf_processor, settings_from_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning import Budget
+from stepprune_jax.pruning.calibration import Calibration
 from stepprune_jax.settings import read
-from stepprune_jax.testing import tiny_hf_config
+from stepprune_jax.testing import qwen_tokenizer, tiny_hf_config, tiny_qwen_config
 from stepprune_jax.training.settings import Run
 
 MODEL = tiny_hf_config()
+QWEN_PROCESSOR = {
+    **{"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True},
+    **{"min_pixels": 64, "max_pixels": 4096, "patch_size": 4, "temporal_patch_size": 2},
+    **{"merge_size": 2, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.3] * 3},
+}
 
 
 @cases(150)
@@ -49,6 +55,22 @@ def test_folders(tmp_path_factory, raw):
         inspect_folder(folder)
 
 
+QWEN = tiny_qwen_config(qwen_tokenizer())
+
+
+@cases(60)
+@given(raw=changed(QWEN), processor=changed(QWEN_PROCESSOR))
+def test_models_whose_images_vary_in_size(tmp_path_factory, raw, processor):
+    folder = tmp_path_factory.getbasetemp() / "qwen"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    with one_line(folder):
+        config = inspect_folder(folder).config
+        assert 1 <= config.min_pixels <= config.max_pixels and config.max_image_tokens >= 1
+        config.family.image_settings(folder)
+
+
 PROCESSOR = hf_processor(LlavaConfig.from_hf(MODEL), ImageSettings())["preprocessor_config.json"]
 
 
@@ -62,6 +84,9 @@ def test_image_processors(raw):
 
 
 CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
+
+
+CALIBRATION = Calibration((1.0, 2.5), (3.0, 0.0), (1.0, 0.2), (0.0, 0.2), 9.0, 4).as_json()
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +108,8 @@ def test_policies(policy, data):
     other = metadata | {"config": json.dumps(fields)}
     if data.draw(st.booleans()):
         other["stop_bias"] = json.dumps(data.draw(VALUES))
+    if data.draw(st.booleans()):
+        other["calibration"] = json.dumps(data.draw(changed(CALIBRATION)))
     file = path.with_name("changed")
     safetensors.write_file(file, specs, tensors, other)
     if not data.draw(st.integers(0, 3)):

@@ -244,7 +244,10 @@ def with_labels(data, folder, **arrays):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"class_kind": np.zeros((6, 144))}, r"class_kind is \[6, 144\], expected \[6, 9\]: train"),
+        (
+            {"class_kind": np.zeros((6, 144), int)},
+            r"class_kind is \[6, 144\], expected \[6, 9\]: train",
+        ),
         ({"value_at": np.zeros((5, 9, 2))}, r"value_at is \[5, 9, 2\], expected \[6, 9, any\]"),
         ({"kind": np.zeros((6, 9))}, r"unknown label 'kind', expected class_, value_, image_"),
         (
@@ -252,6 +255,9 @@ def with_labels(data, folder, **arrays):
             r"words of class_a are \[2\], and class_a has classes up to 2",
         ),
         ({"words_b": np.array(["x"])}, r"words of class_b are \[1\], and class_b is not there"),
+        ({"class_kind": np.zeros((6, 9))}, r"class_kind holds float64, expected integers"),
+        ({"value_at": np.full((6, 9, 2), np.inf)}, r"value_at holds .*, expected finite numbers"),
+        ({"value_at": np.array(None)}, r"npz: not a readable .npz file: .*allow_pickle=False"),
         ({}, r"nothing would train the tower: .* has no train_patches.npz, and config.language"),
     ],
 )

@@ -270,9 +270,10 @@ def test_running_mean_by_hand():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 1}\n{"ste', "metrics.jsonl, line 2, column"),
+        ('{"step": 1}\n{"ste', "metrics.jsonl: line 2, column"),
         ('{"loss": 1}\n', "line 1: expected an object with a number 'step'"),
-        ("", "holds no metrics"),
+        ("", "got an empty file"),
+        ('{"step": true}\n', "line 1: expected an object with a number 'step'"),
     ],
 )
 def test_bad_metrics_are_named(tmp_path, text, message):

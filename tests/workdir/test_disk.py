@@ -7,7 +7,7 @@ import os
 import jax.numpy as jnp
 import pytest
 
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.user_input import is_user_error
 from stepprune_jax.workdir.checkpoints import Checkpoints
 from stepprune_jax.workdir.metrics import MetricsLog, read_rows
@@ -27,6 +27,8 @@ def test_a_full_disk_names_the_metrics(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_half_of_another(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
+    write_json(path, {"a": "µ \udcff"})  # as a name that is not UTF-8
+    assert read_json_object(path) == {"a": "µ \udcff"}
     write_json(path, {"a": 1})
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", refuse)

@@ -1,0 +1,44 @@
+"""Arrays in files of numpy, read without trusting them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+# What an array may hold: kinds of dtypes, and their name in messages.
+INTEGERS, NUMBERS, TEXT = ("iu", "integers"), ("biuf", "finite numbers"), ("U", "text")
+Kind = tuple[str, str]
+
+
+def read_arrays(file: str | Path, kind: Callable[[str], Kind]) -> dict[str, np.ndarray]:
+    """Reads all arrays of an ``.npz`` file.
+
+    Args:
+        file: the file; pickled objects in it are not loaded.
+        kind: returns what the array of a name may hold. NaN is a finite number here: it marks
+            numbers that are not there.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is damaged or of another kind, or an array holds something else. The message
+            is one line and names the file.
+    """
+    arrays = _read(Path(file))
+    for name, array in arrays.items():
+        kinds, expected = kind(name)
+        if array.dtype.kind not in kinds or (array.dtype.kind == "f" and np.isinf(array).any()):
+            raise ValueError(f"{file}: {name} holds {array.dtype}, expected {expected}")
+    return arrays
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    with file.open("rb") as handle:  # opened here, as numpy leaves a damaged file open
+        try:
+            with np.load(handle, allow_pickle=False) as arrays:
+                return dict(arrays)
+        except Exception as error:  # a damaged file may raise any kind
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{file}: not a readable .npz file: {reason}") from error
