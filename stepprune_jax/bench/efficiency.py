@@ -1,6 +1,7 @@
 """Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
 
     python -m stepprune_jax.bench.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
+    python -m stepprune_jax.bench.efficiency --model qwen-mid --rows all --transformers --json OUT
 
 Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
 the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
@@ -16,6 +17,7 @@ different images vary.
 import argparse
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ import numpy as np
 
 from stepprune_jax.bench import first_token, torch_llama
 from stepprune_jax.bench.first_token import Batch, Bench, Row
-from stepprune_jax.bench.memory import MODELS, model_config
+from stepprune_jax.bench.memory import MODELS, QWEN_MODELS, model_config
 from stepprune_jax.bench.peaks import device_peak
 from stepprune_jax.bench.timing import environment, free_memory, peak_memory
 from stepprune_jax.bench.weights import random_weights
@@ -39,6 +41,7 @@ from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method
@@ -49,6 +52,19 @@ UNPRUNED, REFERENCE = "all", "transformers"
 _ONE_IN = (3, 4.5, 9)
 # Power of the count with which the price of a token grows; see above.
 _PRICE_GROWTH = 30.0
+
+
+def with_square_images(config: QwenConfig, tokens: int) -> QwenConfig:
+    """Bounds images so that the largest one is a square of so many visual tokens.
+
+    Raises:
+        ValueError: not a square number, or so small that narrow images have more.
+    """
+    area = config.vision.factor**2
+    config = config.family.bound_images(config, None, area, tokens * area)
+    if config.max_image_tokens != tokens or math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(f"--tokens is {tokens}, expected a square number from 225")
+    return config
 
 
 def default_rows(config: ModelConfig) -> list[str]:
@@ -181,29 +197,47 @@ def torch_device() -> str:
 
 
 def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
-    """Builds LLaVA of `transformers` with SDPA and our weights.
+    """Builds the model of `transformers` with SDPA and our weights.
 
     Returns:
         A function from a batch to a call that returns its first logits.
     """
-    llava = torch_llama.build_llava(model.params, model.config, device)
+    qwen = isinstance(model.config, QwenConfig)
+    build = torch_llama.build_qwen if qwen else torch_llama.build_llava
+    theirs = build(model.params, model.config, device)
 
     def on(batch: Batch) -> Callable[[], Any]:
         return functools.partial(
             torch_llama.first_tokens,
-            llava,
+            theirs,
             batch.prompts.ids,
-            np.asarray(batch.images.pixels),
+            jax.tree.map(np.asarray, batch.images.pixels),
             model.config,
         )
 
     return on
 
 
+def _said(row: dict[str, Any]) -> str:
+    """Returns a row's time to the first token, and how long the others take in comparison."""
+    others = (
+        f"; {other} takes {median:.2f} ({least:.2f} to {most:.2f}) times as long"
+        for other, (median, least, most) in row["speed_up"].items()
+    )
+    return f"{row['ms']['whole'][0]:,.0f} ms to the first token{''.join(others)}"
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the flags."""
     parser = Parser(prog="stepprune_jax.bench.efficiency", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="mid", help=f"{', '.join(MODELS)}, or a config.json")
+    known = ", ".join(MODELS | QWEN_MODELS)
+    parser.add_argument("--model", default="mid", help=f"{known}, or a config.json")
+    parser.add_argument(
+        "--tokens",
+        type=integer_from(1),
+        default=576,
+        help="visual tokens of an image, for Qwen2.5-VL",
+    )
     parser.add_argument("--json", required=True, help="file for the results")
     parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
@@ -233,6 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parse(arguments)
     try:
         config = model_config(flags.model)
+        if isinstance(config, QwenConfig):
+            config = with_square_images(config, flags.tokens)
         names = flags.rows or default_rows(config)
         execution = Execution(attention=flags.attention)
         execution.check_backend()
@@ -270,6 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = first_token.draw_batch(config, size, flags.text)
         references = {REFERENCE: theirs(batch)} if theirs else {}
         result["batches"][str(size)] = first_token.measure(bench, rows, batch, references)
+        for row in result["batches"][str(size)]:
+            print(f"batch {size}, {row['row']}: {_said(row)}", flush=True)
         result["peak_bytes"] = peak_memory()
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {out}")

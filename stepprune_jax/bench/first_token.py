@@ -1,6 +1,7 @@
 """Rows of an efficiency table, measured in turns: pixels to the first token, and its stages."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch, jit_for_weights
 from stepprune_jax.policy import PolicyConfig
@@ -78,7 +80,7 @@ def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batc
     """Draws images and prompts.
 
     Args:
-        config: the model's configuration.
+        config: the model's configuration; where sizes vary, its largest image is square.
         size: number of prompts, with an image each.
         text: tokens of a prompt besides its image; the pruner reads all of them.
         seed: seed of the draw.
@@ -88,7 +90,11 @@ def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batc
         lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
         config.family.max_pixels(config, size),
     )
-    words = random.integers(3, config.text.vocab_size - 1, (size, text), np.int32)
+    if isinstance(config, QwenConfig):
+        side = math.isqrt(config.max_image_tokens)
+        pixels = pixels._replace(grid=np.full((size, 2), side, np.int32))
+    most = min(config.text.vocab_size - 1, config.image_token_id)
+    words = random.integers(3, most, (size, text), np.int32)
     ids = np.insert(words, text // 2, IMAGE_TOKEN, axis=1)
     number = np.arange(size, dtype=np.int32)
     full = np.full(size, text, np.int32)
@@ -338,7 +344,10 @@ def _work(
     return {
         "tower": (size * flops["tower"], _nbytes(weights["vision"])),
         "selector": (size * flops["choice"], _nbytes(used)),
-        "projector": (size * flops["projector"], _nbytes(weights["projector"])),
+        "projector": (
+            size * flops["projector"],
+            _nbytes([weights[name] for name in ("projector", "merger") if name in weights]),
+        ),
         "prefill": (
             size * flops["prefill"],
             _nbytes({name: part for name, part in language.items() if name != "embed"}),

@@ -103,7 +103,19 @@ _QWEN_LARGE = {
     "num_key_value_heads": 8,
     "vision_config": _QWEN_VISION | {"intermediate_size": 3456, "out_hidden_size": 8192},
 }
+# The text part of "mid" with grouped key heads, and a tower of its widths.
+_QWEN_MID = {
+    **{key: value for key, value in _SMALL.items() if key != "num_attention_heads"},
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vision_config": _QWEN_VISION
+    | {"depth": 12, "hidden_size": 384, "intermediate_size": 1024, "num_heads": 6}
+    | {"fullatt_block_indexes": [2, 5, 8, 11], "out_hidden_size": 1024},
+    "vocab_size": 32064,
+    "image_token_id": 32063,
+}
 QWEN_MODELS = {
+    "qwen-mid": _QWEN | _QWEN_MID,
     "qwen2.5-vl-7b": _QWEN,
     "qwen2.5-vl-3b": _QWEN | _QWEN_SMALL,
     "qwen2.5-vl-72b": _QWEN | _QWEN_LARGE,

@@ -57,6 +57,26 @@ def test_rows_are_measured_in_turns(result):
 
 
 @pytest.mark.slow
+def test_qwen_is_compared_with_the_reference(tmp_path):
+    fields = testing.tiny_qwen_config(testing.qwen_tokenizer(), max_position_embeddings=4096)
+    model, out = tmp_path / "config.json", tmp_path / "result.json"
+    model.write_text(json.dumps(fields))
+    flags = ["--model", str(model), "--json", str(out), "--rows", "all", "--batch", "2"]
+    flags += ["--text", str(TEXT), "--new_tokens", "2", "--rounds", "1", "--transformers"]
+    efficiency.main([*flags, "--tokens", "225"])
+    whole, theirs = json.loads(out.read_text())["batches"]["2"]
+    assert whole["kept"][0] == 225 and whole["tflops"]["projector"] > 0
+    assert theirs["row"] == "transformers" and theirs["difference"] < 1e-5
+
+
+def test_images_of_qwen_are_square(capsys):
+    flags = ["--model", "qwen-mid", "--json", "no.json", "--rows", "all", "--tokens", "230"]
+    with pytest.raises(SystemExit):
+        efficiency.main(flags)
+    assert "--tokens is 230, expected a square number from 225" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_operations_are_those_of_the_tokens_that_are_there(result):
     whole, own, _ = result["batches"]["2"]
     text = LlavaConfig.from_hf(FIELDS).text
