@@ -3,7 +3,7 @@
     python train.py --config configs/shapes_qwen.py
     python eval.py --config configs/shapes_qwen.py
 
-The frozen model is that of `configs/pretrain_shapes_qwen.py`, which is trained first.
+The frozen model ships with the package; `configs/pretrain_shapes_qwen.py` has trained it.
 `configs/shapes_qwen.py:literal` follows the paper to the letter.
 """
 
@@ -19,7 +19,7 @@ def get_config(arg: str = "") -> ConfigDict:
         arg: reading of the paper, "literal" or nothing.
     """
     c = configurations.load("shapes", arg)
-    c.model.folder = "runs/pretrain_qwen/model"
+    c.model.folder = "shapes_qwen"
     # Tables name rates by the tokens of the largest image: of 198, thirds and ninths are whole. The
     # images have 196 at most.
     c.model.max_pixels = 198 * 8 * 8

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     """Builds the parser of the command's options."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder, hub id, or shapes (the small model)")
+    add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--image", action="append", default=[], help="image file; may be repeated")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")

@@ -1,4 +1,4 @@
-"""The small LLaVA that ships with the package answers questions about scenes nobody has seen."""
+"""The small models that ship with the package answer questions about scenes nobody has seen."""
 
 import json
 
@@ -10,7 +10,13 @@ from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
-from stepprune_jax.checkpoints.shipped import ASSETS, POLICIES, SHAPES_MODEL
+from stepprune_jax.checkpoints.shipped import (
+    ASSETS,
+    POLICIES,
+    POLICIES_FOR,
+    SHAPES_MODEL,
+    policy_names,
+)
 from stepprune_jax.data.shapes import write_world
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split
@@ -25,11 +31,9 @@ def model():
     return load_vlm(SHAPES_MODEL, dtype=jnp.float32)
 
 
-@pytest.fixture(scope="module")
-def asked(model, tmp_path_factory):
+def asking(model, folder, **world):
     """Answers new questions by a method; returns the share that is right, and each count."""
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder / "w", seed=987654, train=0, validation=0, test=48)
+    write_world(folder / "w", seed=987654, train=0, validation=0, test=48, **world)
     split = read_split(folder / "w", "test")
     encoded = encode_questions(model, split.questions, batch_size=32)
 
@@ -55,7 +59,17 @@ def asked(model, tmp_path_factory):
     return ask
 
 
-def test_it_is_small():
+@pytest.fixture(scope="module")
+def asked(model, tmp_path_factory):
+    return asking(model, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return load_vlm("shapes_qwen", dtype=jnp.float32)
+
+
+def test_they_are_small():
     size = sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file())
     assert size < 10e6
 
@@ -80,10 +94,25 @@ def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
     assert own > 0.95 * whole and own > random + 0.08
 
 
-@pytest.mark.parametrize("name", ["autoselect", "literal", "shapes"])
-def test_shipped_policies_fit_it_and_say_where_they_come_from(model, name):
+def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
+    ask = asking(qwen, tmp_path, sizes=(64, 88, 112), side=112, grid=14)
+    whole, counts = ask(make_method("all"))
+    assert sorted({*counts.tolist()}) == [64, 121, 196]
+    own, kept = ask(make_method(policy=load_policy("shapes_qwen")))
+    random, _ = ask(make_method("random", 16))
+    assert whole > 0.9
+    assert 10 < kept.mean() < 40 and kept.std() > 4
+    assert own > 0.95 * whole and own > random + 0.08
+
+
+def test_every_policy_is_for_a_model():
+    assert sorted(name for names in POLICIES_FOR.values() for name in names) == policy_names()
+
+
+@pytest.mark.parametrize("name", ["autoselect", "literal", "shapes", "shapes_qwen"])
+def test_shipped_policies_fit_their_model_and_say_where_they_come_from(model, qwen, name):
     policy = load_policy(name)
-    check_fits(policy, model.config)
+    check_fits(policy, qwen.config if name in POLICIES_FOR["shapes_qwen"] else model.config)
     assert policy.stats is not None
     _, metadata = safetensors.read_contents(POLICIES / f"{name}.safetensors")
     assert {"seed", "commit", "command"} <= json.loads(metadata["about"]).keys()

@@ -44,8 +44,8 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
     """Returns a local folder, downloading from the hub if the argument is not a folder.
 
     Args:
-        folder_or_hub_id: a folder; or the name of a shipped model, ``shapes``; or a hub id such as
-            ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as read by
+        folder_or_hub_id: a folder; or the name of a shipped model, such as ``shapes``; or a
+            hub id such as ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as read by
             `hub.repository`. A folder of the same name takes precedence.
         patterns: the files to download.
 

@@ -1,13 +1,15 @@
-"""Shipped models and policies by name: a small LLaVA and policies trained for it."""
+"""Shipped models and policies by name: a small LLaVA, a small Qwen2.5-VL, policies for each."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-# The small LLaVA of the shapes world.
-SHAPES_MODEL = ASSETS / "shapes_llava"
-MODELS = {"shapes": SHAPES_MODEL}
+# The small LLaVA and the small Qwen2.5-VL of the shapes world.
+SHAPES_MODEL, SHAPES_QWEN = ASSETS / "shapes_llava", ASSETS / "shapes_qwen"
+MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
 POLICIES = ASSETS / "policies"
+# Policies by the model they were trained for, StepPrune's own first.
+POLICIES_FOR = {"shapes": ("shapes", "autoselect", "literal"), "shapes_qwen": ("shapes_qwen",)}
 _SUFFIX = ".safetensors"
 
 

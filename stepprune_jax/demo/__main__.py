@@ -2,7 +2,7 @@
 
     python -m stepprune_jax.demo
 
-serves http://127.0.0.1:7860 with the small model of the shapes world and its shipped policies.
+serves http://127.0.0.1:7860 with the small LLaVA of the shapes world and its shipped policies.
 `--model` takes any LLaVA or Qwen2.5-VL; `--policy` adds other policies.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.checkpoints.shipped import MODELS, policy_names
+from stepprune_jax.checkpoints.shipped import POLICIES_FOR
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
@@ -23,13 +23,18 @@ from stepprune_jax.pruning import Policy
 from stepprune_jax.user_input import user_input
 
 _NAME = "stepprune_jax.demo"
+_SMALL = {
+    "shapes": "The small LLaVA of the shapes world",
+    "shapes_qwen": "The small Qwen2.5-VL of the shapes world",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves the page; reports errors in one line and exits with status 2."""
     parser = Parser(prog=program(_NAME), description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--model", default="shapes", help="checkpoint folder, hub id, or shapes (the small model)")
+    small_models = " or ".join(_SMALL)
+    add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
     add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
@@ -47,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from stepprune_jax.demo.app import build, serve
     except ImportError as error:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
-    small = given.model in MODELS
+    small = given.model in _SMALL
     with user_input():
-        names = given.policy + ([name for name in _shipped() if small])
+        names = [*given.policy, *POLICIES_FOR.get(given.model, ())]
         policies = dict(_named(Path(name).stem, load_policy(name)) for name in names)
         model = load_vlm(
             given.model,
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_pixels=given.max_pixels,
         )
         choices = list_choices(model, policies)
-    name = "The small LLaVA of the shapes world" if small else Path(given.model).name
+    name = _SMALL[given.model] if small else Path(given.model).name
     serve(
         build(model, name, choices, shapes_examples() if small else []),
         given.host,
@@ -70,11 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _named(name: str, policy: Policy) -> tuple[str, Policy]:
     """A policy, and what the page calls it: the method, and which one of it."""
     return (name if name == policy.method else f"{policy.method} ({name})"), policy
-
-
-def _shipped() -> list[str]:
-    """Returns names of the shipped policies, StepPrune's first."""
-    return sorted(policy_names(), key=lambda name: (name not in MODELS, name))
 
 
 def command() -> NoReturn:

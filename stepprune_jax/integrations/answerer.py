@@ -80,7 +80,7 @@ def load_answerer(
     """Checks the arguments, and then loads the model.
 
     Args:
-        pretrained: checkpoint folder, hub id, or "shapes" for the shipped small model.
+        pretrained: checkpoint folder, hub id, or the name of a shipped model, "shapes".
         policy: policy file, or the name of a shipped policy.
         method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
             one; without one it is "all".
