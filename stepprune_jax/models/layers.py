@@ -259,6 +259,8 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
         ]
         return _attend(rows(query, first, 2), own)
 
+    # A gradient computes the scores of a part again, rather than storing those of all.
+    part = jax.checkpoint(part, prevent_cse=False)
     parts = jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
     parts = jnp.moveaxis(parts, 0, 2)
     return parts.reshape(*query.shape)[:, :, :length]

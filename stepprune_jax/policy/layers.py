@@ -94,6 +94,8 @@ def attention(
         own = rows(mask, first) if by_query else mask
         return _attention(rows(query, first), key, value, own, bias)
 
+    # A gradient computes the logits of a part again, rather than storing those of all.
+    part = jax.checkpoint(part, prevent_cse=False)
     parts = jax.lax.map(part, jnp.arange(0, query.shape[2], QUERIES))
     return jnp.moveaxis(parts, 0, 2).reshape(query.shape)[:, :, :length]
 
