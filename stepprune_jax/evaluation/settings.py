@@ -184,7 +184,7 @@ class EvalSettings(Settings, group="eval"):
     def labels(self) -> list[str]:
         """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        return [*untrained, *self.rows, FIRST_STEP, DEFAULT, *self.ablations, ORACLE]
+        return [*untrained, ORACLE, *self.rows, FIRST_STEP, DEFAULT, *self.ablations]
 
 
 def _listed(text: str) -> list[str]:

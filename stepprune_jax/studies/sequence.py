@@ -1,4 +1,4 @@
-r"""Tells whether choosing step by step pays, family by family: docs/evaluation.md.
+r"""Tells whether choosing step by step pays, family by family: docs/your-own-data.md.
 
     python -m stepprune_jax.studies.sequence --config shapes_hard --workdir runs/shapes_hard \
         --scorer runs/shapes_hard_autoselect/policy.safetensors --json sequence.json

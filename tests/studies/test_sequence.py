@@ -131,8 +131,8 @@ def test_these_rows_are_answered_on_request_only(world):
     named = changed(world[1], methods="oracle,first step").eval
     assert [label for label in named.labels if named.wants(label)] == [
         "all tokens",
-        "first step",
         "oracle",
+        "first step",
     ]
     assert [*read_policies(named, world[2] / "run")] == ["first step"]
     with pytest.raises(ValueError, match=r"rows and ablations name oracle twice"):
