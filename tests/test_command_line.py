@@ -13,6 +13,7 @@ import pytest
 from absl import flags
 
 from stepprune_jax.command_line import (
+    Messages,
     Parser,
     command,
     default_workdir,
@@ -43,7 +44,9 @@ def test_a_file_may_be_called_anything(capsys):
         raise FileNotFoundError(f"no file at {HOSTILE}")
     with pytest.raises(SystemExit):
         Parser(prog="prog").parse_args([HOSTILE])
-    logging.getLogger("stepprune_jax").warning("%s is missing", HOSTILE)
+    # Not through a logger: pytest records what they are given, and its workers send UTF-8 only.
+    record = {"levelno": logging.WARNING, "msg": "%s is missing", "args": (HOSTILE,)}
+    Messages("stdout").emit(logging.makeLogRecord(record))
     assert capsys.readouterr().err.splitlines() == [
         f"prog: error: no file at {SHOWN}",
         f"prog: error: unrecognized arguments: {SHOWN}",
