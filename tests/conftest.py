@@ -45,9 +45,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def messages():
-    """Shows what the library logs, as the commands do."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Shows what the library logs, as most commands do; the test before may have run another."""
     from stepprune_jax.command_line import show_messages  # jaxtyping's hook comes first
 
     show_messages("stdout")
