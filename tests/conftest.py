@@ -53,6 +53,16 @@ def pytest_runtest_setup():
     show_messages("stdout")
 
 
+@pytest.fixture(scope="module")
+def few_programs():
+    """One width for all prompts of a module."""
+    from small_world import one_width
+
+    with pytest.MonkeyPatch.context() as patch:
+        one_width(patch)
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """Puts what takes longest first: else one worker has it left at the end."""
     longest = ("training", "policy", "pruning")

@@ -7,7 +7,7 @@ softmax are computed in float32 whatever the dtype of the weights.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -53,7 +53,7 @@ class BlockOutput(NamedTuple):
     mlp_input: Float[Array, "b t width"] | None = None
 
 
-# Longer rows attend QUERIES at a time: all at once would take 28 GiB of scores for 28 heads and
+# More queries attend QUERIES at a time: all at once would take 28 GiB of scores for 28 heads and
 # 16,384 tokens.
 MANY_QUERIES, QUERIES = 2048, 1024
 
@@ -234,36 +234,50 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
     Returns:
         [b, h, q, c] weighted values in the dtype of the values.
     """
+    by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
+
+    def part(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q t"]) -> Array:
+        own = iter(masks)
+        cut = zip(segments, by_query, strict=True)
+        return _attend(query, [s._replace(mask=next(own)) if each else s for s, each in cut])
+
+    masks = (cast(Array, s.mask) for s, each in zip(segments, by_query, strict=True) if each)
+    parts = jnp.moveaxis(map_queries(part, query, *masks), 0, 2)
+    return parts.reshape(*query.shape[:2], -1, query.shape[3])[:, :, : query.shape[2]]
+
+
+def map_queries(
+    function: Callable[..., Array], query: Float[Array, "b h q c"], *by_query: Array
+) -> Array:
+    """Applies a function to all queries, or to `QUERIES` at a time if they are many.
+
+    A gradient computes a part again, rather than storing the scores of all.
+
+    Args:
+        function: function of some of the queries, and of their part of each of `by_query`.
+        query: [b, h, q, c] queries.
+        by_query: [b or 1, q, ...] arrays with an entry for each query.
+
+    Returns:
+        [parts, ...] results. In the last of several parts, queries and arrays are padded with 0.
+    """
     length = query.shape[2]
     if length <= MANY_QUERIES:
-        return _attend(query, segments)
+        return function(query, *by_query)[None]
+    arrays, axes = (query, *by_query), (2, *(1 for _ in by_query))
     missing = -length % QUERIES
-
-    def padded(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
-
-    def rows(x: Array, first: Int[Array, ""], axis: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis=axis)
-
-    query = padded(query, 2)
-    by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
-    masks = [
-        padded(cast(Array, mask), 1) if each else mask
-        for (_, _, mask), each in zip(segments, by_query, strict=True)
+    padded = [
+        jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+        for x, axis in zip(arrays, axes, strict=True)
     ]
 
-    def part(first: Int[Array, ""]) -> Float[Array, "b h q c"]:
-        own = [
-            Segment(key, value, rows(cast(Array, mask), first, 1) if each else mask)
-            for (key, value, _), mask, each in zip(segments, masks, by_query, strict=True)
-        ]
-        return _attend(rows(query, first, 2), own)
+    def part(first: Int[Array, ""]) -> Array:
+        rows = zip(padded, axes, strict=True)
+        cut = (jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis) for x, axis in rows)
+        return function(*cut)
 
-    # A gradient computes the scores of a part again, rather than storing those of all.
     part = jax.checkpoint(part, prevent_cse=False)
-    parts = jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
-    parts = jnp.moveaxis(parts, 0, 2)
-    return parts.reshape(*query.shape)[:, :, :length]
+    return jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
 
 
 def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:

@@ -10,7 +10,7 @@ from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from small_world import changed, one_shot, one_width, small_run, stepprune, tiny_model, write_split
+from small_world import changed, one_shot, small_run, stepprune, tiny_model, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import Provenance
@@ -28,13 +28,7 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 NAMES = ("shapes", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
 METHODS = "all tokens,random,StepPrune,AutoSelect-like"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    with pytest.MonkeyPatch.context() as patch:
-        one_width(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 @pytest.fixture(scope="module")

@@ -4,22 +4,18 @@ import json
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import changed, one_width, save_all, small_run, tiny_model, write_split
+from small_world import changed, save_all, small_run, tiny_model, write_split
 
 from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.evaluate import evaluate as run
 
 # Random weights answer with characters that no font has.
-pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Glyph"),
+    pytest.mark.usefixtures("few_programs"),
+]
 METHODS = "all tokens,StepPrune"
 PUBLIC = "pope,mme,vqav2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    with pytest.MonkeyPatch.context() as patch:
-        one_width(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.generate import main
 from stepprune_jax.inference import generate
-from stepprune_jax.models import qwen2_5_vl, vlm
+from stepprune_jax.models import layers, qwen2_5_vl, vlm
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import tower
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
@@ -205,11 +205,12 @@ def test_tower_merger_and_taps_equal_the_reference(pair, seen):
 
 
 def test_attention_to_all_is_the_same_a_few_queries_at_a_time(pair, seen, monkeypatch):
-    monkeypatch.setattr(tower, "_QUERIES", 100)  # of 192 patches
     taps = (Tap("received", -1),)
+    expected, expected_taps = encode(pair.model.params, pair.model.config, seen[1], taps)
+    monkeypatch.setattr(layers, "MANY_QUERIES", 100)  # of 192 patches
+    monkeypatch.setattr(layers, "QUERIES", 100)
     few = jax.jit(tower.encode, static_argnums=(1, 3))
     tokens, tapped = few(pair.model.params, pair.model.config.vision, seen[1], taps)
-    expected, expected_taps = encode(pair.model.params, pair.model.config, seen[1], taps)
     for number, part in enumerate(seen[2]):
         assert_close(tokens[number, : len(part)], expected[number, : len(part)])
     assert_close(tapped["received.-1"], expected_taps["received.-1"])

@@ -7,7 +7,6 @@ import pytest
 from small_world import (
     changed,
     one_shot,
-    one_width,
     save_all,
     small_run,
     stepprune,
@@ -23,12 +22,7 @@ from stepprune_jax.evaluation.generate_stage import generate_answers, read_polic
 from stepprune_jax.evaluation.shapes_report import read_records
 from stepprune_jax.studies.sequence import _describe, as_markdown, compare, main
 
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    with pytest.MonkeyPatch.context() as patch:
-        one_width(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 @pytest.fixture(scope="module")

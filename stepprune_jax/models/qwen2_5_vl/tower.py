@@ -11,7 +11,7 @@ the two neighbouring ones, wherever windows begin. No window is padded.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,6 +30,7 @@ from stepprune_jax.models.layers import (
     attend,
     attention_weights,
     fused_attend,
+    map_queries,
     merge_heads,
     resolve_taps,
     split_heads,
@@ -43,9 +44,6 @@ from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, ru
 TAP_KINDS = ("received", "keys")
 _EPS = 1e-6
 _ROPE_BASE = 10000.0
-# Queries per chunk of attention to a whole image: all at once would take 16 GiB of scores for an
-# image of 4,096 tokens.
-_QUERIES = 1024
 
 
 class Layout(NamedTuple):
@@ -178,24 +176,6 @@ def _attend_in_windows(
     return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
 
 
-def _map_queries(
-    function: Callable[[Array, Array], Array], query: Float[Array, "i h m c"], context: Context
-) -> Array:
-    """Applies a function of queries and their mask to a few queries at a time.
-
-    Results are stacked along a new first axis.
-    """
-    real, m = context.window >= 0, query.shape[2]
-    if m <= _QUERIES:
-        return function(query, real)[None]
-    missing = -m % _QUERIES
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    query = query.reshape(*query.shape[:2], -1, _QUERIES, query.shape[3])
-    real = jnp.pad(real, ((0, 0), (0, missing))).reshape(len(real), -1, _QUERIES)
-    parts = (jnp.moveaxis(query, 2, 0), jnp.moveaxis(real, 1, 0))
-    return jax.lax.map(lambda part: function(*part), parts)
-
-
 def _attend_to_all(
     query: Float[Array, "i h m c"],
     key: Float[Array, "i h m c"],
@@ -206,10 +186,7 @@ def _attend_to_all(
     """Attends from each patch to its whole image."""
     if attention != "matmul":
         return fused_attend(query, key, value, False, attention, context.length)
-    keys = [Segment(key, value, context.valid)]
-    parts = _map_queries(lambda part, _: attend(part, keys), query, context)
-    parts = jnp.moveaxis(parts, 0, 2)
-    return parts.reshape(*query.shape[:2], -1, query.shape[3])[:, :, : query.shape[2]]
+    return attend(query, [Segment(key, value, context.valid)])
 
 
 def received_attention(
@@ -231,9 +208,10 @@ def received_attention(
         weights = attention_weights(query, keys)
         return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
 
-    total = _map_queries(given, query, context).sum(0)
+    real = context.window >= 0
+    total = map_queries(given, query, real).sum(0)
     count = query.shape[1] * jnp.maximum(context.length, 1)
-    return jnp.where(context.window >= 0, total / count[:, None], 0)
+    return jnp.where(real, total / count[:, None], 0)
 
 
 class QwenVisionAttention(nn.Module):
