@@ -28,8 +28,9 @@ def get_config(arg: str = "") -> ConfigDict:
     c.seed = 0
     c.steps = 500
     c.batch_size = 32
-    # Share of the steps over which the text gate opens. If it is open from the start, the policy
-    # never learns that some tokens matter for any question: docs/experiments.md.
+    # Share of the steps over which the text gate opens. A policy that cannot read the question yet
+    # learns that some tokens matter for any question, and some runs never unlearn it
+    # (docs/experiments.md).
     c.text_gate_anneal = 1.0 if literal else 0.0
     c.cpu_devices = 2  # CPU devices, if jax sees no others; 0 leaves their number to jax
     c.mesh = "data"  # a preset of stepprune_jax.parallel.sharding.build_mesh, or "data=2,tensor=4"

@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
-    add("--model", required=True, help="model it was trained for: folder, hub id or shapes")
+    add(
+        "--model",
+        required=True,
+        help="model it was trained for: folder, hub id, shapes or shapes_qwen",
+    )
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")
     add("--split", default="validation", help="split to read; default: validation")

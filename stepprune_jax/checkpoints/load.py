@@ -99,7 +99,8 @@ def load_vlm(
     and shape are checked before the first weight is read.
 
     Args:
-        folder_or_hub_id: a folder, or a Hugging Face hub id.
+        folder_or_hub_id: a folder, a Hugging Face hub id, or the name of a shipped model: "shapes"
+            or "shapes_qwen".
         mesh: devices to shard over by the family's `SHARDING_RULES`; None for the default device.
         dtype: floating dtype of the parameters.
         vision_folder: folder of a separate tower, instead of the configured one.

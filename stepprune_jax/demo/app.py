@@ -27,11 +27,12 @@ def build(
         The page; `launch` serves it.
     """
     most = model.config.max_image_tokens
+    tokens = f"at most {most:,}" if model.config.sizes_vary else f"{most:,}"
     first = next(iter(choices.values()))
     with gr.Blocks(title="StepPrune") as page:
         gr.Markdown(
-            f"# StepPrune\n{name} answers from all {most} visual tokens, and from those that are "
-            "kept. Hover over a kept patch to see the step it was chosen at."
+            f"# StepPrune\n{name} answers from all visual tokens ({tokens}), and from those that "
+            "are kept. Hover over a kept patch to see at which step it was selected."
         )
         with gr.Row():
             with gr.Column():

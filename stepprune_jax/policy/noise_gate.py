@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from stepprune_jax.policy.checks import AnyArray, checked
+from stepprune_jax.policy.checks import AnyArray, checked, require
 from stepprune_jax.policy.layers import score_dtype
 
 
@@ -122,7 +122,11 @@ def update_stats(
       stats: Statistics so far.
       x: Features.
       mask: True at real tokens.
+
+    Raises:
+      ValueError: Features of another width.
     """
+    _require_width(x, stats)
     weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)
     count = jnp.sum(weight)
@@ -143,10 +147,12 @@ def update_stats(
 def standardise(x: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
     """(x - mean) / std per channel, in float32; a constant channel stays finite.
 
-    Without statistics the features are returned unchanged.
+    Without statistics the features are returned unchanged. Raises a ValueError if their width is
+    not that of the statistics.
     """
     if stats is None:
         return x
+    _require_width(x, stats)
     return (x.astype(jnp.float32) - stats.mean) * jax.lax.rsqrt(stats.var + 1e-6)
 
 
@@ -155,3 +161,9 @@ def restore(z: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array
     if stats is None:
         return z
     return z * jnp.sqrt(stats.var + 1e-6) + stats.mean
+
+
+def _require_width(x: Float[Array, "b n d"], stats: FeatureStats) -> None:
+    """Raises if features are not as wide as the statistics, which would be broadcast or fail."""
+    width = stats.mean.shape[-1]
+    require(x.shape[-1] == width, "width of image", x.shape[-1], f"{width}, that of the statistics")

@@ -229,7 +229,7 @@ def _describe(
     Returns:
         "similarity", the mean over kept tokens of the largest cosine with another; "relevant", the
         percentage of the relevant tokens that are kept; "looks", the number of different looks
-        among the kept objects; "repeats", the percentage of kept tokens whose look another has.
+        among the kept objects; "repeats", the percentage of kept tokens that repeat a look.
     """
     kept, similarity = image[order], np.nan
     if len(order) > 1:

@@ -218,3 +218,6 @@ def test_feature_statistics_merge_exactly():
     assert int(stats.count) == len(real)
     z = policy.standardise(x, stats)
     np.testing.assert_allclose(policy.restore(z, stats), x, rtol=1e-4, atol=1e-4)
+    for use in (policy.update_stats, lambda stats, x: policy.standardise(x, stats)):
+        with pytest.raises(ValueError, match="width of image is 1, expected 3, that of the stat"):
+            use(stats, x[..., :1])
