@@ -8,6 +8,7 @@ method are arguments. No code outside this package depends on which method it ru
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.layers import Tap, map_queries
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning.budget import EXACT, Budget
@@ -477,6 +478,23 @@ def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "
     # How many picks lie before the k-th of the pool: the i with floor(i m / g) < k.
     before, up_to = (-(-k * wanted // size) for k in (number - 1, number))
     return pool & (up_to > before)
+
+
+def map_tokens(
+    function: Callable[..., Array], tokens: Float[Array, "r n c"], *by_token: Array
+) -> Array:
+    """Compares tokens with all others, some at a time if they are many; see `map_queries`.
+
+    Args:
+        function: maps some tokens [r, q, c], and their part of each of `by_token`, to [r, q].
+        tokens: [r, n, c] the tokens.
+        by_token: [r or 1, n] arrays.
+
+    Returns:
+        [r, n] the results.
+    """
+    parts = map_queries(lambda part, *own: function(part[:, 0], *own), tokens[:, None], *by_token)
+    return jnp.moveaxis(parts, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
 
 
 def ranking_block(config: ModelConfig, name: str) -> int:

@@ -7,7 +7,8 @@ final norm. The taken tokens and the visual pivots remain from layer K on, at th
 """
 
 import dataclasses
-from typing import Any
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ class Dart(LayerPruner):
 
     A budget is the authors' `max_num_trunction`: with P pivots of both kinds, each takes
     budget // P tokens, and the visual pivots are not counted. So a budget of 64 keeps 68 of 576.
+    With a share as the budget, each takes that share of an image's tokens, divided by P, rounded
+    down.
 
     Attributes:
         layer: K, layers that see all tokens; the authors' `pruned_layer`.
@@ -44,6 +47,7 @@ class Dart(LayerPruner):
 
     name = "dart"
     label = "DART"
+    version: ClassVar[int] = 2
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects a layer that does not exist, an absence of pivots, and an unknown order."""
@@ -73,10 +77,12 @@ class Dart(LayerPruner):
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the number of tokens taken, plus the visual pivots."""
         del config
-        budget = self.budget.exact_count(num_tokens)
-        if budget >= num_tokens:
+        if self.budget.exact_count(num_tokens) >= num_tokens:
             return (Survivors(num_tokens),)
-        taken = budget // self._pivots * self._pivots
+        # A share is not rounded before it is divided.
+        kind, number = self.budget.kind, Fraction(self.budget.number)
+        budget = number * num_tokens if kind == "rate" else number
+        taken = int(budget // self._pivots) * self._pivots
         return (Survivors(max(1, min(num_tokens, taken + self.pivot_image_token))),)
 
     def drop(
@@ -163,12 +169,12 @@ def take_in_turn(
 
 
 def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
-    """Returns the order in which CPython iterates over a copy of a set of numbers.
+    """Returns the order in which CPython iterates over a set of numbers.
 
     A set is an open hash table with a power of two slots. An integer's hash is the integer; if its
     slot is taken, the next nine are tried if they do not reach past the end, then a slot given by
     the higher bits of the hash. When three fifths are filled, all entries move to a table with more
-    than four times as many slots as numbers; a copy has more than twice as many.
+    than four times as many slots as numbers.
 
     Args:
         numbers: [p] distinct and not negative, in the order in which they were added.
@@ -185,9 +191,6 @@ def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
         if p < full:
             break
         entries, added, size = table, full, _grown(4 * full)
-    copy = _LEAST if 5 * p < 3 * (_LEAST - 1) else _grown(2 * p)
-    if copy != size:
-        table = _hashed(table, numbers, copy)
     filled = jnp.argsort(table < 0, stable=True)[:p]
     return table[filled]
 

@@ -21,7 +21,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import Kept, Pruner, View, keep_best, ranking_block, take
+from stepprune_jax.pruning.base import (
+    Kept,
+    Pruner,
+    View,
+    keep_best,
+    map_tokens,
+    ranking_block,
+    take,
+)
 from stepprune_jax.pruning.budget import EXACT
 
 _EXACT = lax.Precision.HIGHEST
@@ -121,24 +129,29 @@ def keep_in_crops(
         [r, n] True = kept, `count` of each row.
     """
     n, crop = tokens.shape[1], _crops_of(real, count)
-    member = (crop[..., None] == jnp.arange(n)) & real[..., None]  # [r, token, crop]
-    size = jnp.sum(member, axis=1)
+    rows, crop = jnp.arange(len(crop))[:, None], jnp.where(real, crop, n)
+    size = jnp.zeros(crop.shape, jnp.int32).at[rows, crop].add(1, mode="drop")
 
     def over_crop(values, whole):
         """Averages a value over each crop, or over the crop of each token."""
-        sums = jnp.einsum("rn,rnc->rc", values, member.astype(jnp.float32), precision=_EXACT)
+        sums = jnp.zeros(crop.shape).at[rows, crop].add(values, mode="drop")
         mean = sums / jnp.maximum(size, 1)
         return mean if whole else jnp.take_along_axis(mean, jnp.minimum(crop, n - 1), axis=1)
 
     wide = jnp.where(real[..., None], tokens.astype(jnp.float32), 0)
     unit = wide / (jnp.linalg.norm(wide, axis=2, keepdims=True) + _SMALL)
-    same = (crop[:, None] == crop[..., None]) & real[:, None] & real[..., None]
-    likeness = jnp.einsum("rne,rme->rnm", unit, unit, precision=_EXACT)
-    likeness = jnp.where(same & ~np.eye(n, dtype=bool), likeness, 0)
-    others = jnp.maximum(jnp.sum(same, axis=2) - 1, 1)
-    mean = likeness.sum(2) / others
-    off = jnp.where(same, likeness - mean[..., None], 0)
-    variance = jnp.square(off).sum(2) / others
+
+    def variance_of(part, own, place):
+        """Computes the variance of the similarities of some tokens to others of their crop."""
+        same = (own[..., None] == crop[:, None]) & real[:, None]
+        likeness = jnp.einsum("rqe,rne->rqn", part, unit, precision=_EXACT)
+        likeness = jnp.where(same & (place[..., None] != jnp.arange(n)), likeness, 0)
+        others = jnp.maximum(jnp.sum(same, axis=2) - 1, 1)
+        mean = likeness.sum(2) / others
+        off = jnp.where(same, likeness - mean[..., None], 0)
+        return jnp.square(off).sum(2) / others
+
+    variance = map_tokens(variance_of, unit, crop, jnp.arange(n)[None])
     received = jnp.where(real, received.astype(jnp.float32), 0)
     factor = over_crop(1000 * received, False) / (over_crop(variance, False) + _SMALL)
     scores = over_crop(1000 * received + alpha * factor * variance, True)

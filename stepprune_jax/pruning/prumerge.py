@@ -8,6 +8,7 @@ attention, and one further token is the weighted sum of all patches that were no
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -35,6 +36,7 @@ class PruMerge(Pruner):
 
     name = "prumerge"
     label = "PruMerge"
+    version: ClassVar[int] = 2
     budgets: ClassVar[tuple[str, ...]] = ("own", *EXACT)
     exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
@@ -62,7 +64,7 @@ class PruMerge(Pruner):
         first = view.tokens.shape[1] - n  # a class token among the features is never kept
         rank = jnp.argsort(by_score(attention, None), axis=1)
         top = rank < self._most_attended(attention, view.count)[:, None]
-        grid = self._grid(top, view.count) & ~top
+        grid = self._grid(attention, top, view.count) & ~top
         # The most attended first, then those of the grid, then the others.
         patch = jnp.arange(n)
         order = jnp.argsort(jnp.where(top, rank, patch + jnp.where(grid, n, 2 * n)), axis=1)
@@ -99,11 +101,13 @@ class PruMerge(Pruner):
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
         """Returns how many patches are kept for their attention."""
-        return count_outliers(attention) if self._is_adaptive else count - 1
+        return _by_outliers(attention, kept_outliers) if self._is_adaptive else count - 1
 
-    def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
+    def _grid(
+        self, attention: Float[Array, "r n"], top: Bool[Array, "r n"], count: Int[Array, "r"]
+    ) -> Bool[Array, "r n"]:
         """Returns the patches that are kept for their position."""
-        del count
+        del attention, count
         return jnp.zeros_like(top)
 
 
@@ -128,16 +132,17 @@ class PruMergePlus(PruMerge):
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
         """Counts the outliers, or a quarter of the kept tokens."""
-        return count_outliers(attention) if self._is_adaptive else (count - 1) // 4
+        return _by_outliers(attention, kept_outliers) if self._is_adaptive else (count - 1) // 4
 
-    def _grid(self, top: Bool[Array, "r n"], count: Int[Array, "r"]) -> Bool[Array, "r n"]:
+    def _grid(
+        self, attention: Float[Array, "r n"], top: Bool[Array, "r n"], count: Int[Array, "r"]
+    ) -> Bool[Array, "r n"]:
         """Returns a regular grid of patches, or evenly spaced remaining ones."""
-        n, number = top.shape[1], top.sum(1, keepdims=True)
+        patch = jnp.arange(top.shape[1])
         if self._is_adaptive:
-            stride = jnp.maximum(n // jnp.maximum(number, 1) // 3, 1)
-            patch = jnp.arange(n)
-            return (patch % stride == 0) & (patch < n - 1)
-        return evenly(~top, count - 1 - number[:, 0])
+            stride = _by_outliers(attention, grid_stride)[:, None]
+            return (patch % stride == 0) & (patch < len(patch) - 1)
+        return evenly(~top, count - 1 - top.sum(1))
 
 
 def class_attention(
@@ -154,6 +159,28 @@ def count_outliers(attention: Float[Array, "r n"]) -> Int[Array, "r"]:
     lower, upper = jnp.percentile(attention, jnp.array([25, 75]), axis=1)
     bound = upper + 1.5 * (upper - lower)
     return jnp.sum(attention > bound[:, None], axis=1, dtype=jnp.int32)
+
+
+def kept_outliers(outliers: int, num_patches: int) -> int:
+    """Returns how many patches the authors' program keeps for their attention.
+
+    It stores their share in double precision and multiplies it by the number of patches again,
+    which loses one for some numbers, such as 1 of 49 or 1 of 196; for 576 patches it never does.
+    """
+    return int(num_patches * (outliers / num_patches))
+
+
+def grid_stride(outliers: int, num_patches: int) -> int:
+    """Returns the stride of PruMerge+'s grid, from the same share; at least 1."""
+    return max(1, int(1 / (max(1, outliers) / num_patches)) // 3)
+
+
+def _by_outliers(
+    attention: Float[Array, "r n"], rule: Callable[[int, int], int]
+) -> Int[Array, "r"]:
+    """Evaluates a rule, on the host, for each image's number of outliers."""
+    n = attention.shape[1]
+    return jnp.array([rule(c, n) for c in range(n + 1)], jnp.int32)[count_outliers(attention)]
 
 
 def merge(

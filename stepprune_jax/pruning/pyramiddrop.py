@@ -81,13 +81,13 @@ class PyramidDrop(LayerPruner):
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the tokens remaining from each listed layer on, at least one."""
+        """Returns the tokens remaining from each listed layer on; given shares may leave none."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
             budget = self.budget.exact_count(num_tokens)
             counts = geometric_counts(num_tokens, budget, widths, self.average)
         else:
-            counts = (max(1, int(num_tokens * ratio)) for ratio in self.image_token_ratio_list)
+            counts = (int(num_tokens * ratio) for ratio in self.image_token_ratio_list)
         return tuple(map(Survivors, counts))
 
     def drop(

@@ -42,8 +42,8 @@ class TextRated(LayerPruner):
         pruning_loc: layers after which tokens are pruned; None for the authors' 2, 6 and 15, or, in
             a model with fewer than 17 layers, those at the same share of its depth.
         sparse_token_list: tokens to keep after each of them, in addition to recycled ones; all but
-            one if there are fewer. None for the authors' lists where the budget is 1/3, 2/9, 1/6 or
-            1/9 of an image's tokens at their layers, and otherwise for counts that fall by a
+            one if there are no more. None for the authors' lists where the budget is 1/3, 2/9, 1/6
+            or 1/9 of an image's tokens at their layers, and otherwise for counts that fall by a
             constant ratio to meet the budget. If given, it takes precedence and a budget is only a
             label.
         average: whether the budget is the mean over layers of the tokens a layer passes on, as the
@@ -112,7 +112,7 @@ class TextRated(LayerPruner):
                 while kept > 1 and kept + self._merged(before - kept) > totals[number]:
                     kept -= 1
             else:
-                kept = max(1, min(values[number], before - 1))
+                kept = max(0, min(values[number], before - 1))
             left.append(Survivors(kept, self._merged(before - kept)))
             before = sum(left[-1])
         return tuple(left)
@@ -162,7 +162,7 @@ class TextRated(LayerPruner):
         values = self.lists.get(Fraction(self.budget.exact_count(num_tokens), num_tokens))
         if values is None or not self.average or self._layers(config) != LAYERS:
             return None
-        return tuple(value * num_tokens // 576 for value in values)
+        return tuple(max(1, value * num_tokens // 576) for value in values)
 
 
 @dataclasses.dataclass(frozen=True)

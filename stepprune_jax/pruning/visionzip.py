@@ -19,7 +19,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import Kept, Pruner, View, by_score, ranking_block, take
+from stepprune_jax.pruning.base import (
+    Kept,
+    Pruner,
+    View,
+    by_score,
+    map_tokens,
+    ranking_block,
+    take,
+)
 from stepprune_jax.pruning.budget import EXACT
 
 
@@ -158,14 +166,17 @@ def merge_received(
     keys = keys.astype(jnp.float32)
     norm = jnp.linalg.norm(keys, axis=-1, keepdims=True)
     metric = keys / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
-    exact = jax.lax.Precision.HIGHEST
-    likeness = jnp.einsum("rxc,rtc->rxt", metric, metric, precision=exact)
-    nearest = jnp.argmax(jnp.where(target[:, None], likeness, -2), axis=2)
-    moved = (rest & ~target)[..., None]
-    share = jnp.where(moved, jax.nn.one_hot(nearest, tokens.shape[1]), 0)
-    wide = tokens.astype(jnp.float32)
-    total = jnp.einsum("rxt,rxd->rtd", share, wide, precision=exact)
-    mean = total / jnp.maximum(1, share.sum(1))[..., None]
+
+    def nearest_target(part: Float[Array, "r q c"]) -> Int[Array, "r q"]:
+        exact = jax.lax.Precision.HIGHEST
+        likeness = jnp.einsum("rqc,rtc->rqt", part, metric, precision=exact)
+        return jnp.argmax(jnp.where(target[:, None], likeness, -2), axis=2)
+
+    into = jnp.where(rest & ~target, map_tokens(nearest_target, metric), tokens.shape[1])
+    rows, wide = jnp.arange(len(tokens))[:, None], tokens.astype(jnp.float32)
+    total = jnp.zeros_like(wide).at[rows, into].add(wide, mode="drop")
+    number = jnp.zeros(into.shape).at[rows, into].add(1, mode="drop")
+    mean = total / jnp.maximum(1, number)[..., None]
     return chosen, target, jnp.where(target[..., None], wide + mean, wide)
 
 

@@ -94,11 +94,11 @@ def test_ties_go_to_the_earlier_token_and_images_do_not_compete():
 
 def test_sets_are_iterated_as_cpython_does():
     draw, compiled = random.Random(0), jax.jit(set_order)
-    for p in (1, 4, 5, 8, 20):
+    for p in (1, 4, 5, 6, 7, 8, 16, 20):
         for _ in range(50):
             numbers = draw.sample(range(draw.choice([30, 700, 4000])), p)
             found = [numbers[at] for at in compiled(jnp.array(numbers)).tolist()]
-            assert found == list(set(numbers).copy())
+            assert found == list(set(numbers))
     # As worked by hand: in a table of 32, 640 and 40 want slots 0 and 8, and 610 wants 2.
     numbers = [40, 70, 100, 610, 620, 615, 650, 640]
     found = [numbers[at] for at in compiled(jnp.array(numbers)).tolist()]
@@ -122,6 +122,12 @@ def test_pivots_of_the_image_are_not_counted(budget, left):
 def test_counts_of_other_pivots(pivots, budget, left):
     dart = Dart(Budget("count", budget), 2, *pivots)
     assert dart.survivors(config(), 36) == (Survivors(left),)
+
+
+@pytest.mark.parametrize(("share", "left"), [("1/3", 20), ("33.9%", 28), ("100%", 71), ("1%", 4)])
+def test_each_pivot_takes_an_eighth_of_a_share(share, left):
+    """A third of 71 is less than 24, so each of the eight takes two."""
+    assert Dart(Budget.parse(share)).survivors(config(), 71) == (Survivors(left),)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def least_alike(core, entered, layer, count, pivots, order):
         )
         pool, stay = [slot for slot in span.tolist() if slot not in own], list(own)
         turns = [*own, *words]
-        for pivot in list(set(turns).copy()) if order == "set" else turns:
+        for pivot in list(set(turns)) if order == "set" else turns:
             likeness = torch.cosine_similarity(features[pivot], features[pool], dim=-1).numpy()
             share = (count - pivots[0]) // sum(pivots)
             taken = [pool[at] for at in torch_stages.best(-likeness, share)]

@@ -10,7 +10,7 @@ from generation_reference import ask, pair
 from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.pruning import Budget, PruMerge, PruMergePlus, View, make_method
-from stepprune_jax.pruning.prumerge import count_outliers, merge
+from stepprune_jax.pruning.prumerge import count_outliers, grid_stride, kept_outliers, merge
 from stepprune_jax.testing import tiny_hf_config
 
 run_select = jax.jit(
@@ -24,12 +24,13 @@ def plain(attention, keys, tokens, name, count=None, neighbours=32):
     n = len(tokens)
     if count is None:
         lower, upper = np.percentile(attention, [25, 75])
-        number = int((attention > upper + 1.5 * (upper - lower)).sum())
+        share = (attention > upper + 1.5 * (upper - lower)).sum() / n
+        number = int(n * share)
     else:
         number = count - 1 if name == "prumerge" else (count - 1) // 4
     kept = torch_stages.best(attention, number).tolist()
     if name == "prumerge_plus" and count is None:
-        grid = range(0, n - 1, max(1, int(int(n / max(number, 1)) / 3)))
+        grid = range(0, n - 1, max(1, int(int(1 / max(share, 1 / n)) / 3)))
         kept += [i for i in grid if i not in kept]
     elif name == "prumerge_plus":
         left = [i for i in range(n) if i not in kept]
@@ -126,11 +127,23 @@ def test_without_outliers_the_sum_is_left_and_a_grid_of_a_third():
     assert kept.index[0, : int(kept.count[0])].tolist() == [0, 4, 8, -1]
 
 
-@pytest.mark.parametrize(("outliers", "grid"), [(32, 96), (40, 144), (20, 64), (200, 575)])
+@pytest.mark.parametrize(("outliers", "grid"), [(32, 96), (40, 144), (20, 64), (120, 575)])
 def test_the_grid_is_finer_where_there_are_more_outliers(outliers, grid):
-    top = jnp.arange(576)[None] < outliers
-    mask = PruMergePlus(Budget("own"))._grid(top, jnp.array([576]))
-    assert mask.sum() == grid
+    attention = jnp.where(jnp.arange(576) < outliers, 1.0, 0.0)[None]
+    top, count = attention > 0, jnp.array([576])
+    assert PruMergePlus(Budget("own"))._grid(attention, top, count).sum() == grid
+
+
+def test_outliers_are_counted_by_their_share_as_in_the_authors_program():
+    """1 / 49 of 49 patches is less than one patch in double precision."""
+    assert [kept_outliers(c, 49) for c in (0, 1, 2, 3, 4)] == [0, 0, 1, 3, 3]
+    assert [kept_outliers(c, 576) for c in range(577)] == list(range(577))
+    assert [grid_stride(c, 576) for c in (0, 1, 32, 192, 400)] == [192, 192, 6, 1, 1]
+    assert grid_stride(3, 729) == 80  # 1 / (3 / 729) is less than 243
+    view, rows = seen(np.random.default_rng(0), 1, 49, 49)
+    kept = run_select(PruMerge(Budget("own")), view, 49)
+    (row,) = rows
+    assert kept.index[0, : int(kept.count[0]) - 1].tolist() == plain(*row, "prumerge")[0]
 
 
 def config(layer=-2):

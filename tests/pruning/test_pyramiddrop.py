@@ -44,6 +44,9 @@ def test_shares_are_rounded_down():
     # As the authors' program rounds it: 100 * .29 is a little less than 29.
     fewer = PyramidDrop(layer_list=(2,), image_token_ratio_list=(0.29,))
     assert fewer.survivors(config(), 100)[0].kept == 28
+    # Down to none.
+    none = PyramidDrop(layer_list=(2, 3), image_token_ratio_list=(0.25, 0.1))
+    assert kept(none) == [144, 57] and none.survivors(config(), 9)[1].kept == 0
 
 
 def test_operations_of_the_default_schedule_as_published():

@@ -12,6 +12,7 @@ from quick import quick_or_slow
 from stepprune_jax import PolicyConfig, policy, testing
 from stepprune_jax.checkpoints import Policy, load_vlm
 from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.models import layers
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, View, autoselect, make_method
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
@@ -151,6 +152,21 @@ def test_ten_tokens_are_merged_as_in_the_authors_program():
     assert np.flatnonzero(target[0]).tolist() == [0, 6]
     expected = [[5.5, 55], [1, 10], [3, 30], [5, 50], [37 / 3, 370 / 3]]
     np.testing.assert_allclose(np.asarray(merged[0])[[0, 1, 3, 5, 6]], expected, rtol=1e-6)
+
+
+def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
+    tokens, received, keys, valid = map(jnp.asarray, rows(2))
+    counts, merged = jnp.array([8, 13, 4]), jnp.array([2, 3, 1])
+
+    def chosen():
+        crops = keep_in_crops(tokens, received, valid, counts, 0.09)
+        return crops, *merge_received(received, keys, tokens, valid, counts, merged)
+
+    at_once = chosen()
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 7)  # six parts, with two tokens of padding
+    for own, expected in zip(chosen(), at_once, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

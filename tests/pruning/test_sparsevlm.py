@@ -104,6 +104,11 @@ def test_a_list_decides_and_keeps_one_fewer_at_most():
     )
     v2 = SparseVLMv2(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
     assert v2.survivors(config(), 576) == (Survivors(575), Survivors(30), Survivors(29))
+    # Down to none, where nothing is recycled.
+    one = dict(sparse_token_list=(1, 1, 1), pruning_loc=(2, 6, 15))
+    assert SparseVLMv2(**one).survivors(config(), 9) == (Survivors(1), Survivors(0), Survivors(0))
+    assert SparseVLM(**one).survivors(config(), 9) == (Survivors(1, 1),) * 3
+    assert SparseVLM(**one).survivors(config(), 1) == (Survivors(0, 1),) * 3
 
 
 def test_shallow_models_are_pruned_at_the_same_share_of_their_depth():
