@@ -7,7 +7,6 @@ format (validation.jsonl, images/); answers are not read. NEW is the same policy
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import jax.numpy as jnp
@@ -16,13 +15,13 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy, save_policy
-from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import local_path, user_input
 
 _NAME = "stepprune_jax.calibrate"
 
@@ -40,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")
     add("--split", default="validation", help="split to read; default: validation")
-    add("--questions", type=int, default=256, help="number of questions, spread evenly; 0: all")
-    add("--batch_size", type=int, default=16, help="questions per batch")
+    add(
+        "--questions",
+        type=integer_from(0),
+        default=256,
+        help="number of questions, spread evenly; 0: all",
+    )
+    add("--batch_size", type=integer_from(1), default=16, help="questions per batch")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
     add("--out", required=True, help="policy file to write")
     given = parser.parse_args(argv)
@@ -49,12 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         policy = load_policy(given.policy)
         if policy.method != "stepprune":
             raise ValueError(f"--policy: {policy.method} has no learned stop to calibrate")
-        for name, least in (("questions", 0), ("batch_size", 1)):
-            if getattr(given, name) < least:
-                raise ValueError(f"--{name} is {getattr(given, name)}, expected at least {least}")
+        local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
+        out = file_to_write("--out", given.out)
         source = inspect_folder(given.model, given.vision_folder)
         check_fits(policy, source.config)
-        folder = Path(given.data).expanduser()
+        folder = local_path(given.data)
         asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
         if not asked:
             raise ValueError(f"{folder / given.split}.jsonl holds no questions")
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder)
         questions = [asked[at] for at in spread_over(len(asked), given.questions)]
         policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
-        path = save_policy(policy, given.out)
+        path = save_policy(policy, out)
     print(_page(policy.calibration))
     print(path)
 

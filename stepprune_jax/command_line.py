@@ -18,8 +18,9 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from stepprune_jax import configurations
-from stepprune_jax.user_input import is_user_error, one_line
+from stepprune_jax.user_input import is_user_error, local_path, one_line
 
+# Of a disk; errors of other kinds name the file.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
@@ -43,6 +44,25 @@ def integer_from(least: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least}, below 2**31")
 
     return read
+
+
+def file_to_write(flag: str, given: str) -> Path:
+    """Checks the file of a result before the work that leads to it.
+
+    Args:
+        flag: the flag, for the message.
+        given: its value.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: it is a folder, or its folder does not exist or cannot be written to.
+    """
+    path = local_path(given)
+    if not path.name or path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} is {given!r}, expected a file in a folder that can be written to")
+    return path
 
 
 class Messages(logging.Handler):
@@ -118,6 +138,7 @@ def run(name: str, main: Callable[[], None]) -> None:
             the flags of its module.
     """
     name = program(name)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # else it reports mistakes before we do
 
     def parse(arguments: list[str]) -> list[str]:
         try:
@@ -207,24 +228,35 @@ def default_workdir(config: str) -> str:
 def one_line_errors(name: str) -> Iterator[None]:
     """Reports errors that are not bugs in one line, and exits with status 2.
 
-    These are errors marked by `user_input` and refusals of the machine, such as a full disk or a
-    folder without write permission. If the output's reader has gone (`| head`), the program ends
-    quietly, with the status that SIGPIPE gives.
+    These are errors marked by `user_input` and refusals of the machine, such as a full disk, a
+    folder in place of a file, too little memory, or a device that is not there. If the output's
+    reader has gone (`| head`), the program ends quietly, with the status that SIGPIPE gives; after
+    Ctrl-C, with that of SIGINT and one line.
 
     Args:
         name: program name for messages.
     """
     try:
         yield
-        sys.stdout.flush()  # otherwise a full disk is noticed too late to be reported
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()  # otherwise a full disk is noticed too late to be reported
     except BrokenPipeError:
         _discard(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError) as error:
         if not is_user_error(error) and not _refused_by_machine(error):
             raise
         if _refused_by_machine(error) and error.filename is None:
             _discard(sys.stdout)  # it may be the stream that cannot be written to
+        _exit(name, str(error))
+    except MemoryError as error:
+        _exit(name, f"out of memory: {error}")
+    except RuntimeError as error:
+        if not str(error).startswith("Unable to initialize backend"):  # of JAX_PLATFORMS
+            raise
         _exit(name, str(error))
 
 
@@ -243,8 +275,8 @@ def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
 
 
 def _refused_by_machine(error: Exception) -> bool:
-    """Returns whether an error is about a disk or its permissions."""
-    return isinstance(error, OSError) and error.errno in _REFUSALS
+    """Returns whether an error is about a disk or a file."""
+    return isinstance(error, OSError) and (error.errno in _REFUSALS or error.filename is not None)
 
 
 def _discard(stream: TextIO) -> None:

@@ -44,7 +44,7 @@ from stepprune_jax.evaluation.sources import split_folders
 from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import Budget
-from stepprune_jax.user_input import one_line, user_input
+from stepprune_jax.user_input import local_path, one_line, user_input
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
@@ -73,7 +73,7 @@ def evaluate(
         FileNotFoundError: a policy, the model, data or answers are missing.
         ValueError: bad settings or files, or a folder that another process writes to.
     """
-    workdir = Path(workdir)
+    workdir = local_path(workdir)
     with user_input():
         unknown = [stage for stage in stages if stage not in STAGES]
         if unknown or not stages:

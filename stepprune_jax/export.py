@@ -22,6 +22,7 @@ from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy
 from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.user_input import local_path
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
@@ -54,7 +55,7 @@ def export(
         FileExistsError: `out` already has a policy or a README.md.
         ValueError: the checkpoint is damaged, or is not a policy's.
     """
-    workdir, out = Path(workdir).expanduser(), Path(out).expanduser()
+    workdir, out = local_path(workdir), local_path(out)
     for name in (POLICY_FILE, CARD):
         if (out / name).exists():
             raise FileExistsError(f"{out / name} exists: remove it, or give another --out")

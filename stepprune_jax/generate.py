@@ -169,7 +169,7 @@ def _questions(first: str | None) -> Iterator[str]:
     """Yields the first question if there is one, then lines of stdin until its end or "exit"."""
     if first is not None:
         yield first
-    while True:
+    while sys.stdin is not None:  # closed, as by `<&-`
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()

@@ -2,8 +2,10 @@
 
 import contextlib
 import difflib
+import os
 import unicodedata
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 _MARK = "_stepprune_jax_user_input"
 
@@ -43,6 +45,14 @@ def one_line(text: object) -> str:
         x.encode("unicode_escape").decode() if unicodedata.category(x) in hidden else x
         for x in joined
     )
+
+
+def local_path(given: str | Path) -> Path:
+    """Returns a path from outside with the home folder in place of a leading "~".
+
+    Without such a folder it remains as given, and does not exist; `Path.expanduser` would raise.
+    """
+    return Path(os.path.expanduser(given))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

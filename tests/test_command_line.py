@@ -18,11 +18,12 @@ from stepprune_jax.command_line import (
     command,
     default_workdir,
     define_config,
+    file_to_write,
     one_line_errors,
     parse_flags,
 )
 from stepprune_jax.parallel.distributed import use_cores
-from stepprune_jax.user_input import is_user_error, one_line, user_input
+from stepprune_jax.user_input import is_user_error, local_path, one_line, user_input
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +64,7 @@ def test_output_has_every_character():
     assert (done.stdout, done.stderr) == (b"\\udcff \\u6f22\n", b"")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EISDIR, errno.ENOENT])
 def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_path):
     error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
     with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
@@ -71,6 +72,43 @@ def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_pa
     assert ended.value.code == 2
     said = f"prog: error: [Errno {number}] {os.strerror(number)}: '{tmp_path}/metrics.jsonl'\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 128 + signal.SIGINT, "prog: interrupted\n"),
+        (MemoryError("1 GiB"), 2, "prog: error: out of memory: 1 GiB\n"),
+        (
+            RuntimeError("Unable to initialize backend 'x': no"),
+            2,
+            "prog: error: Unable to initialize backend 'x': no\n",
+        ),
+    ],
+)
+def test_what_ends_a_program_from_outside_is_reported_in_one_line(capsys, error, status, said):
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+        raise error
+    assert ended.value.code == status and capsys.readouterr().err == said
+
+
+def test_a_program_may_have_no_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with one_line_errors("prog"):
+        print("nowhere")
+
+
+def test_a_result_needs_a_folder_before_the_work_begins(tmp_path):
+    assert file_to_write("--json", str(tmp_path / "new.json")) == tmp_path / "new.json"
+    for bad in ("", str(tmp_path), str(tmp_path / "absent" / "new.json")):
+        with pytest.raises(ValueError, match=f"--json is {bad!r}, expected a file in a folder"):
+            file_to_write("--json", bad)
+
+
+def test_a_home_that_does_not_exist_is_part_of_the_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~/x") == tmp_path / "x"
+    assert local_path("~no-such-user/x") == Path("~no-such-user/x")
 
 
 PRINTS = """
@@ -165,6 +203,8 @@ def test_the_command_is_shown_as_it_was_typed(monkeypatch):
 def test_as_many_devices_as_cores_are_asked_for():
     with pytest.raises(ValueError, match=r"config\.cpu_devices is -1, expected an integer"):
         use_cores(-1)
+    with pytest.raises(ValueError, match=r"cpu_devices is 99999, expected an integer from 0 to"):
+        use_cores(99_999)
     before = jax.config.jax_num_cpu_devices
     use_cores(0)
     assert jax.config.jax_num_cpu_devices == before

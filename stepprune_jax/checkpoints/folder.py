@@ -13,6 +13,7 @@ from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import switch
 from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
 from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import local_path
 
 # Files fetched from the hub, in two steps: the small files reveal a wrong repository. Pickles are
 # omitted, as they are never read.
@@ -56,7 +57,9 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
         FileNotFoundError: no such folder, and no such repository can be reached.
         NotADirectoryError: the argument is a file.
     """
-    folder = Path(folder_or_hub_id).expanduser()
+    if not str(folder_or_hub_id):  # otherwise the current folder
+        raise FileNotFoundError("the model is an empty name, expected a folder or hub id")
+    folder = local_path(folder_or_hub_id)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -159,9 +159,15 @@ def load_params(
         The parameter tree.
 
     Raises:
-        ValueError: weights are missing, unused, mis-shaped or of a non-floating dtype; all are
-            listed. Also a truncated or corrupt file.
+        TypeError: `mesh` is not a mesh.
+        ValueError: `dtype` is not floating; weights are missing, unused, mis-shaped or of a
+            non-floating dtype, all of which are listed; a truncated or corrupt file, or numbers too
+            large for `dtype`.
     """
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype is {dtype!r}, expected a floating one, such as jnp.bfloat16")
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(f"mesh is {mesh!r}, expected a Mesh, such as build_mesh returns")
     platform = None if mesh is None else mesh.devices.flat[0].platform
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers, platform)
     targets = source.config.family.weight_targets(abstract, source.config)
@@ -305,7 +311,7 @@ def _fill(
     parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: tqdm.tqdm
 ) -> Iterator[tuple[_Part, list[Array]]]:
     """Reads every part and yields it with one array per device, in order."""
-    reads = _read_ahead([block for part in parts for block in part.blocks])
+    reads = _read_ahead([block for part in parts for block in part.blocks], dtype)
     for part in parts:
         small = math.prod(part.shape) * dtype.itemsize <= block_bytes
         fill = _fill_on_host if small else _fill_on_device
@@ -358,13 +364,13 @@ def _write(buffer: Array, block: Array, start: tuple) -> Array:
     return jax.lax.bitcast_convert_type(written, buffer.dtype)
 
 
-def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
+def _read_ahead(blocks: list[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
     """Reads blocks in order, a few ahead of the consumer."""
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         waiting: collections.deque = collections.deque()
         try:
             for block in blocks:
-                waiting.append(pool.submit(_read, block))
+                waiting.append(pool.submit(_read, block, dtype))
                 if len(waiting) >= _BLOCKS_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
@@ -373,9 +379,9 @@ def _read_ahead(blocks: list[_Block]) -> Iterator[np.ndarray]:
             pool.shutdown(cancel_futures=True)
 
 
-def _read(block: _Block) -> np.ndarray:
-    """Reads one block and transposes it from the file's axes to ours."""
-    data = safetensors.read_tensor(block.entry, block.index)
+def _read(block: _Block, dtype: np.dtype) -> np.ndarray:
+    """Reads one block that `dtype` can hold, and transposes it from the file's axes to ours."""
+    data = safetensors.read_tensor(block.entry, block.index, dtype)
     if block.transform == "patches":
         return np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])
     if block.transform == "copy":

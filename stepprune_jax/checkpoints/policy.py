@@ -6,7 +6,6 @@ metadata holds the rest as JSON, so that a file can be used without knowing how 
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,11 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
         The path.
 
     Raises:
-        ValueError: the weights do not fit the configuration, or `stop_bias` is not finite.
+        ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
+            float32 holds.
     """
     path = Path(path)
-    if not math.isfinite(policy.stop_bias):
+    if not is_number(float(policy.stop_bias)):
         raise ValueError(f"stop_bias is {policy.stop_bias}, expected a finite number")
     wanted = _wanted(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)
@@ -129,7 +129,8 @@ def load_policy(path: str | Path) -> Policy:
         kind = type(config).__name__
         raise ValueError(f"the weights in {path} do not fit its {kind}:\n{problems}")
     tensors = {
-        name: jnp.asarray(_read_finite(entries[name], leaf.dtype)) for name, leaf in wanted.items()
+        name: jnp.asarray(safetensors.read_tensor(entries[name], dtype=leaf.dtype), leaf.dtype)
+        for name, leaf in wanted.items()
     }
     stats = None
     if has_stats:
@@ -139,15 +140,6 @@ def load_policy(path: str | Path) -> Policy:
         if (np.asarray(stats.var) < 0).any():
             raise ValueError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
     return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
-
-
-def _read_finite(entry: safetensors.TensorEntry, dtype: np.dtype) -> np.ndarray:
-    """A tensor in another dtype, which has to hold its numbers."""
-    with np.errstate(over="ignore"):
-        tensor = safetensors.read_tensor(entry).astype(dtype)
-    if not np.isfinite(tensor).all():
-        raise ValueError(f"{entry.path}: {entry.name!r} holds numbers too large for {dtype}")
-    return tensor
 
 
 def policy_file(path: str | Path) -> Path:

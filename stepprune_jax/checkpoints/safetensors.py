@@ -112,7 +112,7 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
     if len(raw) < length:
         raise ValueError(f"{path} is truncated: its header needs {8 + length} bytes, it has {size}")
     where = f"{path}: corrupt safetensors header"
-    header = as_object(parse_json(raw, where), where)
+    header = as_object(parse_json(raw, where, unique=True), where)
     metadata = header.pop("__metadata__", {})
     if not all(isinstance(text, str) for text in as_object(metadata, where).values()):
         raise ValueError(f"{where}: __metadata__ holds values other than strings")
@@ -243,7 +243,9 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> np.ndarray:
+def read_tensor(
+    entry: TensorEntry, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None
+) -> np.ndarray:
     """Reads a tensor, or a block of it, into a new array.
 
     Only the bytes of the block are read: one read for whole rows, one per row for a block of
@@ -253,12 +255,14 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
         entry: the tensor.
         index: a slice with step 1 per axis; only the first two axes may be restricted. None reads
             everything.
+        dtype: floating dtype that the numbers will be converted to; None for the file's own.
 
     Returns:
         A contiguous array of the file's dtype.
 
     Raises:
-        ValueError: the file ends before the block, or a number is NaN or infinite.
+        ValueError: the file ends before the block, or a number is NaN, infinite, or too large for
+            `dtype`.
     """
     shape = entry.shape
     spans = [slice(None).indices(size)[:2] for size in shape]
@@ -276,25 +280,31 @@ def read_tensor(entry: TensorEntry, index: tuple[slice, ...] | None = None) -> n
                 )
                 position += length
     if entry.dtype in _FLOATING:
-        _check_finite(buffer, entry)
+        _check_finite(buffer, entry, entry.dtype if dtype is None else dtype)
     return buffer.view(entry.dtype).reshape(local)
 
 
-def _check_finite(bits: np.ndarray, entry: TensorEntry) -> None:
-    """Rejects NaN and infinity, at memory bandwidth.
+def _check_finite(bits: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> None:
+    """Rejects NaN, infinity and numbers too large for `dtype`, at memory bandwidth.
 
     Apart from the sign, the bits of floating-point numbers are ordered by magnitude, with infinity
     and NaN after all others.
     """
     kind = np.dtype(f"u{entry.dtype.itemsize}")
-    first = np.array(np.inf, entry.dtype).view(kind)  # NaN for a dtype without infinity
+    most = np.array(ml_dtypes.finfo(entry.dtype).max, entry.dtype)
+    largest = np.array(min(float(most), float(ml_dtypes.finfo(dtype).max)), entry.dtype)
+    with np.errstate(over="ignore"):
+        fits = np.isfinite(largest.astype(dtype))  # not if it was rounded up
+    first = largest.view(kind) + kind.type(fits)
     magnitude = kind.type(np.iinfo(kind).max >> 1)
     bits = bits.view(kind)
     for start in range(0, bits.size, _PIECE):
         piece = bits[start : start + _PIECE] & magnitude
-        if piece.max() >= first:
+        if (worst := piece.max()) >= first:
+            finite = worst <= most.view(kind)
+            what = f"numbers too large for {dtype}" if finite else "NaN or infinity"
             raise ValueError(
-                f"{entry.path}: {entry.name!r} holds NaN or infinity, expected finite numbers: the "
+                f"{entry.path}: {entry.name!r} holds {what}, expected finite numbers: the "
                 "file is damaged, or is the result of a failed run"
             )
 

@@ -6,6 +6,7 @@ there are any. Images that only some models take are listed, but are no faults.
 """
 
 import concurrent.futures
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from stepprune_jax.data.llava import (
     read_scenes,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
-from stepprune_jax.user_input import one_line
+from stepprune_jax.user_input import local_path, one_line
 
 SPLITS = ("validation", "test")
 
@@ -57,10 +58,11 @@ def check_folder(folder: str | Path) -> list[Checked]:
     Raises:
         FileNotFoundError: the folder has no such file.
     """
-    folder, images = Path(folder).expanduser(), set()
-    checked = [_conversations(folder, images)] if (folder / TRAIN_FILE).is_file() else []
+    folder, images = local_path(folder), set()
+    checked = [_conversations(folder, images)] if os.path.lexists(folder / TRAIN_FILE) else []
     for split in SPLITS:
-        if (folder / f"{split}.jsonl").is_file():
+        # Answers without their questions are a fault, and so is a folder in place of a file.
+        if any(os.path.lexists(folder / f"{split}{end}.jsonl") for end in ("", "_answers")):
             checked += _split(folder, split, images)
     if not checked:
         names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
@@ -73,7 +75,7 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
     file, faults, good = folder / TRAIN_FILE, [], 0
     try:
         entries = read_json_list(file, "sample")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return Checked(TRAIN_FILE, 0, "samples", [str(error)])
     for index, entry in enumerate(entries):
         where = f"{file}: sample {index}"

@@ -37,10 +37,14 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
 
     Raises:
         FileNotFoundError: there is no such file.
+        TypeError: the source is neither a path nor a Pillow image.
         ValueError: the file is not an image, is damaged, has 32-bit values of unknown range, a side
-            over `LONGEST_SIDE`, or decodes to more than twice Pillow's ``Image.MAX_IMAGE_PIXELS``.
+            of 0 or over `LONGEST_SIDE`, or decodes to more than twice Pillow's
+            ``Image.MAX_IMAGE_PIXELS``.
     """
-    name = str(source) if isinstance(source, (str, Path)) else repr(source)
+    if not isinstance(source, (str, Path, Image.Image)):
+        raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
+    name = repr(source) if isinstance(source, Image.Image) else str(source)
     if not isinstance(source, Image.Image) and not Path(source).is_file():
         raise FileNotFoundError(f"no image file at {name}")
     try:
@@ -73,9 +77,9 @@ class _RefusedError(ValueError):
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     """Decodes and converts to RGB."""
-    if max(image.size) > LONGEST_SIDE:
+    if not 1 <= min(image.size) <= max(image.size) <= LONGEST_SIDE:
         raise _RefusedError(
-            f"{name} has {image.width} x {image.height} pixels, expected sides of at most "
+            f"{name} has {image.width} x {image.height} pixels, expected sides of 1 to "
             f"{LONGEST_SIDE}"
         )
     image.load()

@@ -97,29 +97,42 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
     return records
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes, where: str, *, unique: bool = False) -> Any:
     """Parses untrusted JSON.
 
     Args:
-        text: the JSON; bytes are UTF-8, without a byte order mark.
+        text: the JSON; bytes are UTF-8, with or without a byte order mark.
         where: file and place, for the message.
+        unique: whether no object may give a name twice. By default the last one counts.
 
     Returns:
         The value.
 
     Raises:
         ValueError: it is not JSON, or unreadable: not UTF-8, nested too deep, a number with too
-            many digits. The message is one line and gives the place.
+            many digits, a name given twice. The message is one line and gives the place.
     """
     try:
-        return json.loads(text)
+        # As bytes, json would also take UTF-16 and UTF-32.
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(text, object_pairs_hook=_named_once if unique else None)
     except json.JSONDecodeError as error:
         line = f", line {error.lineno}" if error.lineno > 1 else ""
         raise ValueError(f"{where}{line}, column {error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
         raise ValueError(f"{where}: unreadable JSON: nested too deep") from error
-    except ValueError as error:  # bytes or digits
+    except ValueError as error:  # bytes, digits or names
         raise ValueError(f"{where}: unreadable JSON: {error}") from error
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object that gives each name once."""
+    value: dict[str, Any] = {}
+    for name, inner in pairs:
+        if name in value:
+            raise ValueError(f"{name!r} is given twice")
+        value[name] = inner
+    return value
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from stepprune_jax.settings import (
     switch,
     text,
 )
+from stepprune_jax.user_input import local_path
 
 _LOG = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def data_folder(config: HasData, workdir: str | Path) -> Path:
             "(config.data.name is 'folder')"
         )
     if data.folder:
-        folder = Path(data.folder).expanduser()
+        folder = local_path(data.folder)
         if not (folder / TRAIN_FILE).is_file():
             raise FileNotFoundError(f"config.data.folder: no file {folder / TRAIN_FILE}")
         return folder
@@ -179,14 +180,14 @@ def training_source(config: HasData, workdir: str | Path) -> Source:
         ValueError, FileNotFoundError: as `data_folder`, if that folder is needed.
     """
     data = config.data
-    if data.train_file and not Path(data.train_file).expanduser().is_file():
+    if data.train_file and not local_path(data.train_file).is_file():
         raise FileNotFoundError(f"config.data.train_file: no file {data.train_file}")
     whole = data.train_file and data.image_folder
     folder = Path() if whole else data_folder(config, workdir)
     return Source(
-        file=Path(data.train_file).expanduser() if data.train_file else folder / TRAIN_FILE,
-        image_root=Path(data.image_folder).expanduser() if data.image_folder else folder / IMAGES,
-        index_folder=Path(data.index_folder or workdir).expanduser(),
+        file=local_path(data.train_file) if data.train_file else folder / TRAIN_FILE,
+        image_root=local_path(data.image_folder) if data.image_folder else folder / IMAGES,
+        index_folder=local_path(data.index_folder or workdir),
         split_turns=data.split_turns,
         missing=data.missing,
         unusable=data.unusable,

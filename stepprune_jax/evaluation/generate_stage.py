@@ -70,7 +70,7 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Policy, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import local_path, user_input
 
 _MOST_TOKENS = 1 << 20  # more than any image has
 
@@ -377,7 +377,7 @@ def _first_step(policy: Policy) -> Policy:
 
 def _model_name(source: Source) -> str:
     """Returns the last part of the given folder or hub id; the hub's own folders are hashes."""
-    return Path(source.origins[0]).expanduser().resolve().name
+    return local_path(source.origins[0]).resolve().name
 
 
 def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]) -> Task:

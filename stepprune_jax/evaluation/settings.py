@@ -34,6 +34,7 @@ from stepprune_jax.settings import (
     switch,
     text,
 )
+from stepprune_jax.user_input import local_path
 
 SHAPES = shapes.BENCHMARK.name
 _PACKAGE = Path(__file__).parents[1]
@@ -244,7 +245,7 @@ def find_policy(name: str, path: str) -> Path:
     """
     if hub.is_meant(path):
         return policy_file(path)
-    places = [Path(path).expanduser(), _PACKAGE / path]
+    places = [local_path(path), _PACKAGE / path]
     for place in (*places, find_shipped_policy(path)):
         if place is not None and place.is_file():
             return place
@@ -268,10 +269,10 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
         FileNotFoundError: it does not exist.
     """
     if policy is not None:
-        place = Path(policy).expanduser()
+        place = local_path(policy)
         file = place / POLICY_FILE if place.is_dir() else place
         return policy_file(policy if hub.is_meant(policy) else file)
-    own = Path(workdir).expanduser() / POLICY_FILE
+    own = local_path(workdir) / POLICY_FILE
     if not own.is_file():
         hint = "run train.py with this --workdir first, or pass a policy as --policy"
         raise FileNotFoundError(f"{own} does not exist; {hint}")

@@ -11,6 +11,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.source import data_folder, world_size
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.user_input import local_path
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def split_folders(run: EvaluationRun, workdir: str | Path) -> dict[str, Path]:
                 f"config.data.test_seed is {seed}, but the data of config.data.folder "
                 f"({run.data.folder}) are files, not drawn from a seed"
             )
-        folder = Path(run.data.folder).expanduser()
+        folder = local_path(run.data.folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"config.data.folder: no folder {folder}")
         return {"validation": folder, "test": folder}

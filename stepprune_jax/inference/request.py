@@ -55,7 +55,8 @@ def read_request(
 
     Raises:
         FileNotFoundError: an image is missing.
-        TypeError: a prompt is neither a string nor strings.
+        TypeError: a prompt is neither a string nor strings, or an image neither a path nor a Pillow
+            image.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
             image, or one that the model does not take. The message names the prompt or the image.
     """
@@ -70,8 +71,8 @@ def read_request(
     pixels: list[Any] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        row = _as_images(row)
         try:
+            row = _as_images(row)
             turns = _turns(prompt, len(row), config)
             text = config.family.conversation(turns)
             ids.append(tuple(tokenize_with_images(tokenizer, text, len(row))))
@@ -111,12 +112,17 @@ def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     """Returns the images of one prompt as a list."""
     if row is None:
         return []
-    return [row] if isinstance(row, (str, Path, Image.Image)) else list(row)
+    images = list(row) if isinstance(row, list | tuple) else [row]
+    for image in images:
+        if not isinstance(image, ImageLike):
+            kind = type(image).__name__
+            raise TypeError(f"expected images as paths or Pillow images, got {kind}")
+    return images
 
 
 def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     """Returns the turns of a conversation, with image marks where the model expects them."""
-    turns = [prompt] if isinstance(prompt, str) else list(prompt)
+    turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
     if len(turns) % 2 == 0:

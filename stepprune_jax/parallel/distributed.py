@@ -20,6 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# CPU devices, more than any machine has cores; each takes threads and memory.
+_MOST_CORES = 512
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -34,8 +36,10 @@ def use_cores(count: int) -> None:
     Raises:
         ValueError: not a non-negative integer.
     """
-    if not isinstance(count, int) or count < 0:
-        raise ValueError(f"config.cpu_devices is {count!r}, expected an integer from 0")
+    if not isinstance(count, int) or not 0 <= count <= _MOST_CORES:
+        raise ValueError(
+            f"config.cpu_devices is {count!r}, expected an integer from 0 to {_MOST_CORES}"
+        )
     if count:
         jax.config.update("jax_num_cpu_devices", count)
 

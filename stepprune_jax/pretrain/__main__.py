@@ -13,7 +13,7 @@ from stepprune_jax.data.source import world_size
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pretrain.run import pretrain
 from stepprune_jax.pretrain.settings import Pretraining, read_pretraining
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import local_path, user_input
 from stepprune_jax.visualize.training import draw_training
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS
@@ -28,7 +28,7 @@ def main() -> None:
 
 def _pretrain() -> None:
     """Reads the flags, writes the world if there is no data folder, trains, and draws curves."""
-    workdir = Path(flags.FLAGS.workdir).expanduser()
+    workdir = local_path(flags.FLAGS.workdir)
     with user_input():
         settings = read_pretraining(flags.FLAGS.config)
         distributed.use_cores(settings.cpu_devices)

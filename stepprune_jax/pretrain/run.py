@@ -44,7 +44,7 @@ from stepprune_jax.pretrain.update import (
     tower_update,
 )
 from stepprune_jax.pretrain.vocabulary import build_tokenizer, take_rows
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import local_path, user_input
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.metrics import MetricsLog
 
@@ -285,7 +285,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
       FileNotFoundError: Data or an image is missing.
       ValueError: Bad data, or a folder of another run.
     """
-    workdir, folder = Path(workdir).expanduser().resolve(), Path(folder).expanduser()
+    workdir, folder = local_path(workdir).resolve(), local_path(folder)
     with user_input():
         samples = read_samples(folder)
         params, model, tokenizer = _first_model(run, samples)

@@ -89,9 +89,12 @@ def make_method(
         The method.
 
     Raises:
+        TypeError: the policy is not a `Policy`.
         ValueError: an unknown name or option, a bad value, an unsupported kind of budget, or a
             policy that does not match the method.
     """
+    if not isinstance(policy, Policy | None):
+        raise TypeError(f"policy is {policy!r}, expected a Policy, such as load_policy returns")
     if name is None and policy is None and budget is not None:
         raise ValueError("a budget (--budget) needs a pruner (--pruner) or a policy (--policy)")
     if name is None:

@@ -23,7 +23,7 @@ from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks.answer_files import read_files
 from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, file_to_write
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question, Scene
 from stepprune_jax.evaluation.accuracy import percent
@@ -316,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if options.limit < 0:
             raise ValueError(f"--limit is {options.limit}, expected a number >= 0")
+        json_file = file_to_write("--json", options.json) if options.json else None
         config = load_config(options.config, options.changes)
         distributed.use_cores(config.get("cpu_devices", 0))
         run = read_evaluation(config)
@@ -324,8 +325,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
         with locked(Path(options.workdir)):
             result = compare(run, options.workdir, policy=options.policy, limit=options.limit)
-        if options.json:
-            write_json(Path(options.json), result)
+        if json_file:
+            write_json(json_file, result)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(as_markdown(result), end="")

@@ -28,7 +28,7 @@ from stepprune_jax.training.batches import Batches, Bucket, open_batches
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import local_path, user_input
 
 # Number of batches, evenly spaced over the run, whose widths represent those of all.
 _SAMPLED = 512
@@ -210,7 +210,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
             mesh = build_mesh("single", devices)
         source = model_source(run)
         setup = make_setup(run, source.config, mesh)
-        data = training_source(run, Path(workdir).expanduser().resolve())
+        data = training_source(run, local_path(workdir).resolve())
         batches = open_batches(run, data, file_identity(data.file), source)
     with memory_advice(run, devices):
         plan = make_plan(batches, setup, model_dtype(run), run.batch_size, compiler)

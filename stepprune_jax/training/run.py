@@ -39,8 +39,8 @@ from stepprune_jax.training.validation import (
     read_calibration_questions,
     read_questions,
 )
-from stepprune_jax.user_input import user_input
-from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
+from stepprune_jax.user_input import local_path, user_input
+from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, check_same_run, claim
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import check_boards
 
@@ -80,9 +80,9 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
     Writes `metrics.jsonl` (one object per line), `run.json`, `checkpoints/` and at the end
     `policy.safetensors`; if requested, `validation.jsonl`, `overlays/` and `profile/`. A resumed
-    run gives bitwise the same numbers as an uninterrupted one. On Ctrl-C or SIGTERM it saves and
-    returns. With several processes (`parallel.distributed`) all must call it, with a folder that
-    all of them see.
+    run gives bitwise the same numbers as an uninterrupted one. On Ctrl-C, SIGTERM or SIGHUP it
+    saves and returns. With several processes (`parallel.distributed`) all must call it, with a
+    folder that all of them see.
 
     Args:
         run: settings of the run, from `read_run`.
@@ -95,8 +95,8 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             process writes to; too little memory; or too many updates in a row without a finite loss
             and gradient.
     """
-    workdir = Path(workdir).expanduser().resolve()
     with user_input():
+        workdir = local_path(workdir).resolve()
         mesh = make_mesh(run)
         check_boards(run.tensorboard, run.wandb)
         source = model_source(run)
@@ -119,7 +119,7 @@ def _train(
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            if checkpoints.latest == run.steps and _policy_is_there(workdir, run.steps):
+            if checkpoints.latest == run.steps and _policy_is_there(workdir, run, about):
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
@@ -142,7 +142,7 @@ def _train(
             checkpoints.close()
 
 
-def _policy_is_there(workdir: Path, steps: int) -> bool:
+def _policy_is_there(workdir: Path, run: Run, about: dict[str, Any]) -> bool:
     """Returns whether a finished run's file exists; replaces one with different contents."""
     path = workdir / POLICY_FILE
     if not path.is_file():
@@ -154,11 +154,12 @@ def _policy_is_there(workdir: Path, steps: int) -> bool:
     if jax.process_count() > 1:  # a checkpoint is read by all processes or by none
         return not distributed.any_process(found is None)
     with user_input():
-        step, policy, _ = latest_policy(workdir)
-    if step == steps and not (found and same_policy(found, policy)):
+        step, policy, saved = latest_policy(workdir)
+        check_same_run(step, saved, run, about)
+    if step == run.steps and not (found and same_policy(found, policy)):
         _LOG.warning("rewriting %s: %s", path, problem)
         save_policy(policy, path)
-    return step == steps
+    return step == run.steps
 
 
 def _stopped(interrupt: Interrupt) -> bool:
@@ -190,7 +191,7 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
     return model
 
 
-def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
+def _begin(loop: _Loop, about: dict[str, Any]) -> tuple[int, Saved, Stream]:
     """Returns updates done, the latest checkpoint or a new state, and the remaining batches."""
     run, model, setup = loop.run, loop.model, loop.setup
     seed = jax.random.key(run.seed)
@@ -199,9 +200,12 @@ def _begin(loop: _Loop) -> tuple[int, Saved, Stream]:
     stats = FeatureStats.start(setup.model.feature_width)
     fresh = replicate_like(model.params, Saved(state, stats, jax.random.key_data(key)))
     if loop.checkpoints.latest is not None:
-        done, saved, about = loop.checkpoints.restore(fresh)
-        distributed.say(f"Resuming after step {done}")
-        return done, saved, loop.batches.stream(run.steps, about["batches"])
+        restored = loop.checkpoints.restore(fresh)
+        with user_input():
+            check_same_run(restored.step, restored.about, run, about)
+        distributed.say(f"Resuming after step {restored.step}")
+        stream = loop.batches.stream(run.steps, restored.about["batches"])
+        return restored.step, restored.saved, stream
     fresh = fresh._replace(stats=_statistics(loop, fresh.stats))
     return 0, fresh, loop.batches.stream(run.steps)
 
@@ -223,7 +227,7 @@ def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:
 def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     """Updates until the end or an interruption."""
     run, workdir, setup = loop.run, loop.workdir, loop.setup
-    done, (state, stats, key_data), stream = _begin(loop)
+    done, (state, stats, key_data), stream = _begin(loop, about)
     hooks = Hooks(run, workdir, done, loop.validation, window)
     key = jax.random.wrap_key_data(key_data)
     guard = Guard(workdir / NONFINITE_FILE, loop.batches, run.max_skipped)

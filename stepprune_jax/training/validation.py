@@ -28,6 +28,7 @@ from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Setup
+from stepprune_jax.user_input import local_path
 
 FOLDER = "overlays"
 # Sizes that kept tokens are padded to, as shares of all; each size in use is a program.
@@ -104,7 +105,7 @@ def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
 
 def _folder(run: Run, workdir: Path) -> Path:
     """Returns the folder of a run's validation split."""
-    return Path(run.validation.folder or run.data.folder or workdir / "data").expanduser()
+    return local_path(run.validation.folder or run.data.folder or workdir / "data")
 
 
 class Validation:

@@ -1,6 +1,7 @@
 """The style of every figure: colours, type, and small files."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def save(figure: Figure, path: str | Path, most_bytes: int = 120_000) -> Path:
     Returns:
         The path.
     """
-    figure.canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # which the font lacks; it becomes a box
+        figure.canvas.draw()
     flat = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
     path, colours = Path(path), 256
     while True:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ RUN_FILE = "run.json"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
-# TensorStore's messages for a full disk and missing permissions.
-_REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
-# Hashes of a checkpoint's files, stored among them.
-_HASHES = "files.json"
+# In TensorStore's messages for a full disk, missing permissions, and others of the system.
+_REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "os_error_code")
+# Hashes of a checkpoint's files, stored among them, and its step.
+_HASHES, _STEP = "files.json", "step"
 
 
 class Restored(NamedTuple):
@@ -127,10 +127,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
         write_json(path, run)
         return run
     try:
-        old = read_json_object(path)
-        changes = config.changes(old["config"])
-        changes += ["the frozen model"] if old["model"] != model else []
-        changes += ["the training file"] if old["data"] != data else []
+        changes = _differences(read_json_object(path), config, model, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
@@ -139,6 +136,35 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
             "original settings. These differ:\n  " + "\n  ".join(changes)
         )
     return run
+
+
+def check_same_run(
+    step: int, about: Mapping[str, Any], config: Settings, run: Mapping[str, Any]
+) -> None:
+    """Verifies that a checkpoint is of this run, not copied from the folder of another.
+
+    Args:
+        step: updates done.
+        about: the JSON object of the checkpoint, with the description of its run.
+        config: settings of the run.
+        run: the description of the run, from `claim`.
+
+    Raises:
+        ValueError: it is of a run with another configuration, model or training file.
+    """
+    changes = _differences(about, config, run["model"], run["data"])
+    if changes:
+        raise ValueError(
+            f"checkpoint {step} in {FOLDER}/ is of another run; move it away. These "
+            "differ:\n  " + "\n  ".join(changes)
+        )
+
+
+def _differences(old: Mapping[str, Any], config: Settings, model: str, data: str) -> list[str]:
+    """Lists what differs between the description of a run and this run."""
+    changes = config.changes(old["config"])
+    changes += ["the frozen model"] if old["model"] != model else []
+    return changes + (["the training file"] if old["data"] != data else [])
 
 
 class Checkpoints:
@@ -205,13 +231,9 @@ class Checkpoints:
         """Stores the hashes of all files, after writing and before the final rename."""
         if distributed.is_main():
             (folder,) = self._folder.glob(f"{self._writing}.*")
-            hashes = {
-                str(path.relative_to(folder)): file_identity(path)
-                for part in ("arrays", "beside")
-                for path in sorted((folder / part).rglob("*"))
-                if path.is_file()
-            }
-            (folder / "beside" / _HASHES).write_text(json.dumps(hashes, indent=1))
+            hashes = {name: file_identity(folder / name) for name in sorted(_files(folder))}
+            described = {_STEP: self._writing, **hashes}
+            (folder / "beside" / _HASHES).write_text(json.dumps(described, indent=1))
 
     @user_input()
     def restore(self, like: Any) -> Restored:
@@ -292,10 +314,21 @@ def _shapes(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
+def _files(folder: Path) -> set[str]:
+    """Returns the names of a checkpoint's files that have a hash: all but that of the hashes."""
+    paths = [path for part in ("arrays", "beside") for path in (folder / part).rglob("*")]
+    return {str(x.relative_to(folder)) for x in paths if x.is_file()} - {f"beside/{_HASHES}"}
+
+
 def _damage(folder: Path) -> str:
     """Returns what is wrong with the files of a checkpoint; empty if nothing is."""
     try:
-        hashes = read_json_object(folder / "beside" / _HASHES)
+        hashes, names = read_json_object(folder / "beside" / _HASHES), _files(folder)
+        step = hashes.pop(_STEP, None)  # absent in older checkpoints
+        if step not in (None, int(folder.name)):
+            return f"it was written as checkpoint {step}"
+        for name in sorted(names ^ hashes.keys()):
+            return f"{name} was added later" if name in names else f"{name} is missing"
         for name, expected in hashes.items():
             if file_identity(folder / name) != expected:
                 return f"{name} has changed since it was written"
@@ -305,7 +338,10 @@ def _damage(folder: Path) -> str:
 
 
 class Interrupt:
-    """Converts the first SIGINT or SIGTERM to a flag while active; a second acts as usual."""
+    """Converts the first SIGINT, SIGTERM or SIGHUP to a flag while active; a second acts as usual.
+
+    A signal that is ignored, as SIGHUP is after `nohup`, stays so.
+    """
 
     def __init__(self):
         self.requested = False
@@ -313,8 +349,9 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_):

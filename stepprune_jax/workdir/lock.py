@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepprune_jax.data.json_files import file_named
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 
@@ -58,8 +59,9 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
             raise
         problem = f"{path} cannot be locked ({error.strerror})"
         _LOG.warning("%s: run one program at a time in this folder", problem)
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with file_named(path):
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _remove(path: Path) -> None:

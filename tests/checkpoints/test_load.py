@@ -272,3 +272,14 @@ def test_a_bar_is_full_only_after_a_load_that_succeeded(tmp_path, capsys, monkey
         load.load_params(inspect_folder(folder))
     shown = capsys.readouterr().err
     assert f"loading {folder.name}:   0%" in shown and "100%" not in shown
+
+
+def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
+    folder = testing.tiny_llava(tmp_path)
+    for dtype in (jnp.int8, None, "int8"):
+        with pytest.raises(ValueError, match=r"dtype is .*, expected a floating one"):
+            _load(folder, dtype=dtype)
+    _rewrite(folder, lambda tensors: tensors["language_model.lm_head.weight"].fill(1e5))
+    _load(folder)
+    with pytest.raises(ValueError, match=r"'language_model\.lm_head\.weight' holds .* float16"):
+        _load(folder, dtype=jnp.float16)

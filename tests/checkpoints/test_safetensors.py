@@ -130,6 +130,41 @@ def test_numbers_that_are_not_finite_are_refused_whatever_their_dtype(tmp_path, 
                 ours.read_tensor(entry)
 
 
+@pytest.mark.parametrize(
+    ("value", "stored", "wanted", "fits"),
+    [
+        (65504, "F32", "F16", True),
+        (65520, "F32", "F16", False),
+        (65280, "BF16", "F16", True),
+        (65536, "BF16", "F16", False),
+        (1e300, "F64", "F32", False),
+        (-3.4e38, "F64", "F32", True),
+        (3.4e38, "F32", "BF16", False),
+        (3.3e38, "F32", "BF16", True),
+        (65504, "F16", "BF16", True),
+        (448, "F8_E4M3", "F32", True),
+    ],
+)
+def test_numbers_too_large_for_the_wanted_dtype_are_refused(tmp_path, value, stored, wanted, fits):
+    tensor, dtype = np.array([1, value]).astype(ours.DTYPES[stored]), ours.DTYPES[wanted]
+    entry = ours.read_header(_write(tmp_path / "x.safetensors", w=tensor))["w"]
+    if fits:
+        np.testing.assert_array_equal(ours.read_tensor(entry, dtype=dtype), tensor)
+    else:
+        with pytest.raises(ValueError, match=f"'w' holds numbers too large for {dtype}"):
+            ours.read_tensor(entry, dtype=dtype)
+
+
+def test_a_header_that_can_be_read_in_two_ways_is_refused(tmp_path):
+    record = json.dumps(RECORD)
+    for raw, said in (
+        (f'{{"w": {record}, "w": {record}}}'.encode(), "'w' is given twice"),
+        (json.dumps({"w": RECORD}).encode("utf-16"), "unreadable JSON"),
+    ):
+        with pytest.raises(ValueError, match=f"x: corrupt safetensors header.*{said}"):
+            ours.read_header(_raw(tmp_path / "x", raw, bytes(8)))
+
+
 def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
     path = _write(tmp_path / "x.safetensors", x=np.zeros(100, np.float32))
     entry = ours.read_header(path)["x"]

@@ -41,3 +41,13 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     assert len(out.splitlines()) == 5 + 6 and r"gone \x1b[31m.png" in out
     (folder / "train.json").write_text("{}")
     assert "expected a JSON list" in check_folder(folder)[0].faults[0]
+
+
+def test_no_file_is_passed_over(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=1, validation=1, test=1)
+    for name in ("train.json", "validation.jsonl"):
+        (folder / name).unlink()
+    (folder / "train.json").mkdir()
+    assert main([str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert f"no file at {folder}/train.json" in said and f"{folder}/validation.jsonl" in said

@@ -7,6 +7,7 @@ it.
 import io
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
@@ -122,14 +123,19 @@ def test_safetensors(folder, data):
     content = len(raw).to_bytes(8, "little") + raw + body
     if data.draw(st.booleans()):
         content = data.draw(damaged(content))
+    if data.draw(st.booleans()):  # any numbers
+        content = content[:-32] + data.draw(st.binary(min_size=32, max_size=32))
     path = folder / "x.safetensors"
     path.write_bytes(content)
     with one_line(path):
         entries, _ = safetensors.read_contents(path)
         for entry in entries.values():
             assert entry.nbytes <= len(content)
-            tensor = safetensors.read_tensor(entry)
+            wanted = np.dtype(data.draw(st.sampled_from((np.float16, jnp.bfloat16, np.float32))))
+            tensor = safetensors.read_tensor(entry, dtype=wanted)
             assert tensor.shape == entry.shape
+            if jnp.issubdtype(entry.dtype, jnp.floating):
+                assert np.isfinite(tensor.astype(wanted)).all()
 
 
 @cases(30)

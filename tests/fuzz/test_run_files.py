@@ -1,5 +1,6 @@
 """Files of runs and of converters that anybody may have changed: read, or refused in one line."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -31,7 +32,8 @@ from stepprune_jax.pretrain.mentions import read_mentions
 from stepprune_jax.pruning.calibration import Calibration, read_calibration
 from stepprune_jax.settings import Settings, count, text
 from stepprune_jax.visualize.training import read_metrics
-from stepprune_jax.workdir.checkpoints import claim
+from stepprune_jax.workdir.checkpoints import Checkpoints, claim
+from stepprune_jax.workdir.checkpoints import _damage as damage
 from stepprune_jax.workdir.metrics import keep_until
 
 
@@ -77,6 +79,30 @@ def test_the_description_of_a_run(folder, raw, data):
     except ValueError as error:  # differences are a list
         said = str(error)
         assert str(folder) in said and ("\n" not in said or "These differ:\n" in said)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
+        checkpoints.save(7, {"x": np.ones(3)})
+    return folder / "checkpoints" / "7"
+
+
+@cases(30)
+@given(data=st.data())
+def test_the_hashes_of_a_checkpoint(checkpoint, data):
+    """Whatever they are instead, the checkpoint is damaged; without its step it is an old one."""
+    path = checkpoint / "beside" / "files.json"
+    before = path.read_bytes()
+    hashes = json.loads(before)
+    other = data.draw(changed(hashes))
+    path.write_text(json.dumps(other))
+    said = damage(checkpoint)
+    path.write_bytes(before)
+    step = other.get("step")
+    good = {**other, "step": 7 if step is None else step} == hashes
+    assert bool(said) != good and "\n" not in said
 
 
 ROW = {"step": 1, "loss": 0.5, "k_mean": 2.0}

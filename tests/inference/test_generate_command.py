@@ -284,6 +284,18 @@ def test_a_conversation_until_exit(files, capsys, monkeypatch):
     )
 
 
+def test_a_closed_stdin_asks_nothing(files, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(command(files, "--interactive")) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["", "~no-such-user/model"])
+def test_a_model_without_a_folder_is_one_line(files, capsys, name):
+    assert main(["--model", name, "--prompt", "two?"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_end_of_stdin_ends_the_conversation_after_the_first_prompt(files, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(command(files, "--interactive", "--prompt", "two?", image=False)) == 0

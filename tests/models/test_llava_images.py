@@ -194,6 +194,12 @@ def test_very_long_sides_are_refused_before_they_are_decoded(tmp_path, monkeypat
         open_image(path)
 
 
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_an_image_without_pixels_is_refused(size):
+    with pytest.raises(ValueError, match=f"has {size[0]} x {size[1]} pixels, expected sides of 1"):
+        open_image(Image.new("RGB", size))
+
+
 def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypatch):
     def refuse(_):
         raise MemoryError

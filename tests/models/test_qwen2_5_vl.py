@@ -548,12 +548,13 @@ def changed(folder, file, **changes):
         ("config.json", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not"),
         ("config.json", {"rope_scaling": {"mrope_section": [2, 2, 1]}}, "mrope_section"),
+        ("config.json", {"rope_scaling": {"mrope_section": [-2, 4, 4]}}, "integers from 0"),
         ("config.json", {"hidden_size": 96, "num_attention_heads": 8}, "out_hidden_size 48"),
         ("config.json", {"vision_config": None}, "vision_config is missing"),
         ("config.json", {"tie_word_embeddings": "x"}, "tie_word_embeddings is 'x', expected true"),
         ("preprocessor_config.json", {"patch_size": 14}, "patch_size is 14; supported: 4"),
         ("preprocessor_config.json", {"min_pixels": 9999}, "min_pixels is 9999, expected 1 to"),
-        ("preprocessor_config.json", {"max_pixels": 60}, "max_pixels is 60, expected at least 64"),
+        ("preprocessor_config.json", {"max_pixels": 60}, "max_pixels is 60, expected"),
     ],
 )
 def test_folders_that_are_not_supported_are_refused(tmp_path, file, changes, message):
@@ -561,6 +562,14 @@ def test_folders_that_are_not_supported_are_refused(tmp_path, file, changes, mes
     changed(folder, file, **changes)
     with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}.*{message}"):
         inspect_folder(folder)
+
+
+@pytest.mark.parametrize("bound", [10**14, 1.5, True, "3"])
+def test_bounds_of_images_that_are_no_areas_are_refused(tmp_path, bound):
+    folder = testing.tiny_qwen(tmp_path)
+    for name in ("min_pixels", "max_pixels"):
+        with pytest.raises((ValueError, TypeError), match=f"{name}"):  # of the type, or by it
+            inspect_folder(folder, **{name: bound})
 
 
 def test_a_folder_without_its_image_processor_is_refused(tmp_path):

@@ -5,9 +5,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stepprune_jax import policy
-from stepprune_jax.pruning import Policy
+from stepprune_jax.data.images import open_image
+from stepprune_jax.pruning import Policy, make_method
 
 CONFIG = policy.PolicyConfig(feature_width=8, text_width=6, num_heads=2)
 IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
@@ -16,7 +18,7 @@ IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
 def refused(said, call, *arguments, **options):
     try:
         call(*arguments, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         assert said in str(error), error
     else:
         raise AssertionError(f"not refused: {said}")
@@ -69,6 +71,8 @@ def main():
     for call in (select, jax.jit(select)):
         refused("policy is of type ", call, IMAGE, TEXT)
         refused("is called as select(policy, image, text)", call, params, IMAGE, TEXT)
+    refused("policy is 'shapes', expected a Policy", make_method, policy="shapes")
+    refused("expected a path or a Pillow image, got ndarray", open_image, np.ones((2, 2, 3)))
     print("named")
 
 

@@ -59,7 +59,8 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
         ({"--policy": "autoselect"}, "autoselect has no learned stop to calibrate"),
         ({"--policy": "absent"}, "nor a shipped policy of that name (autoselect, literal"),
         ({"--model": "shapes", "--data": "absent"}, "absent"),
-        ({"--questions": "-1"}, "--questions is -1, expected at least 0"),
+        ({"--out": ""}, "--out is '', expected a file in a folder"),
+        ({"--out": "."}, "--out is '.', expected a file in a folder"),
     ],
 )
 def test_mistakes_are_user_errors(tmp_path, changes, message):

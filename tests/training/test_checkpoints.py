@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import json
+import os
+import pathlib
 import shutil
 import time
 
@@ -130,6 +133,45 @@ def test_numbers_that_were_changed_behind_the_back_are_noticed(copy, capsys):
     shutil.copytree(copy / "checkpoints" / "10" / "arrays", arrays)
     assert_state(restore(copy), 10)
     assert "warning: checkpoint 20 is damaged (" in capsys.readouterr().err
+
+
+HASHES = pathlib.PurePath("beside", "files.json")
+
+
+def rewrite(step, change):
+    hashes = json.loads((step / HASHES).read_text())
+    change(hashes)
+    (step / HASHES).write_text(json.dumps(hashes))
+
+
+def replace_by_pipe(step):
+    path = next(path for path in files(step) if "/d/" in str(path))
+    path.unlink()
+    os.mkfifo(path)
+
+
+OTHER_FILES = {
+    "no hashes": (lambda step: rewrite(step, dict.clear), "_METADATA was added later"),
+    "a hash less": (lambda step: rewrite(step, lambda x: x.pop("beside/metadata")), "added later"),
+    "a hash more": (lambda step: rewrite(step, lambda x: x.update(zz="0")), "zz is missing"),
+    "a file more": (lambda step: (step / "arrays" / "zz").touch(), "arrays/zz was added later"),
+    "a pipe": (replace_by_pipe, "is missing"),
+    "a new number": (lambda step: step.rename(step.with_name("30")), "written as checkpoint 20"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), OTHER_FILES.values(), ids=OTHER_FILES)
+def test_a_checkpoint_of_other_files_than_were_written_is_damaged(copy, capsys, change, said):
+    change(copy / "checkpoints" / "20")
+    assert read_latest(copy).step == 10
+    assert_state(restore(copy), 10)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and all("is damaged (" in line and said in line for line in told)
+
+
+def test_a_checkpoint_without_its_number_is_of_an_older_version(copy):
+    rewrite(copy / "checkpoints" / "20", lambda hashes: hashes.pop("step"))
+    assert_state(restore(copy), 20)
 
 
 def test_a_damaged_checkpoint_makes_room_for_a_new_one(copy):

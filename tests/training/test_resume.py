@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -216,3 +217,19 @@ def test_two_processes_learn_and_answer_what_one_does(world, whole, tmp_path):
         "step_00000003.png",
         "step_00000006.png",
     ]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_checkpoint_of_another_run_is_refused(world, whole, tmp_path, finished):
+    """The description of the run may have been written anew, or checkpoints been copied."""
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    policy = workdir / "policy.safetensors"
+    before = policy.read_bytes()
+    described = json.loads((workdir / "run.json").read_text())
+    described["config"]["seed"] = 5
+    (workdir / "run.json").write_text(json.dumps(described))
+    if not finished:
+        policy.unlink()
+    with pytest.raises(ValueError, match=r"is of another run; .*\n  config\.seed: 0 -> 5$"):
+        train(make_run(*world, **WATCHED, seed=5), workdir)
+    assert not finished or policy.read_bytes() == before

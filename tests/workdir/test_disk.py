@@ -58,6 +58,17 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, 
     assert "No space left on device" in said and "\n" not in said and is_user_error(error.value)
 
 
+def test_what_the_system_refuses_tensorstore_is_one_line(tmp_path, monkeypatch):
+    def limited(*_, **__):
+        raise ValueError("OUT_OF_RANGE: Failed writing: \"x\": File too large [os_error_code='27']")
+
+    checkpoints = Checkpoints(tmp_path, 2)
+    monkeypatch.setattr(checkpoints._manager, "save", limited)
+    with pytest.raises(OSError, match=r"checkpoint 2 cannot be written to .*File too large"):
+        checkpoints.save(2, {"x": jnp.ones(3)})
+    checkpoints.close()
+
+
 def test_metrics_that_were_deleted_before_resuming_are_missed(tmp_path, capsys):
     MetricsLog(tmp_path, 0, 9, 1).write(3, {"loss": 1.0})
     MetricsLog(tmp_path, 3, 9, 1)

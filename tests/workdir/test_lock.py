@@ -53,3 +53,9 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
     with locked(tmp_path):
         pass
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_a_lock_that_is_no_file_is_named(tmp_path):
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(OSError, match=f"'{tmp_path}/{LOCK_FILE}'"), locked(tmp_path):
+        pass

@@ -18,9 +18,12 @@ from stepprune_jax.models.config import (
     token_id,
     token_ids,
 )
+from stepprune_jax.settings import is_count
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
+# Pillow's own limit.
+MOST_PIXELS = 2 * 89_478_485
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +154,14 @@ class QwenConfig:
                 "channels for time, row and column"
             )
         least = self.vision.factor**2
-        if self.max_pixels < least:
-            raise ValueError(f"max_pixels is {self.max_pixels}, expected at least {least}")
-        if not 1 <= self.min_pixels <= self.max_pixels:
+        if not (is_count(self.max_pixels, least) and self.max_pixels <= MOST_PIXELS):
             raise ValueError(
-                f"min_pixels is {self.min_pixels}, expected 1 to max_pixels, {self.max_pixels}"
+                f"max_pixels is {self.max_pixels!r}, expected an integer from {least} to "
+                f"{MOST_PIXELS}"
+            )
+        if not (is_count(self.min_pixels) and self.min_pixels <= self.max_pixels):
+            raise ValueError(
+                f"min_pixels is {self.min_pixels!r}, expected 1 to max_pixels, {self.max_pixels}"
             )
 
     @property
@@ -249,8 +255,8 @@ def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
     kind = rope.get("rope_type", rope.get("type", "mrope"))
     rope = rope | {"rope_type": "default" if kind == "mrope" else kind}
     sections = rope.get("mrope_section", (16, 24, 24))
-    if not isinstance(sections, list | tuple) or not all(type(x) is int for x in sections):
-        raise ValueError(f"{where}: mrope_section is {sections!r}, expected three integers")
+    if not isinstance(sections, list | tuple) or not all(is_count(x, 0) for x in sections):
+        raise ValueError(f"{where}: mrope_section is {sections!r}, expected three integers from 0")
     theta, scaling = read_rope({"rope_theta": 1e6, **config, field: rope}, where)
     return LlamaConfig(
         vocab_size=positive(config, "vocab_size", 152064, where),

@@ -28,7 +28,7 @@ from stepprune_jax.models.images import (
     read_processor,
     stack_images,
 )
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
+from stepprune_jax.models.qwen2_5_vl.config import MOST_PIXELS, QwenConfig, QwenVisionConfig
 
 _KINDS = (
     "Qwen2VLImageProcessor",
@@ -36,8 +36,6 @@ _KINDS = (
     "Qwen2VLImageProcessorPil",
     "Qwen2_5_VLImageProcessor",
 )
-# Pillow's own limit.
-MOST_PIXELS = 2 * 89_478_485
 # Images are padded to a multiple of this many tokens, whose patches are a block of the tower's
 # attention.
 BLOCK_TOKENS = 16
