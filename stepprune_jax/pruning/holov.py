@@ -128,35 +128,42 @@ def keep_in_crops(
     Returns:
         [r, n] True = kept, `count` of each row.
     """
-    n, crop = tokens.shape[1], _crops_of(real, count)
-    rows, crop = jnp.arange(len(crop))[:, None], jnp.where(real, crop, n)
-    size = jnp.zeros(crop.shape, jnp.int32).at[rows, crop].add(1, mode="drop")
+    n = tokens.shape[1]
+    crop, place = jnp.where(real, _crops_of(real, count), n), jnp.arange(n)[None]
 
-    def over_crop(values, whole):
-        """Averages a value over each crop, or over the crop of each token."""
-        sums = jnp.zeros(crop.shape).at[rows, crop].add(values, mode="drop")
-        mean = sums / jnp.maximum(size, 1)
-        return mean if whole else jnp.take_along_axis(mean, jnp.minimum(crop, n - 1), axis=1)
+    def total(values, ids):
+        """Sums a value over the crops with some numbers: a scatter would round in any order."""
+
+        def of_some(_, own):
+            inside = own[..., None] == crop[:, None]
+            return jnp.sum(jnp.where(inside, values[:, None], 0), axis=2)
+
+        return map_tokens(of_some, tokens, ids)
+
+    def average(values, ids):
+        """Averages a value over the crops with some numbers."""
+        return total(values, ids) / jnp.maximum(1, total(jnp.ones_like(crop), ids))
 
     wide = jnp.where(real[..., None], tokens.astype(jnp.float32), 0)
     unit = wide / (jnp.linalg.norm(wide, axis=2, keepdims=True) + _SMALL)
 
-    def variance_of(part, own, place):
+    def variance_of(part, own, at):
         """Computes the variance of the similarities of some tokens to others of their crop."""
-        same = (own[..., None] == crop[:, None]) & real[:, None]
+        same = own[..., None] == crop[:, None]
         likeness = jnp.einsum("rqe,rne->rqn", part, unit, precision=_EXACT)
-        likeness = jnp.where(same & (place[..., None] != jnp.arange(n)), likeness, 0)
+        likeness = jnp.where(same & (at[..., None] != place), likeness, 0)
         others = jnp.maximum(jnp.sum(same, axis=2) - 1, 1)
         mean = likeness.sum(2) / others
         off = jnp.where(same, likeness - mean[..., None], 0)
         return jnp.square(off).sum(2) / others
 
-    variance = map_tokens(variance_of, unit, crop, jnp.arange(n)[None])
+    variance = map_tokens(variance_of, unit, crop, place)
     received = jnp.where(real, received.astype(jnp.float32), 0)
-    factor = over_crop(1000 * received, False) / (over_crop(variance, False) + _SMALL)
-    scores = over_crop(1000 * received + alpha * factor * variance, True)
+    factor = average(1000 * received, crop) / (average(variance, crop) + _SMALL)
+    scores = average(1000 * received + alpha * factor * variance, place)
     # The score of a crop of one token is its attention.
-    scores = jnp.where(size > 1, scores, over_crop(received, True))
+    size = total(jnp.ones_like(crop), place)
+    scores = jnp.where(size > 1, scores, average(received, place))
     share = jnp.minimum(_allotted(jnp.where(size > 0, scores, 0), count), size)
     # The surplus of full crops goes to the best crops with room.
     by_crop = jnp.argsort(-jnp.where(size > 0, scores, -1), axis=1, stable=True)

@@ -160,7 +160,7 @@ def test_each_byte_is_read_once_and_only_by_who_needs_it(tmp_path, monkeypatch):
     total = sum(entry.nbytes for entry in safetensors.read_folder(folder).values())
     reads = []
 
-    def recorded(entry, index=None):
+    def recorded(entry, index=None, dtype=None):
         data = read_tensor(entry, index)
         reads.append((entry.name, data.nbytes, entry.nbytes))
         return data
