@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# CPU devices, more than any machine has cores; each takes threads and memory.
+# CPU devices; each takes threads and memory.
 _MOST_CORES = 512
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -486,15 +487,38 @@ def map_tokens(
     """Compares tokens with all others, some at a time if they are many; see `map_queries`.
 
     Args:
-        function: maps some tokens [r, q, c], and their part of each of `by_token`, to [r, q].
+        function: maps some tokens [r, q, c], and their part of each of `by_token`, to [r, q, ...].
         tokens: [r, n, c] the tokens.
         by_token: [r or 1, n] arrays.
 
     Returns:
-        [r, n] the results.
+        [r, n, ...] the results.
     """
     parts = map_queries(lambda part, *own: function(part[:, 0], *own), tokens[:, None], *by_token)
-    return jnp.moveaxis(parts, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
+    parts = jnp.moveaxis(parts, 0, 1)
+    return parts.reshape(len(tokens), -1, *parts.shape[3:])[:, : tokens.shape[1]]
+
+
+def group_means(
+    values: Float[Array, "r n c"], group: Int[Array, "r n"], wanted: Int[Array, "#r n"]
+) -> Float[Array, "r n c"]:
+    """Averages values over groups of tokens, in a fixed order, unlike a scatter on a GPU.
+
+    Args:
+        values: [r, n, c] float32 values of each token.
+        group: [r, n] number of each token's group.
+        wanted: [r or 1, n] numbers of groups.
+
+    Returns:
+        [r, n, c] mean of each wanted group; 0 for one without tokens.
+    """
+
+    def mean(_: Array, wanted: Int[Array, "#r q"]) -> Float[Array, "r q c"]:
+        member = (wanted[..., None] == group[:, None]).astype(jnp.float32)
+        total = jnp.einsum("rqn,rnc->rqc", member, values, precision=lax.Precision.HIGHEST)
+        return total / jnp.maximum(1, member.sum(2, keepdims=True))
+
+    return map_tokens(mean, values, wanted)
 
 
 def ranking_block(config: ModelConfig, name: str) -> int:

@@ -25,6 +25,7 @@ from stepprune_jax.pruning.base import (
     Kept,
     Pruner,
     View,
+    group_means,
     keep_best,
     map_tokens,
     ranking_block,
@@ -130,19 +131,8 @@ def keep_in_crops(
     """
     n = tokens.shape[1]
     crop, place = jnp.where(real, _crops_of(real, count), n), jnp.arange(n)[None]
-
-    def total(values, ids):
-        """Sums a value over the crops with some numbers: a scatter would round in any order."""
-
-        def of_some(_, own):
-            inside = own[..., None] == crop[:, None]
-            return jnp.sum(jnp.where(inside, values[:, None], 0), axis=2)
-
-        return map_tokens(of_some, tokens, ids)
-
-    def average(values, ids):
-        """Averages a value over the crops with some numbers."""
-        return total(values, ids) / jnp.maximum(1, total(jnp.ones_like(crop), ids))
+    rows = jnp.arange(len(crop))[:, None]
+    size = jnp.zeros(crop.shape, jnp.int32).at[rows, crop].add(1, mode="drop")
 
     wide = jnp.where(real[..., None], tokens.astype(jnp.float32), 0)
     unit = wide / (jnp.linalg.norm(wide, axis=2, keepdims=True) + _SMALL)
@@ -159,11 +149,11 @@ def keep_in_crops(
 
     variance = map_tokens(variance_of, unit, crop, place)
     received = jnp.where(real, received.astype(jnp.float32), 0)
-    factor = average(1000 * received, crop) / (average(variance, crop) + _SMALL)
-    scores = average(1000 * received + alpha * factor * variance, place)
+    own = group_means(jnp.stack([1000 * received, variance], axis=2), crop, crop)
+    scaled = 1000 * received + alpha * own[..., 0] / (own[..., 1] + _SMALL) * variance
+    whole = group_means(jnp.stack([scaled, received], axis=2), crop, place)
     # The score of a crop of one token is its attention.
-    size = total(jnp.ones_like(crop), place)
-    scores = jnp.where(size > 1, scores, average(received, place))
+    scores = jnp.where(size > 1, whole[..., 0], whole[..., 1])
     share = jnp.minimum(_allotted(jnp.where(size > 0, scores, 0), count), size)
     # The surplus of full crops goes to the best crops with room.
     by_crop = jnp.argsort(-jnp.where(size > 0, scores, -1), axis=1, stable=True)

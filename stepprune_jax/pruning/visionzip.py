@@ -24,6 +24,7 @@ from stepprune_jax.pruning.base import (
     Pruner,
     View,
     by_score,
+    group_means,
     map_tokens,
     ranking_block,
     take,
@@ -173,10 +174,8 @@ def merge_received(
         return jnp.argmax(jnp.where(target[:, None], likeness, -2), axis=2)
 
     into = jnp.where(rest & ~target, map_tokens(nearest_target, metric), tokens.shape[1])
-    rows, wide = jnp.arange(len(tokens))[:, None], tokens.astype(jnp.float32)
-    total = jnp.zeros_like(wide).at[rows, into].add(wide, mode="drop")
-    number = jnp.zeros(into.shape).at[rows, into].add(1, mode="drop")
-    mean = total / jnp.maximum(1, number)[..., None]
+    wide = tokens.astype(jnp.float32)
+    mean = group_means(wide, into, jnp.arange(tokens.shape[1])[None])
     return chosen, target, jnp.where(target[..., None], wide + mean, wide)
 
 
