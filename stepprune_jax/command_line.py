@@ -254,10 +254,11 @@ def one_line_errors(name: str) -> Iterator[None]:
         _exit(name, str(error))
     except MemoryError as error:
         _exit(name, f"out of memory: {error}")
-    except RuntimeError as error:
-        if not str(error).startswith("Unable to initialize backend"):  # of JAX_PLATFORMS
+    except (RuntimeError, AssertionError):
+        missing = _missing_platform()
+        if missing is None:
             raise
-        _exit(name, str(error))
+        _exit(name, missing)
 
 
 def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
@@ -277,6 +278,18 @@ def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
 def _refused_by_machine(error: Exception) -> bool:
     """Returns whether an error is about a disk or a file."""
     return isinstance(error, OSError) and (error.errno in _REFUSALS or error.filename is not None)
+
+
+def _missing_platform() -> str | None:
+    """Returns what is wrong with JAX_PLATFORMS, if no device of these platforms can be used."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if not platforms or "jax" not in sys.modules:
+        return None
+    try:
+        sys.modules["jax"].devices()
+    except (RuntimeError, AssertionError) as error:  # without a message, if a plugin is missing
+        return str(error) or f"JAX_PLATFORMS is {platforms!r}, but jax finds no such device"
+    return None
 
 
 def _discard(stream: TextIO) -> None:

@@ -79,17 +79,34 @@ def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_pa
     [
         (KeyboardInterrupt(), 128 + signal.SIGINT, "prog: interrupted\n"),
         (MemoryError("1 GiB"), 2, "prog: error: out of memory: 1 GiB\n"),
-        (
-            RuntimeError("Unable to initialize backend 'x': no"),
-            2,
-            "prog: error: Unable to initialize backend 'x': no\n",
-        ),
     ],
 )
 def test_what_ends_a_program_from_outside_is_reported_in_one_line(capsys, error, status, said):
     with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
         raise error
     assert ended.value.code == status and capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"),
+    [("cuda", "JAX_PLATFORMS is 'cuda'"), ("nowhere", "Unable to initialize backend 'nowhere'")],
+)
+def test_a_platform_that_is_not_there_is_reported_in_one_line(platform, said):
+    """A GPU may be there, so that of `cuda` is hidden."""
+    code = "import jax; from stepprune_jax.command_line import exit_with\n"
+    code += "exit_with('prog', lambda: print(jax.numpy.zeros(1)))"
+    environment = os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"prog: error: {said}") and done.stderr.count("\n") == 1
+
+
+def test_errors_of_the_program_itself_are_raised():
+    for error in (RuntimeError("a bug"), AssertionError()):
+        with pytest.raises(type(error)), one_line_errors("prog"):
+            raise error
 
 
 def test_a_program_may_have_no_output(monkeypatch):
