@@ -67,9 +67,7 @@ def read_latest(workdir: Path) -> Restored:
         raise FileNotFoundError(f"{workdir} has no {FOLDER}/: expected the --workdir of train.py")
     options = ocp.CheckpointManagerOptions(read_only=True)
     problems = []
-    with contextlib.closing(
-        ocp.CheckpointManager(folder, options=options, item_handlers=_handlers())
-    ) as manager:
+    with contextlib.closing(_open(folder, options)) as manager:
         for step in sorted(manager.all_steps(), reverse=True):
             problem = _damage(folder / str(step))
             if problem:
@@ -94,9 +92,17 @@ def _here(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
 
-def _handlers() -> dict[str, Any]:
-    """Returns the handlers for the parts of a checkpoint."""
-    return {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
+def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    """Opens a folder of checkpoints, each with arrays and a JSON object."""
+    parts = {"arrays": ocp.StandardCheckpointHandler(), "beside": ocp.JsonCheckpointHandler()}
+    try:
+        return ocp.CheckpointManager(folder, options=options, item_handlers=parts)
+    except ValueError as error:  # values of wrong types, before any checkpoint can be read
+        with user_input():
+            raise ValueError(
+                f"{folder}: the file _CHECKPOINT_METADATA of a checkpoint is damaged; remove that "
+                f"checkpoint: {error}"
+            ) from error
 
 
 def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, Any]:
@@ -183,9 +189,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
         )
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=_handlers()
-        )
+        self._manager = _open(self._folder, options)
 
     @property
     def latest(self) -> int | None:

@@ -21,6 +21,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training.run import Saved
+from stepprune_jax.user_input import is_user_error
 from stepprune_jax.workdir.checkpoints import Checkpoints, read_latest
 
 
@@ -167,6 +168,15 @@ def test_a_checkpoint_of_other_files_than_were_written_is_damaged(copy, capsys, 
     assert_state(restore(copy), 10)
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 and all("is damaged (" in line and said in line for line in told)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"item_handlers": 3}'])
+def test_metadata_that_keep_the_folder_from_opening_are_named(copy, text):
+    (copy / "checkpoints" / "20" / "_CHECKPOINT_METADATA").write_text(text)
+    for read in (read_latest, restore):
+        with pytest.raises(ValueError, match=r"checkpoints: the file _CHECKPOINT_METADATA") as bad:
+            read(copy)
+        assert is_user_error(bad.value)
 
 
 def test_a_checkpoint_without_its_number_is_of_an_older_version(copy):
