@@ -65,6 +65,7 @@ from stepprune_jax.studies.variants import (
     variant_configs,
 )
 from stepprune_jax.training import read_run, train
+from stepprune_jax.visualize.accuracy import draw_accuracy
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
@@ -236,7 +237,7 @@ def evaluate_runs(
         places: result of `split_folders`.
 
     Returns:
-        What report/seeds.json holds.
+        What report/seeds.json holds; seeds.md shows it as tables, seeds.png as a figure.
     """
     settings, report = base.eval, report_folder.open_folder(workdir / "report")
     test = read_split(places["test"], "test")
@@ -262,6 +263,8 @@ def evaluate_runs(
     parts = [part for part in (*parts, markdown_table(gaps) if gaps else "") if part]
     (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
     print("\n".join(parts), end="")
+    most = max(row["mean_k"] for row in result["rows"])
+    draw_accuracy(report / "seeds.png", result["rows"], round(most))
     return result
 
 

@@ -1,5 +1,6 @@
 """Retention against the tokens kept and what they cost, and accuracy by question family."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from stepprune_jax.visualize.excerpts import (
     DEFAULT,
     all_tokens,
     families,
-    rows_of,
     tightest,
 )
 
+Row = dict[str, Any]
 OWN_STOP = f"{DEFAULT}, own stop"
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
@@ -27,36 +28,38 @@ _COSTS = {
 }
 
 
-def draw_accuracy(path: str | Path, report: Report) -> Path:
-    """Draws retention against kept tokens, for every method of the table.
+def draw_accuracy(path: str | Path, table: Sequence[Row], num_tokens: int) -> Path:
+    """Draws retention against kept tokens, for every method of a table.
 
     Exact counts are solid lines, adaptive ones dashed with hollow markers; names stand at the ends
-    of the lines.
+    of the lines. Bars are standard deviations over training runs, where a row has
+    `retention_std`.
 
     Args:
         path: the PNG to write.
-        report: a report from `check_report`.
+        table: the rows: method, mode, mean_k and retention.
+        num_tokens: visual tokens of an image.
 
     Returns:
         The path.
     """
-    palette = style.colours([row["method"] for row in report.table])
+    palette = style.colours([row["method"] for row in table])
     with style.canvas(7, 4.3) as figure:
         axes = figure.add_axes((0.085, 0.15, 0.67, 0.79))
         axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.plot(report.num_tokens, 100, "o", color=palette[ALL], clip_on=False)
+        axes.plot(num_tokens, 100, "o", color=palette[ALL], clip_on=False)
         ends = []
-        for method in dict.fromkeys(row["method"] for row in report.table):
+        for method in dict.fromkeys(row["method"] for row in table):
             if method != ALL:
-                ends.append(_draw_method(axes, report, method, palette[method]))
-        _scale(axes, report)
+                ends.append(_draw_method(axes, table, method, palette[method]))
+        _scale(axes, table, num_tokens)
         _name_lines(axes, [end for end in ends if end])
         axes.set_ylabel("retention: % of the accuracy with all tokens")
         axes.legend(handles=_modes(), loc="lower left", handlelength=2.6)
         return style.save(figure, path)
 
 
-def draw_costs(path: str | Path, report: Report) -> Path | None:
+def draw_costs(path: str | Path, table: Sequence[Row]) -> Path | None:
     """Draws retention against the time of an answer and against operations.
 
     A panel each, without those that the table does not know. A line joins the budgets of a method,
@@ -64,22 +67,22 @@ def draw_costs(path: str | Path, report: Report) -> Path | None:
 
     Args:
         path: the PNG to write.
-        report: a checked report.
+        table: rows as in `draw_accuracy`, with the fields "ms" or "gflops".
 
     Returns:
         The path; None, and no file, if the table knows neither.
     """
-    known = [field for field in _COSTS if any(row.get(field) for row in report.table)]
+    known = [field for field in _COSTS if any(row.get(field) for row in table)]
     if not known:
         return None
-    methods = [*dict.fromkeys(row["method"] for row in report.table)]
+    methods = [*dict.fromkeys(row["method"] for row in table)]
     palette = style.colours(methods)
     with style.canvas(7, 4.3) as figure:
         panels = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
         for axes, field in zip(panels, known, strict=True):
             axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
             for method in methods:
-                _draw_method(axes, report, method, palette[method], field)
+                _draw_method(axes, table, method, palette[method], field)
             axes.set_xlabel(_COSTS[field])
             style.lines_across(axes)
         panels[0].set_ylabel("retention: % of the accuracy with all tokens")
@@ -109,7 +112,7 @@ def _modes() -> list[Line2D]:
 
 
 def _draw_method(
-    axes: Axes, report: Report, method: str, colour: str, field: str = "mean_k"
+    axes: Axes, table: Sequence[Row], method: str, colour: str, field: str = "mean_k"
 ) -> tuple[float, float, str, str] | None:
     """Draws a method's lines against a field of the table.
 
@@ -124,36 +127,40 @@ def _draw_method(
         ("adaptive", {"linestyle": "--", "markerfacecolor": "white"}),
         ("exact", {"linestyle": "-"}),
     ):
-        rows = [r for r in rows_of(report, method, mode) if _has_place(r, field)]
+        rows = [r for r in table if (r["method"], r["mode"]) == (method, mode)]
+        rows = [r for r in sorted(rows, key=lambda r: -r["mean_k"]) if _has_place(r, field)]
         if rows:
             x, y = [r[field] for r in rows], [r["retention"] for r in rows]
             marker = "o" if main else "."
             if method == OWN_STOP:
                 marker, form = "*", {"markersize": 11}
             axes.plot(x, y, marker=marker, **look, **form)
+            if field == "mean_k":
+                bars = [r.get("retention_std") or 0 for r in rows]
+                axes.errorbar(x, y, bars, fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.6)
             end = (x[-1], y[-1], method, colour)
     return end
 
 
-def _has_place(row: dict[str, Any], field: str = "mean_k") -> bool:
+def _has_place(row: Row, field: str = "mean_k") -> bool:
     """Returns whether a row can be drawn: retention is known, and the number is positive."""
     return row["retention"] is not None and (row.get(field) or 0) > 0
 
 
-def _scale(axes: Axes, report: Report) -> None:
+def _scale(axes: Axes, table: Sequence[Row], num_tokens: int) -> None:
     """Sets a logarithmic axis from all tokens down, marked at the budgets."""
-    budgets = sorted({round(r["mean_k"]) for r in report.table if r["mode"] == "exact"})
-    least = min([r["mean_k"] for r in report.table if _has_place(r)], default=1)
+    budgets = {num_tokens, *(round(r["mean_k"]) for r in table if r["mode"] == "exact")}
+    least = min([r["mean_k"] for r in table if _has_place(r)], default=1)
     axes.set_xscale("log")
-    axes.set_xlim(report.num_tokens * 1.08, least * 0.92)
+    axes.set_xlim(num_tokens * 1.08, least * 0.92)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(FixedLocator(budgets))
+    axes.xaxis.set_major_locator(FixedLocator(sorted(budgets)))
     names = [
-        f"{k}\nall" if k == report.num_tokens else f"{k}\n{100 * (1 - k / report.num_tokens):.1f} %"
-        for k in budgets
+        f"{k}\nall" if k == num_tokens else f"{k}\n{100 * (1 - k / num_tokens):.1f}"
+        for k in sorted(budgets)
     ]
     axes.xaxis.set_major_formatter(FixedFormatter(names))
-    axes.set_xlabel("visual tokens kept (log scale), and share pruned")
+    axes.set_xlabel("visual tokens kept (log scale), and share pruned in %")
     style.lines_across(axes)
 
 

@@ -96,12 +96,6 @@ def name_of(record: Records) -> str:
     return f"{record.method}, {record.mode}, {record.pruning_rate:.1f} % pruned"
 
 
-def rows_of(report: Report, method: str, mode: str) -> list[dict[str, Any]]:
-    """Returns table rows of a method in a mode, by descending number of tokens."""
-    rows = [r for r in report.table if r["method"] == method and r["mode"] == mode]
-    return sorted(rows, key=lambda r: -r["mean_k"])
-
-
 def records_of(report: Report, method: str, mode: str) -> list[Records]:
     """Returns records of a method in a mode, by descending number of tokens."""
     records = [r for r in report.records if r.method == method and r.mode == mode]

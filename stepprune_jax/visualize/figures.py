@@ -100,7 +100,7 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
     low, high = tightest(report)[0], f"{record.count.min()} to {record.count.max()}"
     figures = [
         PageFigure(
-            draw_accuracy(folder / "accuracy.png", report),
+            draw_accuracy(folder / "accuracy.png", report.table, report.num_tokens),
             "Retention against tokens kept",
             "Lines of retention against the number of visual tokens kept, one for each method; "
             "the numbers are those of the table.",
@@ -142,7 +142,7 @@ def _result_figures(folder: Path, report: Report) -> list[PageFigure]:
 
 def _cost_figure(folder: Path, report: Report) -> list[PageFigure]:
     """The figure of what accuracy costs, where that is known."""
-    drawn = draw_costs(folder / "cost.png", report)
+    drawn = draw_costs(folder / "cost.png", report.table)
     if drawn is None:
         return []
     alt = "Lines of retention against the time of an answer and against operations, as in the table"

@@ -205,20 +205,20 @@ def test_a_model_that_gets_nothing_right_has_no_retention(report, tmp_path):
     changed = excerpts.check_report(report._replace(table=nothing))
     assert "<b>" not in page_table.html_table(changed)
     assert DASH in page_table.html_table(changed)
-    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).stat().st_size > 1000
-    assert accuracy.draw_costs(tmp_path / "b.png", changed).stat().st_size > 1000
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed.table, 16).stat().st_size > 1000
+    assert accuracy.draw_costs(tmp_path / "b.png", changed.table).stat().st_size > 1000
 
 
 def test_costs_are_drawn_where_the_table_knows_them(report, tmp_path):
     def drawn(*unknown):
         rows = [{k: v for k, v in row.items() if k not in unknown} for row in report.table]
-        return accuracy.draw_costs(tmp_path / "c.png", report._replace(table=rows))
+        return accuracy.draw_costs(tmp_path / "c.png", rows)
 
     assert drawn("ms", "gflops") is None and not (tmp_path / "c.png").exists()
     alone = drawn("ms").read_bytes()
     assert drawn().read_bytes() != alone
     unknown = [row | {"ms": None} for row in report.table[:3]] + report.table[3:]
-    assert accuracy.draw_costs(tmp_path / "u.png", report._replace(table=unknown)).exists()
+    assert accuracy.draw_costs(tmp_path / "u.png", unknown).exists()
 
 
 def test_a_policy_may_keep_nothing_or_never_stop(report, tmp_path):
@@ -231,7 +231,7 @@ def test_a_policy_may_keep_nothing_or_never_stop(report, tmp_path):
     ]
     changed = report._replace(records=nothing, table=fake_report.rows(nothing))
     assert excerpts.default_record(excerpts.check_report(changed)).mode == "exact"
-    assert accuracy.draw_accuracy(tmp_path / "a.png", changed).exists()
+    assert accuracy.draw_accuracy(tmp_path / "a.png", changed.table, 16).exists()
     assert counts.draw_histogram(tmp_path / "h.png", changed).exists()
     assert counts.draw_complexity(tmp_path / "c.png", changed).exists()
     assert overlays.draw_hero(tmp_path / "o.png", changed).exists()
