@@ -63,11 +63,13 @@ class HoloV(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects models that do not rank patches, and fewer than one crop."""
+        """Rejects models that do not rank patches, no crops, and a negative weight."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         if self.crops < 1:
             raise ValueError(f"holov: crops is {self.crops}, expected an integer from 1")
+        if self.alpha < 0:
+            raise ValueError(f"holov: alpha is {self.alpha}, expected 0 or more")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention, or the attention that tokens receive."""

@@ -193,6 +193,11 @@ def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
             value = ast.literal_eval(value)
     if none and value is None:
         return None
+    members = value if isinstance(value, list | tuple) else (value,)
+    if not all(_fits(x) for x in members if isinstance(x, float | int)):
+        raise ValueError(
+            f"{name}: option {field.name} is {value!r}, expected a number that 32 bits hold"
+        )
     if typing.get_origin(expected) is tuple:
         member = typing.get_args(expected)[0]
         if not isinstance(value, list | tuple) or not all(_is(member, x) for x in value):
@@ -208,3 +213,8 @@ def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
 def _is(expected: type, value: Any) -> bool:
     """Returns whether a value has a type; integers are numbers, booleans are not."""
     return type(value) is expected or (expected is float and type(value) is int)
+
+
+def _fits(number: float | int) -> bool:
+    """Returns whether a number is an int32, or finite as a float32."""
+    return abs(number) < 1 << 31 if isinstance(number, int) else is_number(number)

@@ -187,6 +187,12 @@ class SparseVLM(TextRated):
         Fraction(1, 9): (66, 30, 17),
     }
 
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
+        """Also rejects negative noise."""
+        super().check(config, num_tokens)
+        if self.noise < 0:
+            raise ValueError(f"sparsevlm: noise is {self.noise}, expected 0 or more")
+
     def _merged(self, dropped: int) -> int:
         """Returns the number of clusters of the dropped tokens."""
         return int(num_clusters(dropped)[1])

@@ -123,6 +123,7 @@ def test_what_it_looks_at():
     ("layer", "fields", "message"),
     [
         (-2, {"crops": 0}, "holov: crops is 0, expected an integer from 1"),
+        (-2, {"alpha": -1.0}, "holov: alpha is -1.0, expected 0 or more"),
         (0, {}, r"holov: the model's tower has no \[CLS\] attention to rank patches by"),
         (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
     ],

@@ -131,6 +131,14 @@ def test_methods_are_made_from_what_a_user_says():
             "fastv: option average is 1, expected bool",
         ),
         (
+            {"name": "topv", "budget": 3, "options": {"alpha": "1e400"}},
+            "topv: option alpha is inf, expected a number that 32 bits hold",
+        ),
+        (
+            {"name": "random", "budget": 3, "options": {"seed": 1 << 31}},
+            "random: option seed is 2147483648, expected a number that 32 bits hold",
+        ),
+        (
             {"name": "all", "budget": 3},
             "budget is 3, but the pruner 'all' keeps every token: choose another one",
         ),

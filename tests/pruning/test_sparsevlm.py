@@ -146,6 +146,7 @@ def test_operations_are_counted():
             {"sparse_token_list": (9, 8, 0)},
             r"sparse_token_list is \[9, 8, 0\], expected 3 integers",
         ),
+        ({"budget": Budget("count", 192), "noise": -1.0}, "noise is -1.0, expected 0 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, message):
