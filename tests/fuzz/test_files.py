@@ -83,12 +83,12 @@ RIGHT = [{"question_id": i, "answer": "b"} for i in range(2)]
 
 
 @cases(80)
-@given(samples=changed(SAMPLES), split=st.booleans())
-def test_conversations(folder, samples, split):
+@given(samples=changed(SAMPLES))
+def test_conversations(folder, samples):
     path = folder / "train.json"
     path.write_text(json.dumps(samples))
     with one_line(path):
-        for sample in read_conversations(path, folder / "images", split_turns=split):
+        for sample in read_conversations(path, folder / "images"):
             assert sample.image is None or sample.image.is_file()
 
 
