@@ -10,7 +10,7 @@ budgets. The answers are those of eval.py and are kept in the same place.
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.data.llava import Scene
 from stepprune_jax.evaluation.accuracy import families, percent
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.encode import Encoded, chunk_size, encode_questions
+from stepprune_jax.evaluation.encode import Encoded, encode_chunks
 from stepprune_jax.evaluation.generate_stage import (
     answer_benchmarks,
     answers_folder,
@@ -178,7 +178,8 @@ def describe_choices(
     described: list[list[dict[str, float]]] = [[] for _ in records]
     entropies = []
     scenes = test.scenes or [Scene(0, ())] * len(test.questions)
-    for first, encoded in _chunks(model, test.questions, execution, size):
+    chunks = encode_chunks(model, test.questions, batch_size=size, execution=execution)
+    for first, encoded in chunks:
         entropies.append(_entropies(model, method, encoded, size))
         images = _directions(encoded.images.features, policy.stats)
         for at, image in enumerate(encoded.prompts.image_of[:, 0].tolist()):
@@ -190,16 +191,6 @@ def describe_choices(
         {name: np.array([line[name] for line in lines]) for name in lines[0]} for lines in described
     ]
     return columns, np.concatenate(entropies)
-
-
-def _chunks(
-    model: VLM, questions: Sequence[Question], execution: Execution, size: int
-) -> Iterator[tuple[int, Encoded]]:
-    """Yields chunks of questions after the tower, with the number of the first question."""
-    chunk = chunk_size(model, size)
-    for first in range(0, len(questions), chunk):
-        part = questions[first : first + chunk]
-        yield first, encode_questions(model, part, batch_size=size, execution=execution)
 
 
 def _directions(
