@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import (
     Question,
     Scene,
@@ -32,9 +33,8 @@ def conversations(root, *samples):
 
 
 def write_lines(root, *rows, name="test.jsonl"):
-    file = root / name
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    write_json_lines(root / name, rows)
+    return root / name
 
 
 def question(number=1, **fields):
