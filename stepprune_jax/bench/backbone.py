@@ -7,6 +7,7 @@ ratio above 1 means that ours is faster. The outputs of the same run are compare
 """
 
 import argparse
+import copy
 import functools
 import math
 import os
@@ -178,7 +179,7 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
         for kind in torch_llama.CACHES:
             name, capacity = f"torch, {kind} cache", length + len(tokens)
             _, filled = torch_llama.prefill(reference, given, kind, capacity)
-            setups[name] = functools.partial(torch_llama.fresh, filled)
+            setups[name] = functools.partial(copy.deepcopy, filled)
             calls[name] = lambda cache, theirs=theirs: torch_llama.decode(reference, cache, theirs)
     seconds = time_side_by_side(calls, repeats, setups)
     best = min((s for name, s in seconds.items() if name != "ours"), default=None)

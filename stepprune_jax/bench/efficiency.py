@@ -202,9 +202,7 @@ def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
     Returns:
         A function from a batch to a call that returns its first logits.
     """
-    qwen = isinstance(model.config, QwenConfig)
-    build = torch_llama.build_qwen if qwen else torch_llama.build_llava
-    theirs = build(model.params, model.config, device)
+    theirs = torch_llama.build_vlm(model.params, model.config, device)
 
     def on(batch: Batch) -> Callable[[], Any]:
         return functools.partial(

@@ -106,16 +106,15 @@ def _look(generations: int, begin: float) -> Look:
     return Look(generations, num_compiled(), megabytes, maps, time.perf_counter() - begin)
 
 
-def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
+def soak(generations: int, seed: int) -> Iterator[Look]:
     """Answers random requests with the shipped model in this process.
 
     Args:
         generations: number of generations.
         seed: seed of the requests.
-        looks: number of measurements.
 
     Yields:
-        The resources of the process, at the start and then `looks` times.
+        The resources of the process, at the start and then ten times.
     """
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
     policy = load_policy("literal")
@@ -126,7 +125,7 @@ def soak(generations: int, seed: int, looks: int = 10) -> Iterator[Look]:
     asked = itertools.islice(requests(seed, words, policy, most), generations)
     for number, (prompts, images, options) in enumerate(asked, start=1):
         generate(model, prompts, images, warm_up=False, **options)
-        if number * looks // generations > (number - 1) * looks // generations:
+        if number * 10 // generations > (number - 1) * 10 // generations:
             yield _look(number, begin)
 
 

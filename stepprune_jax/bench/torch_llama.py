@@ -4,9 +4,8 @@ torch and the models of `transformers` are imported inside the functions: nothin
 package needs them.
 """
 
-import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -15,20 +14,12 @@ from stepprune_jax.checkpoints.save import file_tensor
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.llava.config import LlavaConfig, hf_config
-from stepprune_jax.models.llava.weights import canonical_name
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
-
-
-class Prefilled(NamedTuple):
-    """State of the reference after a prompt: its cache and the number of tokens in it."""
-
-    cache: Any
-    length: int
 
 
 def to_torch(array: Array | np.ndarray, device: str = "cpu") -> Any:
@@ -55,7 +46,7 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     import torch
     import transformers
 
-    fields = hf_config(config, str(language["norm"]["scale"].dtype))["text_config"]
+    fields = config.family.hf_config(config, str(language["norm"]["scale"].dtype))["text_config"]
     hf = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf)
@@ -67,8 +58,8 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     return model.eval().requires_grad_(False)
 
 
-def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu") -> Any:
-    """Builds a `LlavaForConditionalGeneration` with SDPA attention and a copy of our weights.
+def build_vlm(params: dict[str, Any], config: ModelConfig, device: str = "cpu") -> Any:
+    """Builds the `...ForConditionalGeneration` with SDPA attention and a copy of our weights.
 
     Args:
         params: the model's weights.
@@ -81,40 +72,28 @@ def build_llava(params: dict[str, Any], config: LlavaConfig, device: str = "cpu"
     import torch
     import transformers
 
-    fields = hf_config(config, str(params["language"]["norm"]["scale"].dtype))
-    fields = {k: v for k, v in fields.items() if k not in ("architectures", "model_type", "dtype")}
-    hf = transformers.LlavaConfig(**fields, attn_implementation="sdpa")
-    with torch.device("meta"):
-        model = transformers.LlavaForConditionalGeneration(hf)
-    names = {canonical_name(name): name for name in model.state_dict()}
-    state = {names[name]: tensor for name, tensor in _tensors(params, config, device)}
-    model.load_state_dict(state, strict=True, assign=True)
-    # Computed buffers are not weights: the meta device left them without values.
-    language, embeddings = model.model.language_model, model.model.vision_tower.embeddings
-    language.rotary_emb = type(language.rotary_emb)(hf.text_config).to(device)
-    embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]
-    return model.eval().requires_grad_(False)
-
-
-def build_qwen(params: dict[str, Any], config: QwenConfig, device: str = "cpu") -> Any:
-    """Builds a `Qwen2_5_VLForConditionalGeneration`; arguments and result as of `build_llava`."""
-    import torch
-    import transformers
-
+    qwen = isinstance(config, QwenConfig)
+    name = "Qwen2_5_VL" if qwen else "Llava"
     fields = config.family.hf_config(config, str(params["language"]["norm"]["scale"].dtype))
     fields = {k: v for k, v in fields.items() if k not in ("architectures", "model_type", "dtype")}
-    hf = transformers.Qwen2_5_VLConfig(**fields, attn_implementation="sdpa")
+    hf = getattr(transformers, f"{name}Config")(**fields, attn_implementation="sdpa")
     with torch.device("meta"):
-        model = transformers.Qwen2_5_VLForConditionalGeneration(hf)
-    canonical = config.family.canonical_name
-    names = {canonical(name): name for name in model.state_dict()}
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(hf)
+    names = {config.family.canonical_name(name): name for name in model.state_dict()}
     state = {names[name]: tensor for name, tensor in _tensors(params, config, device)}
-    model.load_state_dict(state, strict=not config.text.tie_embeddings, assign=True)
-    model.tie_weights()
+    tied = config.text.tie_embeddings
+    model.load_state_dict(state, strict=not tied, assign=True)
+    if tied:
+        model.tie_weights()
     # Computed buffers are not weights: the meta device left them without values.
-    language, tower = model.model.language_model, model.model.visual
+    language = model.model.language_model
     language.rotary_emb = type(language.rotary_emb)(hf.text_config).to(device)
-    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(hf.vision_config).to(device)
+    if qwen:
+        tower = model.model.visual
+        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(hf.vision_config).to(device)
+    else:
+        embeddings = model.model.vision_tower.embeddings
+        embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]
     return model.eval().requires_grad_(False)
 
 
@@ -136,7 +115,7 @@ def first_tokens(
     """Runs a model over prompts with an image each, all of the largest size.
 
     Args:
-        model: result of `build_llava` or `build_qwen`.
+        model: result of `build_vlm`.
         ids: [b, l] ids with -200 instead of the image.
         pixels: the images: [b, 3, H, W], or patches.
         config: the model's shape.
@@ -216,11 +195,6 @@ def decode(model: Any, cache: Any, tokens: Any) -> Any:
             output = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
     wait(tokens.device.type)
     return output.logits[:, -1]
-
-
-def fresh(cache: Any) -> Any:
-    """Copies a cache, so that every run starts from the same state."""
-    return copy.deepcopy(cache)
 
 
 def as_numpy(tensor: Any) -> Float[np.ndarray, "b v"]:

@@ -196,17 +196,15 @@ def _through_the_pipeline(
     return (time.perf_counter() - begin) / steps, wait / steps, bench._replace(state=state)
 
 
-def _repeated(
-    bench: _Bench, update: Callable[[_Bench, np.int32], Any], repeats: int = 10
-) -> tuple[float, _Bench]:
-    """Returns mean seconds of consecutive updates, after one that is not timed."""
-    for number in range(repeats + 1):
+def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple[float, _Bench]:
+    """Returns mean seconds of ten consecutive updates, after one that is not timed."""
+    for number in range(11):
         if number == 1:
             jax.block_until_ready(bench.state)
             begin = time.perf_counter()
         bench = bench._replace(state=update(bench, np.int32(number))[0])
     jax.block_until_ready(bench.state)
-    return (time.perf_counter() - begin) / repeats, bench
+    return (time.perf_counter() - begin) / 10, bench
 
 
 def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:

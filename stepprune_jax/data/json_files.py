@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,6 +239,11 @@ def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     # Half of a surrogate pair, as in a name that is not UTF-8, becomes its escape sequence in JSON.
     replace_file(path, text.encode(errors="backslashreplace"))
+
+
+def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Writes one JSON value per line, in ASCII, atomically."""
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _read_json(file: str | Path) -> Any:

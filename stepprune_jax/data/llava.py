@@ -18,6 +18,7 @@ from stepprune_jax.data.json_files import (
     words,
 )
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.settings import is_count
 
 
 class Conversation(NamedTuple):
@@ -82,9 +83,7 @@ class Scene(NamedTuple):
     alike: tuple[tuple[int, ...], ...] = ()
 
 
-def read_conversations(
-    file: str | Path, image_root: str | Path, *, split_turns: bool = False
-) -> list[Sample]:
+def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]:
     """Reads training conversations.
 
     A first message of the assistant is dropped, as in LLaVA's own training, and so is a
@@ -95,8 +94,6 @@ def read_conversations(
         file: JSON list of {"id", "image", "conversations": [{"from", "value"}, ...]}; "from" is
             "human" or "gpt" in turn. Without "image" the sample is text only.
         image_root: folder that "image" is relative to.
-        split_turns: whether every question with its answer is a separate sample with the same
-            image, without the earlier turns.
 
     Returns:
         The samples in the file's order.
@@ -110,15 +107,9 @@ def read_conversations(
     for index, entry in enumerate(read_json_list(file, "sample")):
         where = f"{file}: sample {index}"
         name, image, turns = parse_conversation(entry, index, where)
-        if not turns:
-            continue
-        path = None if image is None else existing_image(image_root, image, where)
-        if not split_turns or len(turns) == 2:
+        if turns:
+            path = None if image is None else existing_image(image_root, image, where)
             samples.append(Sample(name, path, turns, index))
-            continue
-        for number in range(0, len(turns), 2):
-            pair = turns[number : number + 2]
-            samples.append(Sample(f"{name}/{number // 2}", path, pair, index))
     return samples
 
 
@@ -209,21 +200,24 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
     scenes = []
     for where, value in _matched(file, questions, "scene"):
         complexity, relevant = value.get("complexity"), value.get("relevant")
-        if not _is_count(complexity):
+        if not is_count(complexity, 0):
             raise ValueError(
                 f'{where}: "complexity" must be a whole number >= 0, got {complexity!r}'
             )
-        if not isinstance(relevant, list) or not all(map(_is_count, relevant)):
+        if not _are_counts(relevant):
             raise ValueError(
                 f'{where}: "relevant" must be a list of patch numbers >= 0, got {relevant!r}'
             )
         alike = value.get("alike", [])
-        if not isinstance(alike, list) or not all(
-            isinstance(group, list) and all(map(_is_count, group)) for group in alike
-        ):
+        if not isinstance(alike, list) or not all(map(_are_counts, alike)):
             raise ValueError(f'{where}: "alike" must be lists of patch numbers >= 0, got {alike!r}')
         scenes.append(Scene(complexity, tuple(relevant), tuple(map(tuple, alike))))
     return scenes
+
+
+def _are_counts(value: Any) -> bool:
+    """Returns whether a parsed value is a list of non-negative integers."""
+    return isinstance(value, list) and all(is_count(number, 0) for number in value)
 
 
 def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...]:
@@ -290,8 +284,3 @@ def _matched(file: str | Path, questions: Sequence[Question], kind: str) -> list
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
     return [matched[question.question_id] for question in questions]
-
-
-def _is_count(value: Any) -> bool:
-    """Returns whether a parsed value is a non-negative integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepprune_jax.command_line import Parser
+from stepprune_jax.data.json_files import write_json_lines
 
 
 class Asked(NamedTuple):
@@ -85,9 +86,8 @@ def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
             {"question_id": name, "image": image, "text": question, "category": category}
         )
         answers.append({"question_id": name, "answer": answer})
-    for file, rows in ((f"{split}.jsonl", questions), (f"{split}_answers.jsonl", answers)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (out / file).write_text(text, encoding="utf-8")
+    write_json_lines(out / f"{split}.jsonl", questions)
+    write_json_lines(out / f"{split}_answers.jsonl", answers)
 
 
 def convert_by_command(

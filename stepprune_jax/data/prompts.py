@@ -5,37 +5,13 @@ token of any vocabulary and is replaced by visual tokens inside the model.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 IMAGE_MARK = "<image>"
 IMAGE_TOKEN = -200
-
-
-class Prompts(NamedTuple):
-    """A right-padded batch of token ids.
-
-    Attributes:
-        ids: int32 `[b, l]`; images are `IMAGE_TOKEN`.
-        length: int32 `[b]`, valid ids per row.
-    """
-
-    ids: Int[np.ndarray, "b l"]
-    length: Int[np.ndarray, " b"]
-
-
-class Truncated(NamedTuple):
-    """One prompt cut to a context length.
-
-    Attributes:
-        ids: the ids that remain.
-        kept: visual tokens that remain for each image that remains.
-    """
-
-    ids: list[int]
-    kept: tuple[int, ...]
 
 
 def tokenize_with_images(
@@ -177,66 +153,39 @@ def user_words(turns: Sequence[str]) -> str:
     return "\n".join(filter(None, said))
 
 
-def expanded_length(ids: Sequence[int], kept: Sequence[int]) -> int:
-    """Returns the length of a prompt with image marks replaced by visual tokens.
+def truncated_images(
+    ids: Int[np.ndarray, " l"], kept: Int[np.ndarray, " j"], limit: int
+) -> Int[np.ndarray, " j"]:
+    """Counts the visual tokens of each image among the first embeddings of a prompt.
 
     Args:
-        ids: the ids with `IMAGE_TOKEN` at the images.
-        kept: visual tokens kept of each image, in order.
+        ids: ids of the prompt, with `IMAGE_TOKEN` at its j images.
+        kept: visual tokens kept of each image.
+        limit: number of embeddings that remain; the end of the prompt is truncated.
 
     Returns:
-        The number of embeddings that the language model reads.
-
-    Raises:
-        ValueError: there is not one count per image.
+        Visual tokens that remain of each image; 0 for an image beyond the limit.
     """
-    marks = sum(token == IMAGE_TOKEN for token in ids)
-    if marks != len(kept):
-        raise ValueError(f"the ids hold {marks} image(s), {len(kept)} count(s) given")
-    return len(ids) - marks + sum(int(count) for count in kept)
+    is_image = ids == IMAGE_TOKEN
+    size = np.ones(len(ids), int)
+    size[is_image] = kept
+    before = np.cumsum(size) - size
+    return np.clip(limit - before, 0, size)[is_image]
 
 
-def truncate(ids: Sequence[int], kept: Sequence[int], limit: int) -> Truncated:
-    """Truncates a prompt at the right end so that its expanded length is within a limit.
-
-    An image across the limit loses its last visual tokens, and is removed if none would remain.
-
-    Args:
-        ids: the ids with `IMAGE_TOKEN` at the images.
-        kept: visual tokens kept of each image, in order.
-        limit: the longest allowed expanded length.
-
-    Returns:
-        The ids and counts that fit.
-
-    Raises:
-        ValueError: there is not one count per image.
-    """
-    if expanded_length(ids, kept) <= limit:
-        return Truncated(list(ids), tuple(int(count) for count in kept))
-    counts = iter(kept)
-    left, out, out_kept = limit, [], []
-    for token in ids:
-        size = int(next(counts)) if token == IMAGE_TOKEN else 1
-        if left == 0:
-            break
-        out.append(int(token))
-        if token == IMAGE_TOKEN:
-            out_kept.append(min(size, left))
-        left -= min(size, left)
-    return Truncated(out, tuple(out_kept))
-
-
-def pad_batch(rows: Sequence[Sequence[int]], pad_id: int = 0, multiple: int = 1) -> Prompts:
-    """Right-pads prompts to one length.
+def pad_batch(
+    rows: Sequence[Sequence[int] | Int[np.ndarray, " _"]], fill: int = 0, multiple: int = 1
+) -> tuple[Int[np.ndarray, "b l"], Int[np.ndarray, " b"]]:
+    """Right-pads rows of numbers, such as the ids of prompts, to one width.
 
     Args:
-        rows: ids of each prompt.
-        pad_id: padding id, which the model never reads, as it is given lengths.
-        multiple: divisor of the padded length, which bounds the number of shapes.
+        rows: the rows, at least one.
+        fill: number that stands in the padding.
+        multiple: divisor of the width, which bounds the number of shapes. With the wanted width,
+            that of the longest row or more, rows are padded to it.
 
     Returns:
-        ids `[b, l]` and lengths `[b]`, int32.
+        The rows and their lengths, int32.
 
     Raises:
         ValueError: there are no rows.
@@ -245,7 +194,7 @@ def pad_batch(rows: Sequence[Sequence[int]], pad_id: int = 0, multiple: int = 1)
         raise ValueError("expected at least one prompt, got none")
     length = np.asarray([len(row) for row in rows], np.int32)
     width = -(-max(1, int(length.max())) // multiple) * multiple
-    ids = np.full((len(rows), width), pad_id, np.int32)
-    for row, target in zip(rows, ids, strict=True):
+    padded = np.full((len(rows), width), fill, np.int32)
+    for row, target in zip(rows, padded, strict=True):
         target[: len(row)] = row
-    return Prompts(ids, length)
+    return padded, length

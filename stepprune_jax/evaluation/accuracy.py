@@ -66,39 +66,47 @@ def accuracy_table(
     ]
 
 
+def families(questions: Sequence[Question]) -> dict[str, Bool[np.ndarray, "q"]]:
+    """Returns which questions belong to each family, in alphabetical order."""
+    category = np.array([question.category for question in questions])
+    return {str(name): category == name for name in np.unique(category)}
+
+
 def accuracy_by_family(
     rows: Sequence[Records], questions: Sequence[Question]
 ) -> list[dict[str, Any]]:
     """Tabulates rows as `accuracy_table`, for every family of questions."""
     whole = full_row(rows).correct
-    category = np.array([question.category for question in questions])
-    table = []
-    for row in rows:
-        families = {}
-        for name in np.unique(category).tolist():
-            at = category == name
-            families[name] = {
-                "accuracy": percent(row.correct[at]),
-                "retention": retention(row.correct[at], whole[at]),
-                "mean_k": round(float(row.count[at].mean()), 2),
-                "questions": int(at.sum()),
-            }
-        head = {"method": row.method, "mode": row.mode, "pruning_rate": row.pruning_rate}
-        table.append(head | {"families": families})
-    return table
+    return [
+        {
+            "method": row.method,
+            "mode": row.mode,
+            "pruning_rate": row.pruning_rate,
+            "families": {
+                name: {
+                    "accuracy": percent(row.correct[at]),
+                    "retention": retention(row.correct[at], whole[at]),
+                    "mean_k": round(float(row.count[at].mean()), 2),
+                    "questions": int(at.sum()),
+                }
+                for name, at in families(questions).items()
+            },
+        }
+        for row in rows
+    ]
 
 
-def write_accuracy(folder: Path, table: list[dict], families: list[dict]) -> None:
+def write_accuracy(folder: Path, table: list[dict], by_family: list[dict]) -> None:
     """Writes table.{json,md,csv} and table_by_family.{json,md}."""
     write_json(folder / "table.json", table)
-    write_json(folder / "table_by_family.json", families)
+    write_json(folder / "table_by_family.json", by_family)
     (folder / "table.md").write_text(markdown_table(table), encoding="utf-8")
     (folder / "table.csv").write_text(csv_table(table), encoding="utf-8", errors="backslashreplace")
-    names = list(families[0]["families"])
+    names = list(by_family[0]["families"])
     head = ("method", "mode", "pruning_rate")
     cells = [
         [*(row[name] for name in head), *(row["families"][name]["accuracy"] for name in names)]
-        for row in families
+        for row in by_family
     ]
     header = [*(name.replace("_", " ") for name in head), *names]
     (folder / "table_by_family.md").write_text(markdown_rows(header, cells), encoding="utf-8")

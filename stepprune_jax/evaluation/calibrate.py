@@ -17,9 +17,9 @@ from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.encode import chunk_size, encode_questions
+from stepprune_jax.evaluation.encode import encode_chunks
 from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.settings import EvalSettings
+from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
@@ -69,7 +69,11 @@ class StopBiases:
     """
 
     def __init__(
-        self, folder: Path, weights: str, policies: Mapping[str, str], settings: EvalSettings
+        self,
+        folder: Path,
+        weights: str,
+        policies: Mapping[str, str],
+        budgets: Sequence[int | str],
     ):
         """Names the file.
 
@@ -77,11 +81,10 @@ class StopBiases:
             folder: folder of the answers.
             weights: the model's fingerprint.
             policies: the fingerprint of each policy that stops by itself, by row name.
-            settings: settings of the evaluation, with the budgets.
+            budgets: mean numbers of tokens, or shares of the images' tokens.
         """
         self._path, self._weights = folder / FILE, weights
-        self._policies, self._budgets = policies, settings.budgets
-        self._settings = settings
+        self._policies, self._budgets = policies, budgets
 
     def known(self, about: Mapping[str, Any]) -> dict[str, dict[int | str, float]]:
         """Reads the biases of rows that have one for every budget.
@@ -189,8 +192,8 @@ def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[
     chosen = []
     for questions in asked.values():
         shown = [question for question in questions if question.image is not None]
-        count = min(len(shown), max(1, most // len(asked))) if most else len(shown)
-        chosen += [shown[number * len(shown) // count] for number in range(count)]
+        each = max(1, most // len(asked)) if most else 0
+        chosen += [shown[at] for at in spread_over(len(shown), each)]
     if not chosen:
         raise ValueError(f"no question of {', '.join(asked)} has an image for stop biases")
     return chosen
@@ -214,24 +217,21 @@ def stop_margins(
     """
     method = place_method(model, make_method(policy=policy))
     steps = method.pruner.most(model.config.max_image_tokens)
-    questions, sizes = sample.questions, []
-    progress, parts = Progress(len(questions)), []
-    report = progress.task(f"stop biases, {name}", len(questions), len(questions))
-    chunk = chunk_size(model, size)
-    for first in range(0, len(questions), chunk):
-        part = questions[first : first + chunk]
-        encoded = encode_questions(model, part, batch_size=size, execution=execution)
+    questions, progress = sample.questions, Progress(len(sample.questions))
+    parts, sizes = [], []
+    report = progress.task(f"stop biases, {name}", len(questions))
+    for first, encoded in encode_chunks(model, questions, batch_size=size, execution=execution):
         ranking, _ = rank_all(
             model, method, encoded.prompts, encoded.images, steps=steps, batch_size=size
         )
-        own = encoded.images.sizes[encoded.prompts.image_of[:, 0]]
+        own = encoded.sizes
         longest = np.array([min(size, method.pruner.most(int(size))) for size in own])
         reached = np.arange(ranking.margin.shape[1]) < longest[:, None]
         margin = np.full((len(own), steps), np.inf, ranking.margin.dtype)
         margin[:, : reached.shape[1]] = np.where(reached, ranking.margin, np.inf)
         parts.append(margin)
         sizes.append(own)
-        report(first + len(part))
+        report(first + len(own))
     progress.close()
     return Margins(np.concatenate(parts), np.concatenate(sizes))
 

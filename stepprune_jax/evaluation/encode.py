@@ -3,12 +3,13 @@
 import functools
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -48,6 +49,13 @@ class Encoded(NamedTuple):
     images: Vision | Images
     seconds: float = 0.0
 
+    @property
+    def sizes(self) -> Int[np.ndarray, "q"]:
+        """Visual tokens of each question's image; 0 without one."""
+        prompts = self.prompts
+        sizes = self.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
+        return np.where(prompts.has_image, sizes, 0)
+
     def take(self, rows: np.ndarray) -> "Encoded":
         """Returns some of the questions, with all images."""
         return self._replace(prompts=self.prompts.take(rows))
@@ -78,7 +86,6 @@ def encode_questions(
     execution: Execution = Execution(),
     tower: bool = True,
     numbers: Sequence[int] | None = None,
-    report: Callable[[int], None] = lambda done: None,
 ) -> Encoded:
     """Reads every distinct image once, runs the tower over it, and tokenises every question.
 
@@ -91,7 +98,6 @@ def encode_questions(
         tower: whether to run it here, once for all uses of an image; if images are used only once,
             they may remain pixels, and a batch is answered by fewer programs.
         numbers: numbers of the questions in their whole set; by default 0, 1, 2, ...
-        report: called with the number of images done after each batch.
 
     Returns:
         The encoded questions, in the given order.
@@ -118,7 +124,6 @@ def encode_questions(
         _fill(ids, words, rows, request)
         parts.append(images)
         seconds += taken
-        report(first + count)
     if without:
         _fill(ids, words, without, _request(model, [questions[row] for row in without]))
     if not parts:
@@ -129,6 +134,19 @@ def encode_questions(
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
     prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
     return Encoded(prompts, images, seconds / max(1, len(questions) - len(without)))
+
+
+def encode_chunks(
+    model: VLM, questions: Sequence[Question | BenchmarkQuestion], **options: Any
+) -> Iterator[tuple[int, Encoded]]:
+    """Encodes questions chunk by chunk, so that their features fit in memory.
+
+    Takes the arguments of `encode_questions`; yields the number of the first question of each
+    chunk, and the chunk.
+    """
+    size = chunk_size(model, options["batch_size"])
+    for first in range(0, len(questions), size):
+        yield first, encode_questions(model, questions[first : first + size], **options)
 
 
 def _read(
@@ -201,9 +219,8 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
     Returns:
         The questions; a `UserWarning` reports truncated ones.
     """
-    prompts, shown = encoded.prompts, encoded.prompts.has_image
-    sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
-    most = limit - np.where(shown, sizes - 1, 0)
+    prompts = encoded.prompts
+    most = limit - np.maximum(encoded.sizes - 1, 0)
     long = np.flatnonzero(prompts.length > most)
     if len(long):
         warnings.warn(
@@ -226,9 +243,7 @@ def check_lengths(encoded: Encoded, limit: int) -> None:
     Raises:
         ValueError: a prompt is too long; the message has its number and length.
     """
-    prompts = encoded.prompts
-    sizes = encoded.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
-    total = prompts.length + np.where(prompts.has_image, sizes - 1, 0)
+    total = encoded.prompts.length + np.maximum(encoded.sizes - 1, 0)
     longest = int(np.argmax(total))
     if total[longest] > limit:
         raise ValueError(

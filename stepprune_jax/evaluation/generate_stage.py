@@ -287,7 +287,7 @@ def answer_benchmarks(
         min_pixels=source.config.min_pixels if source.config.sizes_vary else None,
     )
     stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
-    biases = StopBiases(folder, conditions.weights, stopping, settings)
+    biases = StopBiases(folder, conditions.weights, stopping, settings.budgets)
 
     def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
         rows = plan_rows(settings, source.config, policies, known, run.seed, untrained)
@@ -469,7 +469,7 @@ def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progre
     seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
     rankings = _rank(stage, task, seen, rows)
     for row, file, mine in lacking:
-        report = progress.task(f"{task.benchmark.name}, {file.path.stem}", len(mine), len(mine))
+        report = progress.task(f"{task.benchmark.name}, {file.path.stem}", len(mine))
         wanted = np.flatnonzero(np.isin(seen.prompts.number, mine))
         lines = plain | _answer_row(stage, task, seen.take(wanted), row, rankings, wanted, report)
         append(

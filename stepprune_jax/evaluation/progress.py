@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Progress:
-    """Counts work in arbitrary units, and writes a progress line.
+    """Counts units of work, such as questions, and writes a progress line.
 
     On a terminal the line is rewritten; elsewhere a new one is written every ten seconds.
     """
 
-    def __init__(self, total: float | int, out: Any = None, every: float | int | None = None):
+    def __init__(self, total: int, out: Any = None, every: float | int | None = None):
         """Starts the clock.
 
         Args:
-            total: total work.
+            total: units of all tasks.
             out: text stream to write to; standard error by default.
             every: seconds between lines.
         """
@@ -26,12 +26,12 @@ class Progress:
         self._total, self._done, self._begin = max(total, 1e-9), 0.0, time.monotonic()
         self._last = self._begin
 
-    def task(self, name: str, work: float | int, count: int) -> Callable[[int], None]:
-        """Begins a task of `count` parts; returns a function to call with the parts done."""
+    def task(self, name: str, count: int) -> Callable[[int], None]:
+        """Begins a task of `count` units; returns a function to call with the units done."""
         before = self._done
 
         def report(done: int):
-            self._done = before + work * min(done / count, 1)
+            self._done = before + min(done, count)
             self._write(name)
 
         return report

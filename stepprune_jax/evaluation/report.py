@@ -1,5 +1,6 @@
 """The report folder of an evaluation: creating, describing and reading it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +63,28 @@ class Report(NamedTuple):
 
     def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
         """Returns the patches of `square` kept for question i, in order of choice."""
-        order = record.order[i, : record.count[i]].astype(int) - self.first(i)
-        (rows, columns), (side, _) = self.grids[i], self.square(i)
-        row, column = np.divmod(order[order >= 0], columns)
-        return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
+        return square_patches(record.order[i, : record.count[i]], self.grids[i], self.first(i))
+
+
+def square_patches(
+    tokens: Sequence[int] | Int[np.ndarray, "t"], grid: tuple[int, int], first: int
+) -> Int[np.ndarray, "k"]:
+    """Finds the patches of tokens in the square that their image is padded to.
+
+    Args:
+        tokens: indices of visual tokens.
+        grid: rows and columns of the image's patches.
+        first: index of the first patch; tokens before it (a class token, and -1 for merged ones)
+            have no patch and are left out.
+
+    Returns:
+        Indices in a square of max(rows, columns) patches along an edge, with the image in its
+        middle.
+    """
+    (rows, columns), side = grid, max(grid)
+    place = np.asarray(tokens, int) - first
+    row, column = np.divmod(place[place >= 0], columns)
+    return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
 
 
 def open_folder(folder: str | Path) -> Path:

@@ -24,6 +24,17 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     return round(float(scipy.stats.spearmanr(a, b).statistic), 4)
 
 
+def image_numbers(questions: Sequence[Question]) -> Int[np.ndarray, "q"]:
+    """Returns the number of each question's image."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
+
+
+def scene_counts(scenes: Sequence[Scene]) -> Int[np.ndarray, "2 q"]:
+    """Returns numbers of objects, and of patches that the answer depends on."""
+    return np.array([(scene.complexity, len(scene.relevant)) for scene in scenes]).T
+
+
 def paired_difference(
     first: Bool[np.ndarray, "q"], second: Bool[np.ndarray, "q"], image: Int[np.ndarray, "q"]
 ) -> dict[str, float | None]:
@@ -91,8 +102,7 @@ def make_statistics(
         the default method at exact budgets against every other one.
     """
     whole = full_row(rows).correct
-    numbers: dict[Any, int] = {}
-    image = np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
+    image = image_numbers(questions)
     exact = {(row.method, row.budget): row for row in rows if row.mode == "exact"}
     adaptive = [row for row in rows if row.mode == "adaptive"]
     against_exact, against_others = [], []
@@ -108,7 +118,7 @@ def make_statistics(
             against_others.append(head | paired_difference(own.correct, row.correct, image))
     return {
         "questions": len(questions),
-        "images": len(numbers),
+        "images": len(np.unique(image)),
         "adaptive": [_describe(row, whole, scenes) for row in adaptive],
         "adaptive_minus_exact": against_exact,
         "default": default,
@@ -134,9 +144,10 @@ def stop_figures(
     """
     if row.mode == "exact":
         return {"spearman_relevant": None, "at_bounds": None}
-    relevant = None if scenes is None else np.array([len(scene.relevant) for scene in scenes])
     return {
-        "spearman_relevant": None if relevant is None else spearman(row.count, relevant),
+        "spearman_relevant": None
+        if scenes is None
+        else spearman(row.count, scene_counts(scenes)[1]),
         "at_bounds": percent((row.count <= least) | (row.count >= most)),
     }
 
@@ -153,8 +164,7 @@ def _describe(
         "by_count": by_count(row, whole),
     }
     if scenes is not None:
-        relevant = np.array([len(scene.relevant) for scene in scenes])
-        complexity = np.array([scene.complexity for scene in scenes])
+        objects, relevant = scene_counts(scenes)
         described["spearman_relevant"] = spearman(row.count, relevant)
-        described["spearman_complexity"] = spearman(row.count, complexity)
+        described["spearman_complexity"] = spearman(row.count, objects)
     return described

@@ -110,12 +110,12 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
             scores with all tokens.
     """
     every = [(run, score) for run, scores in runs.items() for score in scores]
-    _check_same(every, "num_tokens", lambda score: "visual tokens")
+    _check_same(every, "num_tokens", "visual tokens")
     for name in {score["benchmark"] for _, score in every}:
         mine = [(run, score) for run, score in every if score["benchmark"] == name]
-        _check_same(mine, "questions", lambda score, name=name: f"questions of {name}")
+        _check_same(mine, "questions", f"questions of {name}")
         whole = [(run, score) for run, score in mine if score["method"] == ALL and _whole(score)]
-        _check_same(whole, "headline", lambda score, name=name: f"score of {ALL} on {name}")
+        _check_same(whole, "headline", f"score of {ALL} on {name}")
     clashes = _clashes(every)
     rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
     for run, score in every:
@@ -140,13 +140,13 @@ def _labels(methods: Iterable[str]) -> list[str]:
     return known + trained
 
 
-def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: Any) -> None:
+def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
     """Rejects runs that do not belong in one table."""
     for run, score in scores[1:]:
         first_run, first = scores[0]
         if score[field] != first[field]:
             raise ValueError(
-                f"{first_run} and {run} have different {what(score)} ({first[field]} and "
+                f"{first_run} and {run} have different {what} ({first[field]} and "
                 f"{score[field]}): they do not belong in one table"
             )
 

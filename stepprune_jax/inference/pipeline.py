@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.prompts import truncate
+from stepprune_jax.data.prompts import truncated_images
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
@@ -562,9 +562,8 @@ def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
         )
         of_image = of_image.copy()
         for row, (ids, length) in enumerate(zip(prompts.ids, prompts.length, strict=True)):
-            left = truncate(ids[:length].tolist(), of_image[row, shown[row]].tolist(), limit).kept
-            of_image[row] = 0
-            of_image[row, : len(left)] = left
+            mine = row, shown[row]
+            of_image[mine] = truncated_images(ids[:length], of_image[mine], limit)
     return of_image
 
 

@@ -84,9 +84,7 @@ class StepPrune(lmms):
         """
         wanted = [self._wanted(request) for request in requests]
         progress = Progress(len(wanted))
-        texts = answer_questions(
-            self._answerer, wanted, progress.task(NAME, len(wanted), len(wanted))
-        )
+        texts = answer_questions(self._answerer, wanted, progress.task(NAME, len(wanted)))
         progress.close()
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args[:2], text)

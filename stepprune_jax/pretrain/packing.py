@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from stepprune_jax.data.encoding import ConversationEncoder, Encoded
 from stepprune_jax.data.llava import Sample
-from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 
 
 class Packed(NamedTuple):
@@ -82,14 +82,7 @@ def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 51
     for sample in samples:
         prefix, row = _pack_row(encode, sample, most)
         rows.append(row)
-    fills = _Row(0, -1, 0, 0, -1)
-
-    def padded(field: str) -> np.ndarray:
-        lists = [getattr(row, field) for row in rows]
-        width = -(-max(map(len, lists)) // 8) * 8
-        out = np.full((len(lists), width), getattr(fills, field), np.int32)
-        for target, values in zip(out, lists, strict=True):
-            target[: len(values)] = values
-        return out
-
-    return Packed(np.asarray(prefix, np.int32), *(padded(field) for field in _Row._fields))
+    fills = _Row(ids=0, segment=-1, offset=0, target=0, label=-1)
+    columns = zip(*rows, strict=True)
+    padded = (pad_batch(*column, multiple=8)[0] for column in zip(columns, fills, strict=True))
+    return Packed(np.asarray(prefix, np.int32), *padded)

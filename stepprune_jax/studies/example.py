@@ -12,11 +12,12 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 from stepprune_jax.benchmarks.pope import SPLITS
 from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.data.shapes import write_world
 
@@ -93,7 +94,7 @@ def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
             "semantic": [],
             "groups": {"global": None, "local": row.kind},
         }
-    _write_lines(folder / "llava_gqa_testdev_balanced.jsonl", lines)
+    write_json_lines(folder / "llava_gqa_testdev_balanced.jsonl", lines)
     path = folder / "data" / "testdev_balanced_questions.json"
     path.write_text(json.dumps(official), encoding="utf-8")
 
@@ -101,6 +102,7 @@ def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
 def _write_pope(folder: Path, known: Sequence[Known]) -> None:
     """Writes LLaVA's list and the labels of the splits, to which questions are assigned in turn."""
     lines = []
+    (folder / "coco").mkdir(parents=True)
     for place, split in enumerate(SPLITS):
         labels = []
         for number, row in enumerate(known[place :: len(SPLITS)], start=1):
@@ -109,8 +111,8 @@ def _write_pope(folder: Path, known: Sequence[Known]) -> None:
             name = place * _POPE_STEP + number
             lines.append({"question_id": name, **asked, "category": split})
             labels.append({"question_id": number, **asked, "label": row.answer})
-        _write_lines(folder / "coco" / f"coco_pope_{split}.json", labels)
-    _write_lines(folder / "llava_pope_test.jsonl", lines)
+        write_json_lines(folder / "coco" / f"coco_pope_{split}.json", labels)
+    write_json_lines(folder / "llava_pope_test.jsonl", lines)
 
 
 def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
@@ -124,17 +126,12 @@ def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
         name = f"{task}/1.png"
         head = {"question_id": name, "image": name}
         lines += [{**head, "text": row.text, "category": task} for row in rows]
-    _write_lines(folder / "llava_mme.jsonl", lines)
+    write_json_lines(folder / "llava_mme.jsonl", lines)
 
 
 def _copy(image: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(image, target)
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -48,16 +48,13 @@ class PrintedTable(NamedTuple):
     blocks: dict[str, list[PrintedRow]]
 
 
-def read_paper(path: str | Path = DATA) -> dict[str, Any]:
-    """Reads the printed tables.
-
-    Args:
-        path: JSON file; numbers keep their decimals.
+def read_paper() -> dict[str, Any]:
+    """Reads the printed tables, whose numbers keep their decimals.
 
     Returns:
         "retention", a list of `PrintedTable`; "efficiency" and "ablation" as in the file.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    text = DATA.read_text(encoding="utf-8")
     paper = json.loads(text, parse_float=Decimal, parse_int=Decimal)
     for number, table in enumerate(paper["retention"]):
         blocks = {

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import logging
 from ml_collections import ConfigDict
 
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
@@ -114,8 +113,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    # Orbax reports every file it touches, and failures with a traceback before it raises them.
-    logging.set_verbosity(logging.FATAL)
     try:
         run_seeds(**vars(options))
     except (ValueError, OSError) as error:

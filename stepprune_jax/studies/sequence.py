@@ -10,7 +10,7 @@ budgets. The answers are those of eval.py and are kept in the same place.
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.data.llava import Question, Scene
-from stepprune_jax.evaluation.accuracy import percent
+from stepprune_jax.data.llava import Scene
+from stepprune_jax.evaluation.accuracy import families, percent
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.encode import Encoded, chunk_size, encode_questions
+from stepprune_jax.evaluation.encode import Encoded, encode_chunks
 from stepprune_jax.evaluation.generate_stage import (
     answer_benchmarks,
     answers_folder,
@@ -46,7 +46,7 @@ from stepprune_jax.evaluation.settings import (
 from stepprune_jax.evaluation.shapes_report import read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
-from stepprune_jax.evaluation.statistics import paired_difference
+from stepprune_jax.evaluation.statistics import image_numbers, paired_difference
 from stepprune_jax.inference.pipeline import place_method, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
@@ -113,12 +113,13 @@ def compare(
         if file.provenance.method in wanted and file.provenance.mode == "exact"
     ]
     records = [row for row in records if row.method == ALL or row.budget in settings.budgets]
-    family, rows = _families(test.questions), {(row.method, row.budget): row for row in records}
+    rows = {(row.method, row.budget): row for row in records}
+    family = {EVERY: np.ones(len(test.questions), bool)} | families(test.questions)
     choices, entropy = describe_choices(
         model, policies[DEFAULT], test, records, run.model.execution, settings.batch_size
     )
     pairs = [(DEFAULT, other) for other in (FIRST_STEP, *(n for n in scorers if n in policies))]
-    image = np.unique([str(q.image) for q in test.questions], return_inverse=True)[1]
+    image = image_numbers(test.questions)
     return {
         "questions": {name: int(at.sum()) for name, at in family.items()},
         "accuracy": [
@@ -143,13 +144,6 @@ def compare(
         ],
         "entropy": {name: _mean(entropy[at]) for name, at in family.items()},
     }
-
-
-def _families(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    """Returns which questions are of each family, all of them first."""
-    category = np.array([question.category for question in questions])
-    names = np.unique(category).tolist()
-    return {EVERY: np.ones(len(category), bool)} | {name: category == name for name in names}
 
 
 def _mean(values: Float[np.ndarray, "q"]) -> float | None:
@@ -184,7 +178,8 @@ def describe_choices(
     described: list[list[dict[str, float]]] = [[] for _ in records]
     entropies = []
     scenes = test.scenes or [Scene(0, ())] * len(test.questions)
-    for first, encoded in _chunks(model, test.questions, execution, size):
+    chunks = encode_chunks(model, test.questions, batch_size=size, execution=execution)
+    for first, encoded in chunks:
         entropies.append(_entropies(model, method, encoded, size))
         images = _directions(encoded.images.features, policy.stats)
         for at, image in enumerate(encoded.prompts.image_of[:, 0].tolist()):
@@ -196,16 +191,6 @@ def describe_choices(
         {name: np.array([line[name] for line in lines]) for name in lines[0]} for lines in described
     ]
     return columns, np.concatenate(entropies)
-
-
-def _chunks(
-    model: VLM, questions: Sequence[Question], execution: Execution, size: int
-) -> Iterator[tuple[int, Encoded]]:
-    """Yields chunks of questions after the tower, with the number of the first question."""
-    chunk = chunk_size(model, size)
-    for first in range(0, len(questions), chunk):
-        part = questions[first : first + chunk]
-        yield first, encode_questions(model, part, batch_size=size, execution=execution)
 
 
 def _directions(

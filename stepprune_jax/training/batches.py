@@ -17,6 +17,7 @@ from stepprune_jax.checkpoints.folder import load_tokenizer
 from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.order import Order
+from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.data.survey import Source, open_corpus
 from stepprune_jax.models.images import join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
@@ -154,7 +155,7 @@ class Batches:
         widths = self.bucket(indices)
         numbers, pixels = self._readable(indices)
         rows = self._corpus.rows(numbers)
-        text, text_length = _padded([row.text for row in rows], widths.text)
+        text, text_length = pad_batch([row.text for row in rows], multiple=widths.text)
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return Batch(pixels, text, text_length, targets)
 
@@ -271,12 +272,12 @@ def stack_targets(
     Args:
         rows: the conversations.
         grid: rows and columns of the visual tokens of each row's image.
-        ids: width that ids are padded to.
-        targets: width that supervised tokens are padded to.
+        ids: width that ids are padded to, that of the longest or more.
+        targets: width that supervised tokens are padded to, at least 1.
     """
-    tokens, length = _padded([row.ids for row in rows], ids)
-    place, count = _padded([row.place for row in rows], targets)
-    target, _ = _padded([row.target for row in rows], targets)
+    tokens, length = pad_batch([row.ids for row in rows], multiple=ids)
+    place, count = pad_batch([row.place for row in rows], multiple=targets)
+    target, _ = pad_batch([row.target for row in rows], multiple=targets)
     return Targets(tokens, length, place, target, np.arange(targets) < count[:, None], grid)
 
 
@@ -355,12 +356,3 @@ def open_batches(
 
 def _round_up(size: np.ndarray, multiple: int) -> np.ndarray:
     return -(-size // multiple) * multiple
-
-
-def _padded(rows: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows right-padded with 0 to a width, and their lengths."""
-    length = np.array([len(row) for row in rows], np.int32)
-    padded = np.zeros((len(rows), width), np.int32)
-    for row, target in zip(rows, padded, strict=True):
-        target[: len(row)] = row
-    return padded, length

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from stepprune_jax.benchmarks.shapes import is_right
 from stepprune_jax.checkpoints.load import VLM
@@ -15,6 +15,7 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
+from stepprune_jax.evaluation.report import square_patches
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
@@ -152,9 +153,10 @@ class Validation:
             make_row(encoder.encode((question.text, right), 1), limits)
             for question, right in zip(self._split.questions, self._split.answers, strict=True)
         ]
-        longest = max(len(row.ids) for row in rows)
+        ids = max(len(row.ids) for row in rows)
+        targets = max(1, *(len(row.target) for row in rows))
         grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
-        return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
+        return stack_targets(rows, grid, ids, targets)
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
         """Answers the questions from the policy's kept tokens, and draws a few.
@@ -173,7 +175,7 @@ class Validation:
         right = np.array(list(map(is_right, texts, self._split.answers)))
         losses = self.losses(selection)
         if self._settings.overlays and distributed.is_main():
-            self._draw(self._folder / f"step_{step:08d}.png", answers)
+            self._draw(self._folder / f"step_{step:08d}.png", answers, right)
         return {
             "step": step,
             "loss": float(losses.sum() / self._targets.supervised.sum()),
@@ -243,18 +245,26 @@ class Validation:
             losses.append(fetch(of_rows)[:real])
         return np.concatenate(losses)
 
-    def _draw(self, path: Path, answers: Answers) -> None:
+    def _draw(self, path: Path, answers: Answers, right: Bool[np.ndarray, " q"]) -> None:
         """Draws the first few questions."""
         # Imported here: it imports matplotlib, which a run without overlays does not need.
-        from stepprune_jax.visualize.strip import Example, draw_strip
+        from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
 
-        examples, images = [], self._encoded.images
+        shown, images = [], self._encoded.images
         for i in range(min(self._settings.overlays, len(answers.texts))):
-            question, kept = self._split.questions[i], answers.order[i]
-            image = self._encoded.prompts.image_of[i, 0]
-            rows, columns = images.grid[image].tolist()
-            first = int(images.sizes[image]) - rows * columns
-            order = kept[kept >= first] - first
-            said = (question.text, answers.texts[i], self._split.answers[i])
-            examples.append(Example(question.image, order, (rows, columns), *said))
-        draw_strip(path, examples)
+            question, image = self._split.questions[i], self._encoded.prompts.image_of[i, 0]
+            grid = tuple(images.grid[image].tolist())
+            first = int(images.sizes[image]) - grid[0] * grid[1]
+            shown.append(
+                Overlay(
+                    image=question.image,
+                    patches=square_patches(answers.order[i], grid, first),
+                    title=f"K = {answers.kept[i]}",
+                    category=question.category,
+                    text=question.text,
+                    answer=judged(answers.texts[i], self._split.answers[i], bool(right[i])),
+                    right=bool(right[i]),
+                    grid=(max(grid),) * 2,
+                )
+            )
+        draw_rows(path, [("", shown)])

@@ -9,18 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+from stepprune_jax.evaluation.accuracy import families, full_row
+from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
 from stepprune_jax.evaluation.report import Report
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.excerpts import (
-    ALL,
-    DEFAULT,
-    all_tokens,
-    families,
-    tightest,
-)
+from stepprune_jax.visualize.excerpts import tightest
 
 Row = dict[str, Any]
-OWN_STOP = f"{DEFAULT}, own stop"
+OWN_STOP = own_stop(DEFAULT)
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
     "ms": "time of an answer, ms",
@@ -204,8 +200,8 @@ def draw_families(path: str | Path, report: Report) -> Path:
         The path.
     """
     palette = style.colours([row["method"] for row in report.table])
-    kinds = families(report)
-    shown = [all_tokens(report), *tightest(report)]
+    kinds = families(report.questions)
+    shown = [full_row(report.records), *tightest(report)]
     with style.canvas(7, 1.25 + 0.36 * len(kinds)) as figure:
         axes = figure.add_subplot()
         offsets = np.linspace(0.24, -0.24, len(shown))

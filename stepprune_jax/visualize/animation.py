@@ -20,15 +20,15 @@ def draw_selection(
     path: str | Path,
     report: Report,
     shares: Sequence[float] = (0.05, 0.5, 0.95),
-    most_bytes: int = 400_000,
 ) -> Path:
     """Animates the default policy on a few questions side by side.
+
+    Colours are dropped, down to 16, until the file has at most 400 kB.
 
     Args:
         path: the GIF to write.
         report: a checked report.
         shares: a question is chosen around each of these quantiles of K.
-        most_bytes: colours are dropped until the file is this small, down to 16 of them.
 
     Returns:
         The path.
@@ -46,7 +46,7 @@ def draw_selection(
     path, colours = Path(path), 255
     while True:
         _write(path, frames, duration, colours)
-        if path.stat().st_size <= most_bytes or colours <= 16:
+        if path.stat().st_size <= 400_000 or colours <= 16:
             return path
         colours //= 2
 

@@ -14,6 +14,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, BenchmarkQuestion
 from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.report import square_patches
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.counts import Curve, draw_counts
 from stepprune_jax.visualize.overlays import Overlay, draw_rows
@@ -126,10 +127,9 @@ def _overlay(
     image = question.image
     if isinstance(image, bytes):
         image = Image.open(io.BytesIO(image))
-    patches = [token - first for token in row.fields["order"] if token >= first]
     return Overlay(
         image=image,
-        patches=patches,
+        patches=square_patches(row.fields["order"], (side, side), first),
         title=f"K = {row.fields['kept']}",
         category=benchmark.title,
         text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),

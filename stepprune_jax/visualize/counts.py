@@ -8,25 +8,20 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 from matplotlib.axes import Axes
 
+from stepprune_jax.evaluation.accuracy import families, full_row
+from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.report import Report
-from stepprune_jax.evaluation.statistics import spearman
+from stepprune_jax.evaluation.statistics import scene_counts, spearman
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.excerpts import (
-    ALL,
-    DEFAULT,
-    all_tokens,
-    default_record,
-    families,
-    group,
-)
+from stepprune_jax.visualize.excerpts import default_record, group
 
 FEWEST = 20  # minimum number of questions in a bucket for showing accuracy
 
 
-def count_buckets(count: Int[np.ndarray, "q"], most: int = 14) -> Int[np.ndarray, "edges"]:
-    """Returns the edges of up to `most` buckets of equal width that hold every count."""
+def count_buckets(count: Int[np.ndarray, "q"]) -> Int[np.ndarray, "edges"]:
+    """Returns the edges of up to 14 buckets of equal width that hold every count."""
     low, high = int(count.min()), int(count.max())
-    width = -(-(high + 1 - low) // most)
+    width = -(-(high + 1 - low) // 14)
     return np.arange(low, high + width + 1, width)
 
 
@@ -44,7 +39,7 @@ def draw_histogram(path: str | Path, report: Report) -> Path:
     Returns:
         The path.
     """
-    record, full = default_record(report), all_tokens(report)
+    record, full = default_record(report), full_row(report.records)
     curves = [
         Curve(f"accuracy, {full.method}", style.COLOURS[ALL], "D", full.correct),
         Curve(
@@ -152,19 +147,17 @@ def draw_complexity(path: str | Path, report: Report) -> Path:
         The path.
     """
     count = default_record(report).count
-    kinds = families(report)
     panels = 1 if report.scenes is None else 3
     with style.canvas(3.6 if panels == 1 else 9, 3.4) as figure:
         all_axes = figure.subplots(1, panels, squeeze=False, width_ratios=[1, 1, 0.9][:panels])[0]
         if report.scenes is not None:
-            complexity = np.array([scene.complexity for scene in report.scenes])
-            relevant = np.array([len(scene.relevant) for scene in report.scenes])
-            _draw_boxes(all_axes[0], count, complexity, "objects in the image")
+            objects, relevant = scene_counts(report.scenes)
+            _draw_boxes(all_axes[0], count, objects, "objects in the image")
             _draw_boxes(all_axes[1], count, relevant, "patches the answer depends on")
             top = max(axes.get_ylim()[1] for axes in all_axes[:2])
             for axes in all_axes[:2]:
                 axes.set_ylim(0, top)
-        _draw_kinds(all_axes[-1], count, list(kinds), list(kinds.values()))
+        _draw_kinds(all_axes[-1], count, families(report.questions))
         style.tidy(figure, wspace=0.06)
         return style.save(figure, path)
 
@@ -198,11 +191,11 @@ def _draw_boxes(
 def _draw_kinds(
     axes: Axes,
     count: Int[np.ndarray, "q"],
-    names: Sequence[str],
-    members: Sequence[Bool[np.ndarray, "q"]],
+    members: dict[str, Bool[np.ndarray, "q"]],
 ) -> None:
     """Draws the mean K of each question family, the largest on top."""
-    means = np.array([count[inside].mean() for inside in members])
+    names = list(members)
+    means = np.array([count[inside].mean() for inside in members.values()])
     order = np.argsort(means, kind="stable")
     axes.barh(range(len(order)), means[order], height=0.68, color=style.COLOURS[DEFAULT])
     for place, i in enumerate(order):

@@ -41,7 +41,7 @@ def check_report(report: Report) -> Report:
         values = getattr(report, name)
         if values is not None and len(values) != asked:
             raise ValueError(f"{name}: expected {asked}, one per question, got {len(values)}")
-    tokens = all_tokens(report).count
+    tokens = report.sizes
     if len(report.grids) != asked:
         raise ValueError(f"grids: expected {asked}, one per question, got {len(report.grids)}")
     for i, (rows, columns) in enumerate(report.grids):
@@ -102,18 +102,6 @@ def records_of(report: Report, method: str, mode: str) -> list[Records]:
     return sorted(records, key=lambda r: r.pruning_rate)
 
 
-def all_tokens(report: Report) -> Records:
-    """Finds the record of all tokens.
-
-    Raises:
-        ValueError: the report has none.
-    """
-    for record in report.records:
-        if record.method == ALL:
-            return record
-    raise ValueError(f"records: none has the method {ALL!r}, the reference of retention")
-
-
 def default_record(report: Report) -> Records:
     """Finds the default policy at the middle budget; adaptive, unless it does not stop by itself.
 
@@ -128,12 +116,8 @@ def default_record(report: Report) -> Records:
 
 def others(report: Report, budget: int | None) -> list[Records]:
     """Finds the other methods at a budget: those whose name does not begin with the default's."""
-    return [
-        r
-        for r in report.records
-        if not r.method.startswith(DEFAULT) and r.mode == "exact" and r.budget == budget
-        if r.method != ALL
-    ]
+    exact = [r for r in report.records if r.mode == "exact" and r.budget == budget]
+    return [r for r in exact if r.method != ALL and not r.method.startswith(DEFAULT)]
 
 
 def tightest(report: Report) -> list[Records]:
@@ -146,18 +130,6 @@ def tightest(report: Report) -> list[Records]:
     budget = (exact or adaptive)[0].budget if exact or adaptive else None
     best = max(others(report, budget), key=lambda r: r.correct.mean(), default=None)
     return [*adaptive, *exact, *([] if best is None else [best])]
-
-
-def image_numbers(report: Report) -> Int[np.ndarray, "q"]:
-    """Returns the number of each question's image."""
-    numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(q.image, len(numbers)) for q in report.questions])
-
-
-def families(report: Report) -> dict[str, Bool[np.ndarray, "q"]]:
-    """Returns the questions of each family, in alphabetical order, unnamed ones last."""
-    names = np.array([question.category or "other" for question in report.questions])
-    return {str(name): names == name for name in np.unique(names)}
 
 
 def group(

@@ -4,18 +4,13 @@ from html import escape
 
 import numpy as np
 
+from stepprune_jax.evaluation.accuracy import families, full_row
+from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.report import Report
-from stepprune_jax.evaluation.statistics import paired_difference
+from stepprune_jax.evaluation.statistics import image_numbers, paired_difference
 from stepprune_jax.visualize.accuracy import OWN_STOP
-from stepprune_jax.visualize.excerpts import (
-    DEFAULT,
-    all_tokens,
-    families,
-    image_numbers,
-    others,
-    tightest,
-)
+from stepprune_jax.visualize.excerpts import others, tightest
 from stepprune_jax.visualize.page_table import UNKNOWN
 
 _EXAMPLES = 3  # questions quoted in the opening
@@ -37,12 +32,12 @@ def opening(report: Report) -> str:
 
 def _asked(report: Report) -> str:
     """Formats the questions, the model, and the meaning of K."""
-    kinds = families(report)
-    first = [report.questions[int(np.argmax(members))].text for members in kinds.values()]
+    members = families(report.questions).values()
+    first = [report.questions[int(np.argmax(inside))].text for inside in members]
     examples = " ".join(f"“{escape(text)}”" for text in first[:_EXAMPLES])
     model = f"<b>{escape(report.model)}</b>" if report.model else "the model"
     images = len({question.image for question in report.questions})
-    accuracy = _in_table(report, all_tokens(report), "accuracy")
+    accuracy = _in_table(report, full_row(report.records), "accuracy")
     return (
         f"<p class=lead>{len(report.questions):,} questions about {images:,} images, answered by "
         f"{model} with frozen weights. {_sizes(report)}; "
@@ -92,7 +87,7 @@ def _tightest(report: Report) -> str:
         best = max(compared, key=lambda row: row.correct.mean())
         what = "the best other method" if len(compared) > 1 else "the other method"
         numbers.append(("", _in_table(report, best, "retention"), f"with {best.method}, {what}"))
-        change = paired_difference(ours.correct, best.correct, image_numbers(report))
+        change = paired_difference(ours.correct, best.correct, image_numbers(report.questions))
         error = change["standard_error_by_image"]
         spread = "" if error is None else f" ± {error:.1f}"
         what = "" if error is None else " (standard error, clustered by image)"

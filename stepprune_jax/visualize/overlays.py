@@ -13,7 +13,7 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.evaluation.records import Records
-from stepprune_jax.evaluation.report import Report
+from stepprune_jax.evaluation.report import Report, square_patches
 from stepprune_jax.inference.answer import Answer
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import default_record
@@ -106,13 +106,12 @@ def choose_spread(
     return groups
 
 
-def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
-    """Draws rows of examples of the default policy: few, medium and many tokens kept.
+def draw_overlays(path: str | Path, report: Report) -> Path:
+    """Draws rows of four examples of the default policy: few, medium and many tokens kept.
 
     Args:
         path: the PNG to write.
         report: a checked report.
-        columns: images in a row.
 
     Returns:
         The path.
@@ -122,7 +121,7 @@ def draw_overlays(path: str | Path, report: Report, columns: int = 4) -> Path:
         ValueError: an image cannot be read.
     """
     record = default_record(report)
-    groups = choose_spread(report, record.count, [share for _, share in ROWS], columns)
+    groups = choose_spread(report, record.count, [share for _, share in ROWS], 4)
     named = [
         (name, [_overlay(report, record, i) for i in members])
         for (name, _), members in zip(ROWS, groups, strict=True)
@@ -154,19 +153,22 @@ def draw_hero(path: str | Path, report: Report) -> Path:
 def _overlay(report: Report, record: Records, i: int) -> Overlay:
     """Builds the overlay of question i."""
     question, right = report.questions[i], bool(record.correct[i])
-    answer = shorten(record.answer[i], 24, placeholder="…")
-    if not right:
-        answer += f"  (correct: {shorten(report.answers[i], 16, placeholder='…')})"
     return Overlay(
         image=question.image,
         patches=report.patches(record, i),
         title=f"K = {record.count[i]}",
         category=question.category,
         text=question.text,
-        answer=answer,
+        answer=judged(record.answer[i], report.answers[i], right),
         right=right,
         grid=report.square(i),
     )
+
+
+def judged(answer: str, correct: str, right: bool) -> str:
+    """Shortens an answer, and adds the correct one unless the answer is right."""
+    said = shorten(answer, 24, placeholder="…")
+    return said if right else f"{said}  (correct: {shorten(correct, 16, placeholder='…')})"
 
 
 def draw_answer(
@@ -246,9 +248,7 @@ def seen_patches(
     top, left = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")
     square.paste(image, (image.width * left // columns, image.height * top // rows))
-    places = [divmod(index - first, columns) for index in indices if index >= first]
-    patches = [(top + row) * side + left + column for row, column in places]
-    return Seen(square, (side, side), patches)
+    return Seen(square, (side, side), square_patches(indices, grid, first).tolist())
 
 
 def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
@@ -260,7 +260,7 @@ def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -
     """Draws rows of examples, laid out in pixels so that none is resampled.
 
     Args:
-        path: the PNG to write.
+        path: the PNG to write; parent folders are created.
         rows: the label beside each row, and its examples; without any label no room is left for it.
 
     Returns:
@@ -270,6 +270,7 @@ def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -
         FileNotFoundError: an image is missing.
         ValueError: an image cannot be read.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     margin = _LEFT if any(name for name, _ in rows) else _GAP // 2
     columns = max(len(members) for _, members in rows)
     width = margin + columns * (_SIDE + _GAP) - _GAP // 2

@@ -9,8 +9,13 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.evaluation.report import Report
-from stepprune_jax.evaluation.statistics import paired_difference, spearman
-from stepprune_jax.visualize.excerpts import default_record, image_numbers
+from stepprune_jax.evaluation.statistics import (
+    image_numbers,
+    paired_difference,
+    scene_counts,
+    spearman,
+)
+from stepprune_jax.visualize.excerpts import default_record
 from stepprune_jax.visualize.opening import opening
 from stepprune_jax.visualize.page_table import html_table
 from stepprune_jax.visualize.style import DPI
@@ -104,8 +109,7 @@ def describe(report: Report) -> list[tuple[str, str]]:
         ),
     ]
     if report.scenes is not None:
-        objects = np.array([scene.complexity for scene in report.scenes])
-        relevant = np.array([len(scene.relevant) for scene in report.scenes])
+        objects, relevant = scene_counts(report.scenes)
         correlations = (
             (spearman(count, objects), "the number of objects in the image"),
             (spearman(count, relevant), "the number of patches the answer depends on"),
@@ -115,7 +119,9 @@ def describe(report: Report) -> list[tuple[str, str]]:
     for exact in report.records:
         same = (exact.method, exact.budget) == (record.method, record.budget)
         if same and exact.mode == "exact" != record.mode:
-            change = paired_difference(record.correct, exact.correct, image_numbers(report))
+            change = paired_difference(
+                record.correct, exact.correct, image_numbers(report.questions)
+            )
             error = change["standard_error_by_image"]
             spread = "" if error is None else f" ± {error:.1f} (standard error, by image)"
             value = f"{change['difference']:+.1f}{spread} points of accuracy"

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from stepprune_jax.data.json_files import file_named, parse_json, replace_file
+from stepprune_jax.data.json_files import file_named, parse_json, write_json_lines
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,8 +152,7 @@ def keep_until(path: Path, step: int):
     """Drops lines of later steps and an incomplete last one; replaces the file atomically."""
     if not path.exists():
         return
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step]
-    replace_file(path, "".join(kept).encode())
+    write_json_lines(path, [row for row in read_rows(path) if row["step"] <= step])
 
 
 class _TensorBoard:

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import (
     Question,
     Scene,
@@ -25,16 +26,15 @@ def says(*values, first="human"):
     return [{"from": roles[n % 2], "value": value} for n, value in enumerate(values)]
 
 
-def conversations(root, *samples, **options):
+def conversations(root, *samples):
     file = root / "train.json"
     file.write_text(json.dumps(samples))
-    return read_conversations(file, root / "images", **options)
+    return read_conversations(file, root / "images")
 
 
 def write_lines(root, *rows, name="test.jsonl"):
-    file = root / name
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    write_json_lines(root / name, rows)
+    return root / name
 
 
 def question(number=1, **fields):
@@ -64,10 +64,7 @@ def test_conversations_are_read_as_they_are_meant(root):
     assert samples[4].turns == ("What?", "a  mark")
 
 
-@pytest.mark.parametrize("split_turns", [False, True])
-def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_said(
-    root, split_turns
-):
+def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_said(root):
     """As LLaVA's training does: some conversations of its file begin in the middle."""
     said = says("look: <image>", "What?\n<image>", "red", "And?", "no", first="gpt")
     samples = conversations(
@@ -75,21 +72,9 @@ def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_sa
         {"id": "x", "conversations": says("left over", first="gpt")},
         {"id": "y", "image": "a.png", "conversations": says("left over", first="gpt")},
         {"id": "z", "image": "a.png", "conversations": said},
-        split_turns=split_turns,
     )
-    turns = [("What?", "red"), ("And?", "no")] if split_turns else [("What?", "red", "And?", "no")]
-    assert [sample.turns for sample in samples] == turns
-    assert {sample.index for sample in samples} == {2}
-
-
-def test_turns_can_be_split(root):
-    entry = {"id": "x", "image": "a.png", "conversations": says("<image>\nA?", "1", "B?", "2")}
-    alone = {"id": "y", "image": "b.png", "conversations": says("<image>\nC?", "3")}
-    samples = conversations(root, entry, alone, split_turns=True)
-    assert [s.turns for s in samples] == [("A?", "1"), ("B?", "2"), ("C?", "3")]
-    assert [s.id for s in samples] == ["x/0", "x/1", "y"]
-    assert [s.index for s in samples] == [0, 0, 1]
-    assert samples[1].image == samples[0].image == root / "images" / "a.png"
+    assert [sample.turns for sample in samples] == [("What?", "red", "And?", "no")]
+    assert samples[0].index == 2
 
 
 GOOD = says("<image>\nWhat?", "red")

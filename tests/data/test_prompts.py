@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from stepprune_jax import testing
 from stepprune_jax.data.prompts import (
     IMAGE_TOKEN,
-    expanded_length,
     pad_batch,
     tokenize_with_images,
-    truncate,
+    truncated_images,
 )
 from stepprune_jax.models.llava.prompts import conversation, place_images
 
@@ -95,25 +94,11 @@ def test_a_tokenizer_without_a_start_token_loses_nothing():
     assert tokenize_with_images(Plain(), "a<image>bc") == [97, IMAGE_TOKEN, 98, 99]
 
 
-def test_expanded_length_counts_what_the_model_sees():
-    ids = [1, 5, IMAGE_TOKEN, 7, IMAGE_TOKEN]
-    assert expanded_length(ids, [576, 10]) == 589
-    assert expanded_length([1, 2], []) == 2
-    with pytest.raises(ValueError, match=r"hold 2 image\(s\), 1 count"):
-        expanded_length(ids, [576])
-
-
 def test_truncation_by_hand():
-    ids = [1, 5, IMAGE_TOKEN, 7, IMAGE_TOKEN, 9]
-    assert truncate(ids, [4, 3], 11) == (ids, (4, 3))
-    assert truncate(ids, [4, 3], 9) == (ids[:5], (4, 2))
-    assert truncate(ids, [4, 3], 7) == (ids[:4], (4,))
-    assert truncate(ids, [4, 3], 5) == (ids[:3], (3,))
-    assert truncate(ids, [4, 3], 2) == ([1, 5], ())
-    # 576 visual tokens leave room for 1,472 of text; after pruning to 64, for 1,984.
-    long = [1, IMAGE_TOKEN, *range(3, 3000)]
-    assert len(truncate(long, [576], 2048).ids) == 2048 - 575
-    assert len(truncate(long, [64], 2048).ids) == 2048 - 63
+    ids = np.array([1, 5, IMAGE_TOKEN, 7, IMAGE_TOKEN, 9])
+    for limit, kept in ((11, [4, 3]), (9, [4, 2]), (7, [4, 0]), (5, [3, 0]), (2, [0, 0])):
+        assert truncated_images(ids, np.array([4, 3]), limit).tolist() == kept
+    assert truncated_images(ids[:2], np.array([], int), 1).tolist() == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,17 +107,18 @@ def test_truncation_by_hand():
     st.lists(st.integers(0, 5), min_size=12, max_size=12),
     st.integers(0, 40),
 )
-def test_truncation_is_the_longest_prefix_that_fits(ids, counts, limit):
-    kept = counts[: ids.count(IMAGE_TOKEN)]
-    cut = truncate(ids, kept, limit)
-    assert cut.ids == ids[: len(cut.ids)]
-    assert expanded_length(cut.ids, cut.kept) == min(limit, expanded_length(ids, kept))
+def test_truncation_keeps_the_first_embeddings(ids, counts, limit):
+    kept, images = np.array(counts[: ids.count(IMAGE_TOKEN)], int), iter(range(len(ids)))
+    image = [next(images) if token == IMAGE_TOKEN else -1 for token in ids]
+    expanded = [i for i in image for _ in range(1 if i < 0 else kept[i])][:limit]
+    left = truncated_images(np.array(ids, int), kept, limit)
+    assert left.tolist() == [expanded.count(i) for i in range(len(kept))]
 
 
 def test_batches_are_padded_at_the_right_end():
-    batch = pad_batch([[1, 2, 3], [1, IMAGE_TOKEN]], pad_id=9, multiple=4)
-    np.testing.assert_array_equal(batch.ids, [[1, 2, 3, 9], [1, IMAGE_TOKEN, 9, 9]])
-    np.testing.assert_array_equal(batch.length, [3, 2])
-    assert batch.ids.dtype == batch.length.dtype == np.int32
+    ids, length = pad_batch([[1, 2, 3], [1, IMAGE_TOKEN]], fill=9, multiple=4)
+    np.testing.assert_array_equal(ids, [[1, 2, 3, 9], [1, IMAGE_TOKEN, 9, 9]])
+    np.testing.assert_array_equal(length, [3, 2])
+    assert ids.dtype == length.dtype == np.int32
     with pytest.raises(ValueError, match="at least one prompt"):
         pad_batch([])

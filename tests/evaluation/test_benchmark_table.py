@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from benchmark_files import write_lines
 
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation import table as module
@@ -107,7 +108,7 @@ def test_time_is_that_of_the_answers_which_say_it(tmp_path):
             line | {"question_id": n} | ({} if ms is None else {"ms": ms})
             for n, ms in enumerate(times)
         ]
-        file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(file.path, lines)
         assert score_file(file, tmp_path)["ms"] == expected
 
 

@@ -4,14 +4,13 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from benchmark_folders import SIZES, write_benchmarks
-from processes import outputs
+from processes import free_port, outputs
 from small_world import one_width, small_run, tiny_model, write_split
 
 from stepprune_jax.evaluation import generate_stage
@@ -84,12 +83,6 @@ def kill(processes):
         process.send_signal(signal.SIGKILL)
     for process in processes:
         process.communicate()
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def pair(world, workdir):

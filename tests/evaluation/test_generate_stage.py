@@ -262,7 +262,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     policies = {"StepPrune": stepprune(5)}
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
     sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
-    biases = StopBiases(tmp_path, "w", digests, settings)
+    biases = StopBiases(tmp_path, "w", digests, settings.budgets)
     assert biases.known(sample.about) == {}
     new = biases.compute(model, policies, sample, Execution(), 4)
     assert biases.known(sample.about) == new and set(new["StepPrune"]) == {4, 2}
@@ -270,7 +270,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
     assert biases.known({"split": "validation", "sample": "other"}) == {}
-    more = StopBiases(tmp_path, "w", digests, dataclasses.replace(settings, budgets=(4, 3)))
+    more = StopBiases(tmp_path, "w", digests, (4, 3))
     assert more.known(sample.about) == {}
     assert (
         more.compute(model, policies, sample, Execution(), 4)["StepPrune"][4] == new["StepPrune"][4]

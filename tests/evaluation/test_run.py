@@ -3,6 +3,7 @@ import dataclasses
 import json
 
 import pytest
+from benchmark_files import write_lines
 from benchmark_folders import write_benchmarks
 from small_world import changed, save_all, small_run, tiny_model, write_split
 
@@ -233,7 +234,7 @@ def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
             {"question_id": f"test-{n}", "prompt": "?", "text": "dog", "kept": budget, "ms": 1.0}
             for n in range(9)
         ]
-        (answers / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(answers / f"{name}.jsonl", lines)
     report.mkdir()
     manifest = '{"kind": "stepprune_report", "seed": 3}'
     (report / "report.json").write_text(manifest)

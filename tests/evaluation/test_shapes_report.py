@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from benchmark_files import write_lines
 from ml_collections import ConfigDict
 from small_world import (
     ROOT,
@@ -146,7 +147,7 @@ def test_what_is_not_known_any_more_is_left_open(run):
         save_policy(stepprune(7), policy)  # as after another training
         for line in lines:
             del line["ms"]
-        answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(answers, lines)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("stepprune_jax.visualize.redraw", lambda report, command: report)
             evaluate(config, workdir, stages=["score"])

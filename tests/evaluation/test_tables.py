@@ -259,16 +259,16 @@ def test_progress_counts_work_and_says_what_is_left(tty, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     out = Terminal(tty)
     progress = Progress(40, out, every=5)
-    report = progress.task("first", 10, 2)
+    report = progress.task("first", 10)
     now[0] = 4.0
-    report(1)
+    report(5)
     assert out.getvalue() == ""  # too early
     now[0] = 10.0
-    report(2)
+    report(12)
     assert " 25%    30 s left  first" in out.getvalue() and out.getvalue().startswith("\r") == tty
-    report = progress.task("second", 30, 3)
+    report = progress.task("second", 30)
     now[0] = 20.0
-    report(1)
+    report(10)
     assert " 50%    20 s left  second" in out.getvalue()
     progress.close()
     assert out.getvalue().endswith("\r" if tty else "\n")

@@ -10,6 +10,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_files import write_lines
 from hostile import VALUES, cases, changed, damaged, one_line
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,12 +84,12 @@ RIGHT = [{"question_id": i, "answer": "b"} for i in range(2)]
 
 
 @cases(80)
-@given(samples=changed(SAMPLES), split=st.booleans())
-def test_conversations(folder, samples, split):
+@given(samples=changed(SAMPLES))
+def test_conversations(folder, samples):
     path = folder / "train.json"
     path.write_text(json.dumps(samples))
     with one_line(path):
-        for sample in read_conversations(path, folder / "images", split_turns=split):
+        for sample in read_conversations(path, folder / "images"):
             assert sample.image is None or sample.image.is_file()
 
 
@@ -97,7 +98,7 @@ def test_conversations(folder, samples, split):
 def test_questions_and_answers(folder, questions, answers):
     paths = folder / "test.jsonl", folder / "test_answers.jsonl"
     for path, lines in zip(paths, (questions, answers), strict=True):
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, lines)
     with one_line(folder):
         asked = read_questions(paths[0], folder / "images")
         assert len(read_answers(paths[1], asked)) == len(asked)

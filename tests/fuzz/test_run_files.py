@@ -9,6 +9,7 @@ import pickle
 
 import numpy as np
 import pytest
+from benchmark_files import write_lines
 from hostile import LEAVES, cases, changed, damaged, one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -136,7 +137,7 @@ def test_answers_and_their_provenance(tmp_path_factory, raw, lines):
     file = AnswerFile.of(root, MADE)
     file.path.parent.mkdir(parents=True, exist_ok=True)
     file.provenance_path.write_text(json.dumps(raw))
-    file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(file.path, lines)
     with one_line(root):
         check_claim(file)
     with one_line(root):

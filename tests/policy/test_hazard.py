@@ -17,11 +17,7 @@ from stepprune_jax.policy import (
     select_parallel,
 )
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture

@@ -35,12 +35,6 @@ def rng():
     return np.random.default_rng(20)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def random_rows(rng, b, t, n):
     """Probabilities of random pointer rows, some stops impossible and some certain."""
     logits = rng.normal(0, 2, (b, t, n + 1))

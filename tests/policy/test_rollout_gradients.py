@@ -31,12 +31,6 @@ def rng():
     return np.random.default_rng(40)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def make_inputs(rng, config, dtype=np.float64):
     tree = dict(
         params=cases.random_weights(rng, config),

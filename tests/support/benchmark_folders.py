@@ -2,8 +2,9 @@
 
 import base64
 import itertools
-import json
 import shutil
+
+from benchmark_files import write_json, write_lines
 
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 from stepprune_jax.data.shapes import write_world
@@ -20,16 +21,6 @@ SIZES = {
     "vqav2": 3,
     "textvqa": 4,
 }
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def write_json(path, value):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def write_benchmarks(root):

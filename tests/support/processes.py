@@ -1,5 +1,7 @@
 """Processes that a test has started."""
 
+import socket
+
 LONGEST = 600  # seconds, ten times what a pair takes on two idle cores
 
 
@@ -11,3 +13,10 @@ def outputs(processes):
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def free_port():
+    """A port of this machine that nothing listens to."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]

@@ -1,12 +1,12 @@
 """A tiny model with a folder of questions, made in a second."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_files import write_lines
 from ml_collections import ConfigDict
 from PIL import Image
 
@@ -31,10 +31,6 @@ WIDTHS = {
     "encoder_layers": 1,
 }
 STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
-
-
-def write_lines(path, objects):
-    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
 
 
 def write_split(folder, name, pictures, seed, scenes=True):

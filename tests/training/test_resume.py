@@ -5,14 +5,13 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from processes import outputs
+from processes import free_port, outputs
 from quick import quick_or_slow
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
@@ -171,12 +170,6 @@ def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run.json is not the description of a run"):
         train(make_run(*world), tmp_path)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.slow

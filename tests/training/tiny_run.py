@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import numpy as np
+from benchmark_files import write_lines
 from PIL import Image
 
 from stepprune_jax.checkpoints.folder import inspect_folder
@@ -54,8 +55,7 @@ def write_questions(folder):
     ]
     right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(RIGHT)]
     for name, lines in (("validation", asked), ("validation_answers", right)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
+        write_lines(folder / f"{name}.jsonl", lines)
     return folder
 
 

@@ -1,18 +1,12 @@
 """Drawing a saved report again, from the command line."""
 
-import json
-
 import fake_report
 import pytest
 
-from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.json_files import write_json, write_json_lines
 from stepprune_jax.evaluation import report as report_folder
 from stepprune_jax.evaluation.records import RECORDS, save_records
 from stepprune_jax.visualize.__main__ import main
-
-
-def lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -21,11 +15,17 @@ def report(tmp_path):
     data, report = tmp_path / "data", tmp_path / "report"
     made = fake_report.make(data / "images", 12)
     ids = [q.question_id for q in made.questions]
-    lines(data / "test.jsonl", [q._asdict() | {"image": q.image.name} for q in made.questions])
+    write_json_lines(
+        data / "test.jsonl", [q._asdict() | {"image": q.image.name} for q in made.questions]
+    )
     pairs = zip(ids, made.answers, strict=True)
-    lines(data / "test_answers.jsonl", [{"question_id": i, "answer": a} for i, a in pairs])
+    write_json_lines(
+        data / "test_answers.jsonl", [{"question_id": i, "answer": a} for i, a in pairs]
+    )
     pairs = zip(ids, made.scenes, strict=True)
-    lines(data / "test_scenes.jsonl", [{"question_id": i} | s._asdict() for i, s in pairs])
+    write_json_lines(
+        data / "test_scenes.jsonl", [{"question_id": i} | s._asdict() for i, s in pairs]
+    )
     report_folder.open_folder(report)
     write_json(report / "table.json", made.table)
     save_records(report / RECORDS, made.records)
@@ -36,7 +36,7 @@ def report(tmp_path):
 
 @pytest.mark.slow
 def test_a_saved_report_is_drawn_again(report, capsys):
-    assert main(["--report", str(report)]) == 0
+    main(["--report", str(report)])
     page = report / "index.html"
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
@@ -46,9 +46,10 @@ def test_a_saved_report_is_drawn_again(report, capsys):
 
 
 def test_mistakes_are_told_in_one_line(report, tmp_path, capsys):
-    assert main(["--report", str(tmp_path / "none")]) == 2
     (report / RECORDS).rename(report / "elsewhere")
-    assert main(["--report", str(report)]) == 2
+    for folder in (tmp_path / "none", report):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--report", str(folder)])
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 2 and "run eval.py first" in error[0] and "no records" in error[1]
     assert all(line.startswith("stepprune_jax.visualize: error: ") for line in error)

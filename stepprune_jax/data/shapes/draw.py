@@ -1,6 +1,5 @@
 """Rendering of scenes, and labels of their patches."""
 
-import functools
 import math
 
 import numpy as np
@@ -20,6 +19,7 @@ from stepprune_jax.data.shapes.scene import (
 )
 
 DOT_RADIUS = 2.4
+_COLOR_IDS = {color: number for number, color in enumerate(COLORS, start=1)}
 _FINE = 4  # pixels are drawn this many times finer, then averaged
 
 
@@ -106,11 +106,6 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
     return image.reduce(_FINE)
 
 
-@functools.cache
-def _color_ids() -> dict[str, int]:
-    return {color: number + 1 for number, color in enumerate(COLORS)}
-
-
 def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
     """Returns the share of each patch that a shape covers."""
     mask = Image.new("L", (CELL * grid, CELL * grid))
@@ -149,13 +144,13 @@ def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict
     best, middle = np.full(n, 0.1), np.zeros(n, np.int8)
     for dot in scene.dots:
         cell = cell_of(dot.x, dot.y, grid)
-        kind[cell], color[cell] = len(SHAPES) + 1, _color_ids()[dot.color]
+        kind[cell], color[cell] = len(SHAPES) + 1, _COLOR_IDS[dot.color]
     for shape in scene.shapes:
         share = _shares(shape, grid)
         hit = share > best
         best = np.where(hit, share, best)
         kind[hit] = SHAPES.index(shape.kind) + 1
-        color[hit] = _color_ids()[shape.color]
+        color[hit] = _COLOR_IDS[shape.color]
         middle[cell_of(shape.x, shape.y, grid)] = 1
         half = SIDE / 2
         place[hit] = (shape.x / half - 1, shape.y / half - 1, shape.radius / 10)
@@ -202,5 +197,5 @@ def presence(scene: Scene) -> Int8[np.ndarray, "p"]:
     """Returns which (shape, colour) pairs a scene contains, as 0 or 1, shapes slowest."""
     pairs = np.zeros((len(SHAPES), len(COLORS)), np.int8)
     for shape in scene.shapes:
-        pairs[SHAPES.index(shape.kind), _color_ids()[shape.color] - 1] = 1
+        pairs[SHAPES.index(shape.kind), _COLOR_IDS[shape.color] - 1] = 1
     return pairs.ravel()

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.data.json_files import read_json_object, write_json_lines
 from stepprune_jax.data.shapes import crowds
 from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
 from stepprune_jax.data.shapes.levels import LEVELS, ask
@@ -79,10 +79,6 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
         scene, queries = scene_at(seed, split, number, grid, emphasis, to.level)
         render(scene, side).save(to.folder / "images" / _name(split, number))
         yield scene, queries
-
-
-def _write_lines(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
@@ -157,9 +153,9 @@ def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant} | more
             )
-    _write_lines(to.folder / f"{split}.jsonl", asked)
-    _write_lines(to.folder / f"{split}_answers.jsonl", answers)
-    _write_lines(to.folder / f"{split}_scenes.jsonl", scenes)
+    write_json_lines(to.folder / f"{split}.jsonl", asked)
+    write_json_lines(to.folder / f"{split}_answers.jsonl", answers)
+    write_json_lines(to.folder / f"{split}_scenes.jsonl", scenes)
 
 
 def write_world(

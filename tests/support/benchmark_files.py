@@ -2,10 +2,12 @@
 
 import json
 
+from stepprune_jax.data.json_files import write_json_lines
+
 
 def write_lines(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_json_lines(path, rows)
     return path
 
 
