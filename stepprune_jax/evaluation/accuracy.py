@@ -67,8 +67,8 @@ def accuracy_table(
 
 
 def families(questions: Sequence[Question]) -> dict[str, Bool[np.ndarray, "q"]]:
-    """Returns which questions belong to each family, in alphabetical order."""
-    category = np.array([question.category for question in questions])
+    """Returns which questions belong to each family, in alphabetical order; "other" if unnamed."""
+    category = np.array([question.category or "other" for question in questions])
     return {str(name): category == name for name in np.unique(category)}
 
 
