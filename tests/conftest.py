@@ -9,6 +9,7 @@ time.
 
 import gc
 import os
+import pathlib
 from importlib.metadata import version
 
 import hypothesis
@@ -51,6 +52,20 @@ def pytest_runtest_setup():
     from stepprune_jax.command_line import show_messages  # jaxtyping's hook comes first
 
     show_messages("stdout")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Drops compiled programs when Linux's 65,530 memory maps of a process come near.
+
+    Each program takes some, with jax 0.11 more than with 0.10.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > 30_000:
+        import jax  # after the flags above
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
