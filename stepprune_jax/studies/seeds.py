@@ -196,11 +196,12 @@ def plan(
             config = variant.config.copy_and_resolve_references()
             config.seed, config.data.folder, config.data.test_seed = seed, str(data), None
             run = Run(variant.key, variant.method, config, workdir / f"{variant.key}-{seed}")
-            place = model_folders(config)
+            settings = read_run(config)
+            place = model_folders(settings)
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
             # Checked before training: a finished run with other settings must not be reused.
-            claim(run.folder, read_run(config), models[place], identity)
+            claim(run.folder, settings, models[place], identity)
             runs.append(run)
     return runs
 
