@@ -113,17 +113,17 @@ def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
         gaps = [row["accuracy"] - other[row["seed"]] for row in first]
         if len(gaps) > 1:
             error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-            p = stats.ttest_1samp(gaps, 0).pvalue
+            p = stats.ttest_1samp(gaps, 0).pvalue if error else None
     elif min(len(ours), len(theirs)) > 1:
         error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (ours, theirs)))
-        p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
+        p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue if error else None
     by_question = _mean_correct(first) - _mean_correct(second)
     sampling = 100 * float(np.std(by_question, ddof=1)) / math.sqrt(len(by_question))
     return {
         "pruning_rate": second[0]["pruning_rate"],
         "difference": round(statistics.fmean(ours) - statistics.fmean(theirs), 2),
         "runs_error": None if error is None else round(error, 2),
-        "p": None if p is None else float(f"{p:.2g}"),
+        "p": None if p is None else float(f"{p:.2g}"),  # undefined without any spread
         "questions_error": round(sampling, 2),
     }
 

@@ -205,7 +205,7 @@ def test_the_shapes_world_goes_through_the_same_stages(world, tmp_path, capsys, 
     # One of this run's rows does.
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     run(config, tmp_path, stages=["score"])
-    assert f"no report on shapes: the answers of {file} are not" in capsys.readouterr().out
+    assert f"no report on shapes: the answers of {file} are incomplete" in capsys.readouterr().out
     assert json.loads((tmp_path / "report" / "table.json").read_text()) == table
 
 

@@ -91,6 +91,12 @@ def test_differences_worked_by_hand():
     assert {d["runs_error"] for d in single} == {d["p"] for d in single} == {None}
 
 
+def test_runs_without_any_spread_have_no_p():
+    kinds = (("StepPrune", "exact"), ("StepPrune", "adaptive"), ("AutoSelect-like", "exact"))
+    alike = [[row(*kind, 66.7, 70.1, seed) for kind in kinds] for seed in (0, 1)]
+    assert [d["p"] for d in differences(alike)] == [None] * 3
+
+
 def test_the_error_of_the_questions_is_that_of_paired_answers():
     tables = [
         [row("StepPrune", "exact", 66.7, 70.0, 0, correct=(1, 1, 0, 1, 1, 0, 0, 1, 1))],

@@ -5,11 +5,11 @@ import json
 import pathlib
 
 import numpy as np
-from benchmark_files import write_lines
 from PIL import Image
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.source import training_source
 from stepprune_jax.training import read_run
 from stepprune_jax.training.batches import open_batches
@@ -55,7 +55,7 @@ def write_questions(folder):
     ]
     right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(RIGHT)]
     for name, lines in (("validation", asked), ("validation_answers", right)):
-        write_lines(folder / f"{name}.jsonl", lines)
+        write_json_lines(folder / f"{name}.jsonl", lines)
     return folder
 
 
