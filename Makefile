@@ -30,7 +30,7 @@ $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
 	touch $@
 
 demo:
-	@echo "This takes 6 to 11 minutes on two cores, once the packages are installed."
+	@echo "This takes 5 to 11 minutes on two cores, once the packages are installed."
 	@$(MAKE) --no-print-directory $(VENV)/.runtime
 	$(PY) train.py --config configs/shapes.py --workdir $(RUN) $(DEMO_QUESTIONS) $(DEMO_FLAGS)
 	$(PY) eval.py --config configs/shapes.py --workdir $(RUN) --config.eval.methods="$(DEMO_ROWS)" \

@@ -254,11 +254,14 @@ def one_line_errors(name: str) -> Iterator[None]:
         _exit(name, str(error))
     except MemoryError as error:
         _exit(name, f"out of memory: {error}")
-    except (RuntimeError, AssertionError):
-        missing = _missing_platform()
-        if missing is None:
+    except RuntimeError as error:
+        if not str(error).startswith("Unable to initialize backend"):
             raise
-        _exit(name, missing)
+        _exit(name, str(error))
+    except AssertionError:
+        if not _lacks_plugin():
+            raise
+        _exit(name, f"JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}: jax has no such device")
 
 
 def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
@@ -280,16 +283,15 @@ def _refused_by_machine(error: Exception) -> bool:
     return isinstance(error, OSError) and (error.errno in _REFUSALS or error.filename is not None)
 
 
-def _missing_platform() -> str | None:
-    """Returns what is wrong with JAX_PLATFORMS, if no device of these platforms can be used."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if not platforms or "jax" not in sys.modules:
-        return None
+def _lacks_plugin() -> bool:
+    """Returns whether JAX_PLATFORMS names a platform without its plugin: jax asserts, silently."""
+    if not os.environ.get("JAX_PLATFORMS") or "jax" not in sys.modules:
+        return False
     try:
         sys.modules["jax"].devices()
-    except (RuntimeError, AssertionError) as error:  # without a message, if a plugin is missing
-        return str(error) or f"JAX_PLATFORMS is {platforms!r}, but jax finds no such device"
-    return None
+    except AssertionError:
+        return True
+    return False
 
 
 def _discard(stream: TextIO) -> None:

@@ -79,6 +79,11 @@ def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_pa
     [
         (KeyboardInterrupt(), 128 + signal.SIGINT, "prog: interrupted\n"),
         (MemoryError("1 GiB"), 2, "prog: error: out of memory: 1 GiB\n"),
+        (
+            RuntimeError("Unable to initialize backend 'x': no"),
+            2,
+            "prog: error: Unable to initialize backend 'x': no\n",
+        ),
     ],
 )
 def test_what_ends_a_program_from_outside_is_reported_in_one_line(capsys, error, status, said):

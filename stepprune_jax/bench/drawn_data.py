@@ -14,7 +14,8 @@ from stepprune_jax.testing import llava_encoder, tiny_tokenizer
 _WIDTH, _HEIGHT = 640, 480
 # Patches of colour, in pixels, under noise of a few grey levels: files of about 140 kB.
 _PATCH, _NOISE = 40, 12.0
-_QUESTION_WORDS = 16
+# Of words that are one token each.
+_QUESTION, _WORD = " ".join(["two"] * 16), "red"
 
 
 def write_model(folder: Path, fields: dict[str, Any]) -> Path:
@@ -39,31 +40,29 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
     return folder
 
 
-def write_conversations(folder: Path, count: int, questions: int, ids: int) -> Path:
-    """Writes conversations of equal length, each about its own image.
+def write_conversations(folder: Path, count: int, ids: int) -> Path:
+    """Writes conversations of equal length, each a question about its own image.
 
     Args:
         folder: created.
         count: conversations, each with a JPEG file of 640 x 480.
-        questions: questions of each conversation, with answers of equal length.
-        ids: ids of each conversation, with the image as one; met up to one per question.
+        ids: ids of each conversation, with the image as one.
 
     Returns:
         The folder: train.json and images/.
 
     Raises:
-        ValueError: too few ids for answers.
+        ValueError: too few ids for an answer.
     """
     encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
-    bare = len(encoder.encode(_turns(questions, 1), 1).ids)
-    words = 1 + (ids - bare) // questions
-    if words < 1:
-        raise ValueError(f"{questions} questions alone take {bare} ids, expected more than {ids}")
-    turns = _turns(questions, words)
+    least = len(encoder.encode((_QUESTION, _WORD), 1).ids)
+    if ids < least:
+        raise ValueError(f"ids is {ids}, expected at least {least}")
+    answer = " ".join([_WORD] * (1 + ids - least))
     said = [
-        {"from": ("human", "gpt")[number % 2], "value": turn} for number, turn in enumerate(turns)
+        {"from": "human", "value": f"{IMAGE_MARK}\n{_QUESTION}"},
+        {"from": "gpt", "value": answer},
     ]
-    said[0]["value"] = f"{IMAGE_MARK}\n{said[0]['value']}"
     (folder / "images").mkdir(parents=True)
     for number in range(count):
         _image(random).save(folder / "images" / f"{number}.jpg", quality=90)
@@ -72,12 +71,6 @@ def write_conversations(folder: Path, count: int, questions: int, ids: int) -> P
     ]
     (folder / "train.json").write_text(json.dumps(samples))
     return folder
-
-
-def _turns(questions: int, words: int) -> list[str]:
-    """Builds questions and answers of words that are one token each."""
-    question, answer = " ".join(["two"] * _QUESTION_WORDS), " ".join(["red"] * words)
-    return [question, answer] * questions
 
 
 def _image(random: np.random.Generator) -> Image.Image:

@@ -29,6 +29,7 @@ from stepprune_jax.pruning import Policy
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
 MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
 LONGEST_ANSWER = 8
+LOOKS = 10  # measurements after the first
 # What keeps tokens, and whether it is given a budget.
 PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", False))
 
@@ -114,7 +115,7 @@ def soak(generations: int, seed: int) -> Iterator[Look]:
         seed: seed of the requests.
 
     Yields:
-        The resources of the process, at the start and then ten times.
+        The resources of the process, at the start and then `LOOKS` times.
     """
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
     policy = load_policy("literal")
@@ -125,7 +126,7 @@ def soak(generations: int, seed: int) -> Iterator[Look]:
     asked = itertools.islice(requests(seed, words, policy, most), generations)
     for number, (prompts, images, options) in enumerate(asked, start=1):
         generate(model, prompts, images, warm_up=False, **options)
-        if number * 10 // generations > (number - 1) * 10 // generations:
+        if number * LOOKS // generations > (number - 1) * LOOKS // generations:
             yield _look(number, begin)
 
 

@@ -50,8 +50,8 @@ _IN_FLIGHT = 2
 _WARM_UP = 3
 # Number of images; none is cached, so each is read and decoded every time.
 _IMAGES = 256
-# Of each conversation: with more, rows end at different ones and differ in width.
-_QUESTIONS = 1
+# Timed updates of the same batch.
+_REPEATS = 10
 
 
 class Measured(NamedTuple):
@@ -153,7 +153,7 @@ def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: 
     data = dataclasses.replace(
         run.data,
         name="folder",
-        folder=str(write_conversations(folder / "data", _IMAGES, _QUESTIONS, ids)),
+        folder=str(write_conversations(folder / "data", _IMAGES, ids)),
         train_file="",
         image_folder="",
         index_folder=str(folder),
@@ -198,14 +198,14 @@ def _through_the_pipeline(
 
 
 def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple[float, _Bench]:
-    """Returns mean seconds of ten consecutive updates, after one that is not timed."""
-    for number in range(11):
+    """Returns mean seconds of consecutive updates, after one that is not timed."""
+    for number in range(_REPEATS + 1):
         if number == 1:
             jax.block_until_ready(bench.state)
             begin = time.perf_counter()
         bench = bench._replace(state=update(bench, np.int32(number))[0])
     jax.block_until_ready(bench.state)
-    return (time.perf_counter() - begin) / 10, bench
+    return (time.perf_counter() - begin) / _REPEATS, bench
 
 
 def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:

@@ -41,13 +41,13 @@ def tiny_config(**changes):
 
 @pytest.mark.parametrize("ids", [300, 301, 640])
 def test_conversations_have_the_length_that_is_asked_for(tmp_path, ids):
-    folder = write_conversations(tmp_path / "data", 2, 4, ids)
+    folder = write_conversations(tmp_path / "data", 2, ids)
     samples = read_conversations(folder / "train.json", folder / "images")
-    assert [len(sample.turns) for sample in samples] == [8, 8]
+    assert [len(sample.turns) for sample in samples] == [2, 2]
     encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
-    assert ids - 4 < len(encoded.ids) <= ids
-    with pytest.raises(ValueError, match=r"4 questions alone take \d+ ids, expected more than 50"):
-        write_conversations(tmp_path / "short", 1, 4, 50)
+    assert len(encoded.ids) == ids
+    with pytest.raises(ValueError, match=r"ids is 20, expected at least \d+"):
+        write_conversations(tmp_path / "short", 1, 20)
 
 
 def test_weights_are_drawn_in_their_places():
