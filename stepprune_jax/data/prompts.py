@@ -174,26 +174,31 @@ def truncated_images(
 
 
 def pad_batch(
-    rows: Sequence[Sequence[int] | Int[np.ndarray, " _"]], fill: int = 0, multiple: int = 1
+    rows: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
+    fill: int = 0,
+    *,
+    multiple: int = 1,
+    width: int | None = None,
 ) -> tuple[Int[np.ndarray, "b l"], Int[np.ndarray, " b"]]:
     """Right-pads rows of numbers, such as the ids of prompts, to one width.
 
     Args:
         rows: the rows, at least one.
         fill: number that stands in the padding.
-        multiple: divisor of the width, which bounds the number of shapes. With the wanted width,
-            that of the longest row or more, rows are padded to it.
+        multiple: divisor of the width, which bounds the number of shapes.
+        width: the width, instead of the smallest that holds the longest row.
 
     Returns:
         The rows and their lengths, int32.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or one is longer than `width`.
     """
     if not rows:
         raise ValueError("expected at least one prompt, got none")
     length = np.asarray([len(row) for row in rows], np.int32)
-    width = -(-max(1, int(length.max())) // multiple) * multiple
+    if width is None:
+        width = -(-max(1, int(length.max())) // multiple) * multiple
     padded = np.full((len(rows), width), fill, np.int32)
     for row, target in zip(rows, padded, strict=True):
         target[: len(row)] = row

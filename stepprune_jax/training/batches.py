@@ -155,7 +155,7 @@ class Batches:
         widths = self.bucket(indices)
         numbers, pixels = self._readable(indices)
         rows = self._corpus.rows(numbers)
-        text, text_length = pad_batch([row.text for row in rows], multiple=widths.text)
+        text, text_length = pad_batch([row.text for row in rows], width=widths.text)
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return Batch(pixels, text, text_length, targets)
 
@@ -272,12 +272,12 @@ def stack_targets(
     Args:
         rows: the conversations.
         grid: rows and columns of the visual tokens of each row's image.
-        ids: width that ids are padded to, that of the longest or more.
-        targets: width that supervised tokens are padded to, at least 1.
+        ids: width that ids are padded to.
+        targets: width that supervised tokens are padded to.
     """
-    tokens, length = pad_batch([row.ids for row in rows], multiple=ids)
-    place, count = pad_batch([row.place for row in rows], multiple=targets)
-    target, _ = pad_batch([row.target for row in rows], multiple=targets)
+    tokens, length = pad_batch([row.ids for row in rows], width=ids)
+    place, count = pad_batch([row.place for row in rows], width=targets)
+    target, _ = pad_batch([row.target for row in rows], width=targets)
     return Targets(tokens, length, place, target, np.arange(targets) < count[:, None], grid)
 
 

@@ -153,10 +153,9 @@ class Validation:
             make_row(encoder.encode((question.text, right), 1), limits)
             for question, right in zip(self._split.questions, self._split.answers, strict=True)
         ]
-        ids = max(len(row.ids) for row in rows)
-        targets = max(1, *(len(row.target) for row in rows))
+        longest = max(len(row.ids) for row in rows)
         grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
-        return stack_targets(rows, grid, ids, targets)
+        return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
         """Answers the questions from the policy's kept tokens, and draws a few.

@@ -120,5 +120,8 @@ def test_batches_are_padded_at_the_right_end():
     np.testing.assert_array_equal(ids, [[1, 2, 3, 9], [1, IMAGE_TOKEN, 9, 9]])
     np.testing.assert_array_equal(length, [3, 2])
     assert ids.dtype == length.dtype == np.int32
+    assert pad_batch([[1], []], width=2)[0].tolist() == [[1, 0], [0, 0]]
     with pytest.raises(ValueError, match="at least one prompt"):
         pad_batch([])
+    with pytest.raises(ValueError, match="could not broadcast"):
+        pad_batch([[1, 2, 3]], width=2)
