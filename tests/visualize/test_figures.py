@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from stepprune_jax.evaluation.report import square_patches
 from stepprune_jax.visualize import (
     accuracy,
     animation,
@@ -239,6 +240,12 @@ def test_a_policy_may_keep_nothing_or_never_stop(report, tmp_path):
         assert image.n_frames <= 2
     told = dict(page.describe(changed))
     assert told["Spearman's rank correlation of K"] == "K does not vary"
+
+
+def test_patches_in_the_padded_square_by_hand():
+    # Two rows of three patches behind a class token, at the top of the square; -1: merged.
+    assert square_patches([1, 4, 0, 6, -1], (2, 3), 1).tolist() == [0, 3, 5]
+    assert square_patches([2, 0], (3, 1), 0).tolist() == [7, 1]  # a column, in the middle
 
 
 def test_the_class_token_has_no_patch(report):
