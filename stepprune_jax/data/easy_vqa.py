@@ -40,7 +40,12 @@ class Line(NamedTuple):
 
 
 def convert(
-    source: str | Path, out: str | Path, *, validation_share: float = 0.1, seed: int = 0
+    source: str | Path,
+    out: str | Path,
+    *,
+    validation_share: float = 0.1,
+    seed: int = 0,
+    test_images: int = 0,
 ) -> dict[str, int]:
     """Writes easy-VQA as ``images/``, ``train.json``, and questions and answers of two splits.
 
@@ -49,23 +54,30 @@ def convert(
         out: folder to write; files of an earlier conversion are replaced.
         validation_share: share of the training images that become the validation split.
         seed: seed of the choice of these images.
+        test_images: images of the test split to keep, those with the lowest numbers; 0 for all.
 
     Returns:
         Number of questions of "train", "validation" and "test".
 
     Raises:
         FileNotFoundError: a file or image of the source is missing.
-        ValueError: the share leaves one of the splits empty, or an entry is not a question, an
-            answer and a number; the message names file and entry. Nothing is written.
+        ValueError: the share leaves one of the splits empty, `test_images` is negative or more
+            than there are, or an entry is not a question, an answer and a number; the message
+            names file and entry. Nothing is written.
     """
     source, out = Path(source), Path(out)
     train, test = read_split(source, "train"), read_split(source, "test")
     numbers = sorted({line.image for line in train})
+    tested = sorted({line.image for line in test})
+    if not 0 <= test_images <= len(tested):
+        raise ValueError(f"test_images is {test_images}, expected 0 to {len(tested)}")
+    kept = {*tested[: test_images or None]}
+    test = [line for line in test if line.image in kept]
     held = validation_images(numbers, validation_share, seed)
     validation = [line for line in train if line.image in held]
     train = [line for line in train if line.image not in held]
     _copy_images(source, out, "train", numbers)
-    _copy_images(source, out, "test", sorted({line.image for line in test}))
+    _copy_images(source, out, "test", sorted(kept))
     write_conversations(out, _asked(train, "train"))
     write_questions(out, "validation", _asked(validation, "train"))
     write_questions(out, "test", _asked(test, "test"))
@@ -147,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and converts; reports errors in one line and exits with status 2."""
     parser = Parser(prog="stepprune_jax.data.easy_vqa", description=__doc__.splitlines()[0])
     parser.add_argument("--source", required=True, help="the folder that holds train/ and test/")
+    parser.add_argument("--test_images", type=int, default=0, help="images to test on; 0: all")
     convert_by_command(parser, convert, argv)
 
 

@@ -52,6 +52,10 @@ def test_the_folder_is_read_back_as_it_was(source, tmp_path):
     assert asked[1].image.read_bytes() == (source / "test/images/9.png").read_bytes()
     again = easy_vqa.convert(source, out, validation_share=0.3)
     assert again == counts
+    fewer = easy_vqa.convert(source, tmp_path / "fewer", validation_share=0.3, test_images=1)
+    assert fewer == {"train": 12, "validation": 6, "test": 1}
+    asked = read_questions(tmp_path / "fewer/test.jsonl", tmp_path / "fewer/images")
+    assert [question.image.name for question in asked] == ["0.png"]
     other = tmp_path / "other"
     easy_vqa.convert(source, other, validation_share=0.3, seed=3)
     assert (other / "train.json").read_text() != (out / "train.json").read_text()
@@ -98,6 +102,12 @@ def test_missing_files_are_named(source, tmp_path):
 def test_shares_that_leave_nothing_are_refused(source, tmp_path, share, message):
     with pytest.raises(ValueError, match=message):
         easy_vqa.convert(source, tmp_path / "out", validation_share=share)
+
+
+@pytest.mark.parametrize("images", [-1, 3])
+def test_test_images_that_do_not_exist_are_refused(source, tmp_path, images):
+    with pytest.raises(ValueError, match=f"test_images is {images}, expected 0 to 2"):
+        easy_vqa.convert(source, tmp_path / "out", test_images=images)
 
 
 def test_the_command_converts_and_reports_mistakes_in_one_line(source, tmp_path, capsys):
