@@ -59,16 +59,16 @@ def policy_flops(
     """Counts the FLOPs of one image's inference: matrix products, which are all but a percent.
 
     Args:
-      config: Policy configuration.
-      num_tokens: N.
-      text_length: Text tokens the policy sees.
-      kept: K.
-      exact: Whether K is a budget; otherwise the policy stops by itself, which takes one more step
-        and, with `stop="hazard"`, a decoder layer of its own.
+        config: policy configuration.
+        num_tokens: N.
+        text_length: text tokens the policy sees.
+        kept: K.
+        exact: whether K is a budget; otherwise the policy stops by itself, which takes one more
+            step and, with `stop="hazard"`, a decoder layer of its own.
 
     Returns:
-      `encoder`; `memory`, the slots' keys and values for all their readers; `tables` over pairs of
-      slots; `steps`; `hazard`; and their `total`.
+        `encoder`; `memory`, the slots' keys and values for all their readers; `tables` over pairs
+        of slots; `steps`; `hazard`; and their `total`.
     """
     d, n, m = config.policy_width, num_tokens, num_tokens + 1
     hidden = config.mlp_ratio * d

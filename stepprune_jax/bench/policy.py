@@ -193,10 +193,10 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
     """Reports how far a trained policy's choices agree with those step by step in float32.
 
     Args:
-      run: Folder of its training run.
-      model: Folder of the model that it was trained with.
-      most: Questions of the run's test split, spread evenly.
-      counts: Numbers of tokens kept.
+        run: folder of its training run.
+        model: folder of the model that it was trained with.
+        most: questions of the run's test split, spread evenly.
+        counts: numbers of tokens kept.
     """
     with user_input():
         learned = load_policy(run / "policy.safetensors")

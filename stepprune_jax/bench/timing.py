@@ -85,10 +85,10 @@ def time_side_by_side(
     """Returns median seconds of each call, in turns, so that drift affects all equally.
 
     Args:
-      calls: Functions that return arrays; each is called once before, to compile.
-      repeats: Timed rounds.
-      setups: Functions by name that build the single argument of a call, untimed, each time; calls
-        without one take no argument.
+        calls: functions that return arrays; each is called once before, to compile.
+        repeats: timed rounds.
+        setups: functions by name that build the single argument of a call, untimed, each time;
+            calls without one take no argument.
     """
     setups = setups or {}
 

@@ -26,10 +26,10 @@ def draw_limits(
     together. `"probe"` does so for all rows and counts all of them as stopping by themselves.
 
     Args:
-      key: PRNG key; consumed.
-      config: Policy configuration.
-      num_tokens: N of each row, without its padding.
-      steps: T_max, of all rows or of each.
+        key: PRNG key; consumed.
+        config: policy configuration.
+        num_tokens: N of each row, without its padding.
+        steps: T_max, of all rows or of each.
     """
     batch = num_tokens.shape[0]
     low, high = (math.log(share) for share in config.random_budget)
@@ -54,9 +54,9 @@ def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> 
     at inference acts as a price.
 
     Args:
-      key: PRNG key; consumed.
-      config: Policy configuration.
-      own: Rows that stop by themselves; the others pay nothing and get 0.
+        key: PRNG key; consumed.
+        config: policy configuration.
+        own: rows that stop by themselves; the others pay nothing and get 0.
     """
     drawn = jax.random.uniform(key, own.shape, minval=-1.0, maxval=1.0) * config.price_range
     return jnp.where(own, drawn, 0.0)
@@ -68,10 +68,10 @@ def update_running_count(
     """Updates the running mean of the hard count of rows that stop by themselves, Eq. (12).
 
     Args:
-      running: Mean so far, never NaN; 0 before the first update, which takes the batch's mean.
-      count: K of each row.
-      own: Rows to include.
-      decay: Weight of the past.
+        running: mean so far, never NaN; 0 before the first update, which takes the batch's mean.
+        count: K of each row.
+        own: rows to include.
+        decay: weight of the past.
     """
     running, rows = jnp.asarray(running), jnp.sum(own)
     mean = jnp.sum(jnp.where(own, count, 0)) / jnp.maximum(rows, 1)
@@ -124,14 +124,14 @@ def soft_budget(
     """Returns k of Eq. (12) for each row; rows with an exact budget always use that budget.
 
     Args:
-      config: Policy configuration. `soft_budget="straight_through"` lets the language-model loss
-        tell what one more token is worth for this image; `"per_sample"` is the same value without
-        gradient; `"batch_mean"` is the paper's running mean, at least 1, through which the loss
-        cannot change any single count.
-      trajectory: Selection of the batch.
-      own: Rows that stop by themselves.
-      running: From `update_running_count`.
-      num_tokens: N of each row, without its padding.
+        config: policy configuration. `soft_budget="straight_through"` lets the language-model loss
+            tell what one more token is worth for this image; `"per_sample"` is the same value
+            without gradient; `"batch_mean"` is the paper's running mean, at least 1, through which
+            the loss cannot change any single count.
+        trajectory: selection of the batch.
+        own: rows that stop by themselves.
+        running: from `update_running_count`.
+        num_tokens: N of each row, without its padding.
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
     soft = differentiable_count(config, trajectory)
@@ -160,11 +160,11 @@ def dual_ascent(
     more than the target.
 
     Args:
-      length_weight: lambda.
-      mean_count: Mean K of the batch.
-      target: Target mean K.
-      num_tokens: N.
-      rate: Step size.
+        length_weight: lambda.
+        mean_count: mean K of the batch.
+        target: target mean K.
+        num_tokens: N.
+        rate: step size.
     """
     return jnp.maximum(0.0, length_weight + rate * jnp.subtract(mean_count, target) / num_tokens)
 
@@ -182,10 +182,10 @@ def calibrate_stop_bias(
     sample allows. A target outside the policy's range gives the nearer bound.
 
     Args:
-      margin: `Trajectory.margin` of rollouts on a validation split, without an exact budget.
-      target: Target mean K.
-      min_tokens: As in `select`.
-      max_bias: Bound on the magnitude of the result.
+        margin: `Trajectory.margin` of rollouts on a validation split, without an exact budget.
+        target: target mean K.
+        min_tokens: as in `select`.
+        max_bias: bound on the magnitude of the result.
     """
 
     def halve(_, bracket):

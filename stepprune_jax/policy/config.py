@@ -62,66 +62,66 @@ class PolicyConfig:
     for each field what the paper prints, what it leaves open, and the reason for the default.
 
     Attributes:
-      feature_width: Width of the image tokens (1024 for CLIP-L, the LLM's for Qwen2.5-VL).
-      text_width: Width of the text embeddings; 0 builds a policy that sees no text.
-      width: Width of the policy; `None` means `feature_width`. An input projection is added
-        where the two differ.
-      num_heads: Attention heads of encoder and decoder; the pointer itself has one head.
-      mlp_ratio: Hidden width of each MLP over `width`.
-      encoder_layers: Pre-norm blocks of the encoder (paper: 2).
-      decoder_layers: Decoder layers. The last one ends at its pointer logits, so it owns neither
-        cross-attention values nor an MLP: they would receive no gradient.
-      encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
-      text_gate: Where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
-        `"norm"` scales text rows after each block's first norm, `"printed"` scales the embeddings
-        as in Eq. (3), where the next pre-norm divides the gate out again.
-      max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer tokens
-        has as many steps as tokens.
-      min_tokens: Tokens chosen before the stop becomes available; 1 rules out an empty prefix.
-      temperature: tau of the pointer softmax, Eq. (6).
-      group: Tokens taken from one pointer distribution, best first; see `select`. 1 attends to the
-        history before every token.
-      stop: Stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
-        sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
-        `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its own
-        that reads the pointer's inputs without a gradient to them, so that order and stop do not
-        interfere.
-      stop_temperature: Temperature of the aligned stop and of the hazard.
-      stop_bias: Constant added to every stop logit; below 0, episodes are long at first.
-      estimator: How `gate` differentiates the selection. `"straight_through"` carries gradients
-        through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
-        steps in one causal pass.
-      decay: beta of Eq. (11).
-      aggregation: How pointer rows become one score per token; the four rows of Table 4 (b).
-      credit: `"soft"` credits p_t(i); `"straight_through"` credits the choice with p_t's gradient
-        (linear space only: its logarithm has no usable gradient).
-      score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
-      polarisation: SoftTopK backend.
-      polarisation_temperature: tau of Eq. (12), at the end of its annealing.
-      polarisation_start: tau at the start of training. A gate that is sharp from the start shows
-        the language model only the first guesses, so that no other token is ever tried.
-      polarisation_share: Share of training over which tau is annealed, by a cosine; 0 for none.
-      soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
-        `"straight_through"` K_b with the gradient of its expectation.
-      batch_budget: Rows trained at their own count, at a random budget, or half and half (`"mix"`).
-        With `"probe"` every row has a random budget, and the stop learns from its last decisions
-        whether continuing was worth the price (`differentiable_count`).
-      probe_window: Share of the budget, counted from its end, whose decisions are probed.
-      probe_weight: Factor on the gradient of those decisions.
-      gain_bound: Bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens
-        like lambda. The loss is assumed to be the mean over rows.
-      random_budget: Range of random budgets as fractions of N, drawn log-uniformly.
-      gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
-      length_weight: lambda of Eq. (15).
-      price_range: Rows that stop by themselves are trained at a price of their own, lambda e^u with
-        u uniform in +-price_range, and with u added to their stop logits. The stop logit then
-        learns the logarithm of what the next token is worth, and one policy stops well at every
-        stop bias; 0 trains at lambda alone.
-      price_growth: Power of the count with which a token's price grows; the price is lambda at a
-        tenth of the tokens, and 1 makes the length penalty quadratic in K. Where further tokens are
-        worth little, a constant price is met anywhere or nowhere, and counts are arbitrary.
-      dtype: Compute dtype of encoder, decoder and denoiser; `None` takes that of the features, but
-        at least float32. Scores, probabilities and losses are at least float32 in any case.
+        feature_width: width of the image tokens (1024 for CLIP-L, the LLM's for Qwen2.5-VL).
+        text_width: width of the text embeddings; 0 builds a policy that sees no text.
+        width: width of the policy; `None` means `feature_width`. An input projection is added
+            where the two differ.
+        num_heads: attention heads of encoder and decoder; the pointer itself has one head.
+        mlp_ratio: hidden width of each MLP over `width`.
+        encoder_layers: pre-norm blocks of the encoder (paper: 2).
+        decoder_layers: decoder layers. The last one ends at its pointer logits, so it owns neither
+            cross-attention values nor an MLP: they would receive no gradient.
+        encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
+        text_gate: where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
+            `"norm"` scales text rows after each block's first norm, `"printed"` scales the
+            embeddings as in Eq. (3), where the next pre-norm divides the gate out again.
+        max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer
+            tokens has as many steps as tokens.
+        min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
+        temperature: tau of the pointer softmax, Eq. (6).
+        group: tokens taken from one pointer distribution, best first; see `select`. 1 attends to
+            the history before every token.
+        stop: stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
+            sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
+            `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its
+            own that reads the pointer's inputs without a gradient to them, so that order and stop
+            do not interfere.
+        stop_temperature: temperature of the aligned stop and of the hazard.
+        stop_bias: constant added to every stop logit; below 0, episodes are long at first.
+        estimator: how `gate` differentiates the selection. `"straight_through"` carries gradients
+            through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
+            steps in one causal pass.
+        decay: beta of Eq. (11).
+        aggregation: how pointer rows become one score per token; the four rows of Table 4 (b).
+        credit: `"soft"` credits p_t(i); `"straight_through"` credits the choice with p_t's gradient
+            (linear space only: its logarithm has no usable gradient).
+        score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
+        polarisation: SoftTopK backend.
+        polarisation_temperature: tau of Eq. (12), at the end of its annealing.
+        polarisation_start: tau at the start of training. A gate that is sharp from the start shows
+            the language model only the first guesses, so that no other token is ever tried.
+        polarisation_share: share of training over which tau is annealed, by a cosine; 0 for none.
+        soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
+            `"straight_through"` K_b with the gradient of its expectation.
+        batch_budget: rows trained at their own count, at a random budget, or half and half
+            (`"mix"`). With `"probe"` every row has a random budget, and the stop learns from its
+            last decisions whether continuing was worth the price (`differentiable_count`).
+        probe_window: share of the budget, counted from its end, whose decisions are probed.
+        probe_weight: factor on the gradient of those decisions.
+        gain_bound: bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens
+            like lambda. The loss is assumed to be the mean over rows.
+        random_budget: range of random budgets as fractions of N, drawn log-uniformly.
+        gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
+        length_weight: lambda of Eq. (15).
+        price_range: rows that stop by themselves are trained at a price of their own, lambda e^u
+            with u uniform in +-price_range, and with u added to their stop logits. The stop logit
+            then learns the logarithm of what the next token is worth, and one policy stops well at
+            every stop bias; 0 trains at lambda alone.
+        price_growth: power of the count with which a token's price grows; the price is lambda at a
+            tenth of the tokens, and 1 makes the length penalty quadratic in K. Where further tokens
+            are worth little, a constant price is met anywhere or nowhere, and counts are arbitrary.
+        dtype: compute dtype of encoder, decoder and denoiser; `None` takes that of the features,
+            but at least float32. Scores, probabilities and losses are at least float32 in any case.
     """
 
     feature_width: int = 1024

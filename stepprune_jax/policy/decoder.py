@@ -27,11 +27,11 @@ class Context(NamedTuple):
     """Quantities the decoder computes once from the memory.
 
     Attributes:
-      pointer_key: Keys of the pointer logits.
-      cross_key: Cross-attention keys of each inner layer, then of the hazard.
-      cross_value: Cross-attention values of the same.
-      memory_mask: True at real slots; the stop slot is always real.
-      stop: The stop slot.
+        pointer_key: keys of the pointer logits.
+        cross_key: cross-attention keys of each inner layer, then of the hazard.
+        cross_value: cross-attention values of the same.
+        memory_mask: True at real slots; the stop slot is always real.
+        stop: the stop slot.
     """
 
     pointer_key: Float[Array, "b m d"]
@@ -191,16 +191,16 @@ def pointer_step(
     in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      context: From `pointer_init`.
-      query: q_t, the embedding chosen at the previous step.
-      cache: Keys and values of earlier queries.
-      step: t, counted from 0.
+        params: policy weights.
+        config: policy configuration.
+        context: from `pointer_init`.
+        query: q_t, the embedding chosen at the previous step.
+        cache: keys and values of earlier queries.
+        step: t, counted from 0.
 
     Returns:
-      Unmasked pointer logits in at least float32 (slot n is the stop), and the cache with row
-      `step` written.
+        Unmasked pointer logits in at least float32 (slot n is the stop), and the cache with row
+        `step` written.
     """
     logits, cache = _decode(params, config, context, query[:, None], cache, step)
     return logits[:, 0], cache

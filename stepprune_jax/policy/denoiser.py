@@ -20,12 +20,12 @@ def denoise(
     only; at inference the LLM reads the selected tokens as they are.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      x: Gated tokens.
+        params: policy weights.
+        config: policy configuration.
+        x: gated tokens.
 
     Returns:
-      Denoised tokens in the dtype of `x`.
+        Denoised tokens in the dtype of `x`.
     """
     weights, dtype = params["denoiser"], jnp.asarray(x).dtype
     x = jnp.asarray(x, layers.compute_dtype(config, dtype))

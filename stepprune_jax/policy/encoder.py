@@ -65,21 +65,21 @@ def encode(
     """Encodes image tokens jointly with the question, Eq. (3): H = Enc([X; g LN(W_p E)])_{1..N}.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      image: Image tokens X of any floating dtype.
-      text: Word embeddings E of the question (never of the answer); `None` encodes the image
-        alone.
-      image_mask: True at real image tokens; padding may hold anything and affects no result.
-      text_mask: True at real text tokens.
-      text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
+        params: policy weights.
+        config: policy configuration.
+        image: image tokens X of any floating dtype.
+        text: word embeddings E of the question (never of the answer); `None` encodes the image
+            alone.
+        image_mask: True at real image tokens; padding may hold anything and affects no result.
+        text_mask: True at real text tokens.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
 
     Returns:
-      H in the compute dtype, zero at padded positions.
+        H in the compute dtype, zero at padded positions.
 
     Raises:
-      ValueError: Weights of another configuration, a wrong rank, width or dtype, text given to a
-        policy without text, or non-finite features, where these can be read before tracing.
+        ValueError: weights of another configuration, a wrong rank, width or dtype, text given to a
+            policy without text, or non-finite features, where these can be read before tracing.
     """
     check_params(params, config, ("encoder",))
     b, n, width = image.shape

@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
         """Returns T_max, at most N.
 
         Raises:
-          ValueError: T_max is below 1.
+            ValueError: T_max is below 1.
         """
         steps = config.steps(num_tokens) if self.max_steps is None else self.max_steps
         good = is_integer(steps) and steps > 0
@@ -48,8 +48,8 @@ class Bounds(NamedTuple):
         """Returns T_max and the limits of each row.
 
         Raises:
-          ValueError: T_max below 1, a count out of range where it can be read, `min_tokens` above
-            `max_tokens`, or a budget together with another bound.
+            ValueError: T_max below 1, a count out of range where it can be read, `min_tokens` above
+                `max_tokens`, or a budget together with another bound.
         """
         n, budget = num_tokens, self.budget
         steps = self.steps(config, n)
@@ -76,7 +76,7 @@ class Bounds(NamedTuple):
         """Returns the number of tokens taken from one pointer distribution, at most N.
 
         Raises:
-          ValueError: The group is below 1.
+            ValueError: the group is below 1.
         """
         group = config.group if self.group is None else self.group
         require(is_integer(group) and group >= 1, "group", repr(group), "an integer from 1")
@@ -87,13 +87,13 @@ class Episode(NamedTuple):
     """Arguments of an episode, checked and broadcast to full shape.
 
     Attributes:
-      decoder: From `init_fn`.
-      slots: M, zero in the padding.
-      image_mask: True at real tokens.
-      limits: Bounds on the count, at most the row's number of tokens.
-      stop_bias: Added to the stop logits.
-      steps: T_max.
-      group: Tokens taken from one pointer distribution.
+        decoder: from `init_fn`.
+        slots: M, zero in the padding.
+        image_mask: True at real tokens.
+        limits: bounds on the count, at most the row's number of tokens.
+        stop_bias: added to the stop logits.
+        steps: T_max.
+        group: tokens taken from one pointer distribution.
     """
 
     decoder: Decoder
@@ -117,7 +117,7 @@ def prepare(
     """Checks the arguments of `select` and prepares its decoder.
 
     Raises:
-      ValueError: As `select`.
+        ValueError: as `select`.
     """
     b, n = memory.shape[0], memory.shape[1] - 1
     there = b > 0 and n > 0

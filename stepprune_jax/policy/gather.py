@@ -19,10 +19,10 @@ class Pruned(NamedTuple):
     """The kept tokens of a batch in a bucket of static size; real entries come first.
 
     Attributes:
-      index: Position of each kept token among the N image tokens; -1 in the padding.
-      tokens: The kept tokens themselves, untouched; zero in the padding.
-      valid: True at real entries.
-      count: K, the number of real entries.
+        index: position of each kept token among the N image tokens; -1 in the padding.
+        tokens: the kept tokens themselves, untouched; zero in the padding.
+        valid: True at real entries.
+        count: K, the number of real entries.
     """
 
     index: Int[Array, "b k"]
@@ -56,7 +56,7 @@ def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
     """Returns the smallest bucket of `ladder` that holds every row; runs on the host.
 
     Raises:
-      ValueError: The ladder is none, or its largest bucket is too small.
+        ValueError: the ladder is none, or its largest bucket is too small.
     """
     check_ladder(ladder)
     largest = int(np.max(count, initial=0))
@@ -76,18 +76,20 @@ def gather(
     """Gathers the kept tokens X_S into a bucket.
 
     Args:
-      selection: Result of `select` or `pick`.
-      features: Tokens to gather from, N per row (before or after the projector: it is token-wise).
-      capacity: Bucket size. If a row keeps more (an error where the count can be read), its first
-        `capacity` picks remain.
-      order: `"raster"` keeps the spatial order the language model was trained on; `"pick"` is the
-        order of selection.
+        selection: result of `select` or `pick`.
+        features: tokens to gather from, N per row (before or after the projector: it is
+            token-wise).
+        capacity: bucket size. If a row keeps more (an error where the count can be read), its first
+            `capacity` picks remain.
+        order: `"raster"` keeps the spatial order the language model was trained on; `"pick"` is the
+            order of selection.
 
     Returns:
-      The pruned prefix, differentiable in `features`.
+        The pruned prefix, differentiable in `features`.
 
     Raises:
-      ValueError: A capacity outside [1, N] or below a count that can be read, or an unknown order.
+        ValueError: a capacity outside [1, N] or below a count that can be read, or an unknown
+            order.
     """
     features = jnp.asarray(features)
     n, steps = features.shape[1], selection.action.shape[1]

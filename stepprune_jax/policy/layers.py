@@ -73,14 +73,14 @@ def attention(
     """Computes scaled dot-product attention with a softmax in at least float32.
 
     Args:
-      query: Queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
-      key: Keys.
-      value: Values.
-      mask: True where a query may attend.
-      bias: Added to the logits of each key.
+        query: queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
+        key: keys.
+        value: values.
+        mask: True where a query may attend.
+        bias: added to the logits of each key.
 
     Returns:
-      The attended values. A fully masked query gets the mean of all values, never NaN.
+        The attended values. A fully masked query gets the mean of all values, never NaN.
     """
     length = query.shape[2]
     if length <= MANY_QUERIES:

@@ -22,11 +22,11 @@ def length_penalty(
     The hard count has no gradient; the expected one carries it through every stop probability.
 
     Args:
-      count: K, hard.
-      expected: E[K] from `expected_count`.
-      num_tokens: N, a number or one per row.
-      where: Rows to include, all by default; with none, the penalty is 0.
-      price: Factor on each row's share, 1 by default.
+        count: K, hard.
+        expected: E[K] from `expected_count`.
+        num_tokens: N, a number or one per row.
+        where: rows to include, all by default; with none, the penalty is 0.
+        price: factor on each row's share, 1 by default.
     """
     expected = jnp.asarray(expected)
     soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))

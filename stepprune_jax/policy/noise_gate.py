@@ -40,13 +40,13 @@ def noise_gate(
     unit variance per channel: see `standardise`. Gradients are finite at alpha 0 and 1.
 
     Args:
-      key: PRNG key; consumed. Unused (and may be `None`) if `noise` is given.
-      x: Tokens, standardised.
-      alpha: Gate of each token, in [0, 1].
-      noise: eps ~ N(0, I); drawn from `key` by default.
+        key: PRNG key; consumed. Unused (and may be `None`) if `noise` is given.
+        x: tokens, standardised.
+        alpha: gate of each token, in [0, 1].
+        noise: eps ~ N(0, I); drawn from `key` by default.
 
     Returns:
-      Gated tokens in the dtype of `x`, mixed in at least float32.
+        Gated tokens in the dtype of `x`, mixed in at least float32.
     """
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
     wide = score_dtype(x.dtype)
@@ -70,9 +70,9 @@ def gumbel_gate(
     """Ablation: x~ = m x with m ~ Bernoulli(alpha), straight-through its binary concrete.
 
     Args:
-      key: PRNG key; consumed.
-      x: Tokens.
-      alpha: Probability of keeping each token.
+        key: PRNG key; consumed.
+        x: tokens.
+        alpha: probability of keeping each token.
     """
     clipped = jnp.clip(alpha, 1e-6, 1 - 1e-6)
     logit = jnp.log(clipped) - jnp.log1p(-clipped)
@@ -98,9 +98,9 @@ class FeatureStats(NamedTuple):
     once before training, then fixed, and saved with the policy.
 
     Attributes:
-      mean: Mean of each channel.
-      var: Variance of each channel.
-      count: Tokens seen.
+        mean: mean of each channel.
+        var: variance of each channel.
+        count: tokens seen.
     """
 
     mean: Float[Array, "d"]
@@ -119,12 +119,12 @@ def update_stats(
     """Merges a batch into running statistics (Chan et al., 1979), exact over any batching.
 
     Args:
-      stats: Statistics so far.
-      x: Features.
-      mask: True at real tokens.
+        stats: statistics so far.
+        x: features.
+        mask: True at real tokens.
 
     Raises:
-      ValueError: Features of another width.
+        ValueError: features of another width.
     """
     _require_width(x, stats)
     weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(jnp.float32)

@@ -53,15 +53,16 @@ class Gated(NamedTuple):
     """Result of the training pathway: all N tokens, each as noisy as the policy decides.
 
     Attributes:
-      tokens: X^, full length, in the space of the given features.
-      alpha: Gate of each token.
-      budget: k of SoftTopK.
-      trajectory: The selection behind it.
-      own: Rows that stopped by themselves; the others had an exact budget.
-      price: Factor on lambda for each row at its count, see `PolicyConfig.price_range` and
-        `price_growth`.
-      stopped: Count at which a row stops by itself; under a probe, the one at a price factor of 1.
-      running_count: Updated running mean of K.
+        tokens: X^, full length, in the space of the given features.
+        alpha: gate of each token.
+        budget: k of SoftTopK.
+        trajectory: the selection behind it.
+        own: rows that stopped by themselves; the others had an exact budget.
+        price: factor on lambda for each row at its count, see `PolicyConfig.price_range` and
+            `price_growth`.
+        stopped: count at which a row stops by itself; under a probe, the one at a price factor of
+            1.
+        running_count: updated running mean of K.
     """
 
     tokens: Float[Array, "b n d"]
@@ -97,16 +98,16 @@ def gate_tokens(
     Eqs. (13) and (14).
 
     Args:
-      params: Policy weights; the denoiser's are used.
-      config: Policy configuration.
-      key: PRNG key; consumed.
-      x: Standardised tokens.
-      alpha: Gate of each token.
-      real: True at real tokens; padding may hold anything.
-      stats: Statistics that `x` was standardised with, or `None`.
+        params: policy weights; the denoiser's are used.
+        config: policy configuration.
+        key: PRNG key; consumed.
+        x: standardised tokens.
+        alpha: gate of each token.
+        real: True at real tokens; padding may hold anything.
+        stats: statistics that `x` was standardised with, or `None`.
 
     Returns:
-      The tokens, zero in the padding.
+        The tokens, zero in the padding.
     """
     noisy = apply_gate(config.gate, key, jnp.where(real[..., None], x, 0), alpha)
     return jnp.where(real[..., None], restore(denoise(params, config, noisy), stats), 0)
@@ -139,29 +140,29 @@ def gate(
     the way in and restored on the way out if `stats` is given.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      key: PRNG key; consumed (budgets, prices and noise).
-      image: Image tokens X.
-      text: Word embeddings of the question, never of the answer.
-      image_mask: True at real image tokens.
-      text_mask: True at real text tokens.
-      text_gate: g_txt.
-      stats: Statistics of the features; `None` skips standardisation.
-      running_count: Running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
-      stop_bias: Added to the stop logits.
-      max_steps: T_max, at most N; default `config.steps` of each row's real tokens.
-      progress: Share of training done, in [0, 1]; sets the temperature of SoftTopK where
-        `config.polarisation_share` is above 0.
-      init_fn: Prepares the decoder; a custom decoder also defines `params["decoder"]`.
-      step_fn: Pointer logits of one step.
-      sequence_fn: Pointer logits of all steps, for the estimator `"parallel"`. Without one, that
-        estimator differentiates the loop of a custom decoder, with the same gradient.
-      feedback_fn: As in `select`, whose loop is then differentiated whatever the estimator; default
-        `straight_through` or, for `"parallel"`, `hard_feedback`.
+        params: policy weights.
+        config: policy configuration.
+        key: PRNG key; consumed (budgets, prices and noise).
+        image: image tokens X.
+        text: word embeddings of the question, never of the answer.
+        image_mask: True at real image tokens.
+        text_mask: True at real text tokens.
+        text_gate: g_txt.
+        stats: statistics of the features; `None` skips standardisation.
+        running_count: running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
+        stop_bias: added to the stop logits.
+        max_steps: T_max, at most N; default `config.steps` of each row's real tokens.
+        progress: share of training done, in [0, 1]; sets the temperature of SoftTopK where
+            `config.polarisation_share` is above 0.
+        init_fn: prepares the decoder; a custom decoder also defines `params["decoder"]`.
+        step_fn: pointer logits of one step.
+        sequence_fn: pointer logits of all steps, for the estimator `"parallel"`. Without one, that
+            estimator differentiates the loop of a custom decoder, with the same gradient.
+        feedback_fn: as in `select`, whose loop is then differentiated whatever the estimator;
+            default `straight_through` or, for `"parallel"`, `hard_feedback`.
 
     Returns:
-      The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
+        The gated tokens, in the dtype of `image` and zero in the padding, and what led to them.
     """
     own_decoder = not has_tables(init_fn, step_fn)
     check_params(params, config, [part for part in PARTS if part != "decoder" or not own_decoder])
@@ -229,18 +230,18 @@ def train_loss(
     """Computes the training objective for any differentiable consumer of tokens, Eq. (15).
 
     Args:
-      params: Policy weights; differentiate with respect to these alone.
-      config: Policy configuration.
-      key: PRNG key; consumed.
-      image: Image tokens.
-      text: Word embeddings of the question.
-      lm_loss_fn: Maps the gated tokens to the mean language-modelling loss. Frozen weights it
-        needs should be arguments of the surrounding step, not constants.
-      length_weight: lambda; default `config.length_weight`.
-      **arguments: Keyword arguments of `gate`.
+        params: policy weights; differentiate with respect to these alone.
+        config: policy configuration.
+        key: PRNG key; consumed.
+        image: image tokens.
+        text: word embeddings of the question.
+        lm_loss_fn: maps the gated tokens to the mean language-modelling loss. Frozen weights it
+            needs should be arguments of the surrounding step, not constants.
+        length_weight: lambda; default `config.length_weight`.
+        **arguments: keyword arguments of `gate`.
 
     Returns:
-      The loss, and the `Gated` behind it.
+        The loss, and the `Gated` behind it.
     """
     gated = gate(params, config, key, image, text, **arguments)
     trajectory, image_mask = gated.trajectory, arguments.get("image_mask")
@@ -367,31 +368,31 @@ def prune(
     `gather`.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      image: Image tokens X.
-      text: Word embeddings of the question.
-      image_mask: True at real image tokens.
-      text_mask: True at real text tokens.
-      stats: The statistics the policy was trained with.
-      budget: Exact count, at most T_max; an integer or one per row.
-      min_tokens: Smallest count of a row.
-      max_tokens: Largest count of a row.
-      stop_bias: Added to the stop logits; see `calibrate_stop_bias`.
-      max_steps: T_max, at most N; default `config.steps(n)`.
-      group: Tokens taken from one pointer distribution; default `config.group`.
-      ladder: Bucket sizes; default `bucket_ladder(T_max)`.
-      order: Order of the kept tokens, as in `gather`.
-      init_fn: Prepares the decoder; a program is compiled for each pair of functions.
-      step_fn: Pointer logits of one step.
+        params: policy weights.
+        config: policy configuration.
+        image: image tokens X.
+        text: word embeddings of the question.
+        image_mask: True at real image tokens.
+        text_mask: True at real text tokens.
+        stats: the statistics the policy was trained with.
+        budget: exact count, at most T_max; an integer or one per row.
+        min_tokens: smallest count of a row.
+        max_tokens: largest count of a row.
+        stop_bias: added to the stop logits; see `calibrate_stop_bias`.
+        max_steps: T_max, at most N; default `config.steps(n)`.
+        group: tokens taken from one pointer distribution; default `config.group`.
+        ladder: bucket sizes; default `bucket_ladder(T_max)`.
+        order: order of the kept tokens, as in `gather`.
+        init_fn: prepares the decoder; a program is compiled for each pair of functions.
+        step_fn: pointer logits of one step.
 
     Returns:
-      The kept tokens in the smallest bucket that holds every row.
+        The kept tokens in the smallest bucket that holds every row.
 
     Raises:
-      ValueError: As `encode` and `select`, or weights that do not fit the configuration or are not
-        finite, before anything is compiled; as `choose_bucket`, once the counts are known.
-      TypeError: Called inside a jitted function.
+        ValueError: as `encode` and `select`, or weights that do not fit the configuration or are
+            not finite, before anything is compiled; as `choose_bucket`, once the counts are known.
+        TypeError: called inside a jitted function.
     """
     if not all(map(is_static, jax.tree.leaves((params, image, text)))):
         raise TypeError(

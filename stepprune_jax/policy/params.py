@@ -23,10 +23,10 @@ class ParamSpec(NamedTuple):
     """One weight: its shape, logical axes (for sharding) and initialiser.
 
     Attributes:
-      shape: Shape of the array.
-      axes: A logical name or `None` per dimension; see `partition_rules`.
-      init: `"fan_in"` (normal, variance 1 / fan-in), `"token"` (normal, std .02), `"ones"`,
-        `"zeros"`.
+        shape: shape of the array.
+        axes: a logical name or `None` per dimension; see `partition_rules`.
+        init: `"fan_in"` (normal, variance 1 / fan-in), `"token"` (normal, std .02), `"ones"`,
+            `"zeros"`.
     """
 
     shape: tuple[int, ...]
@@ -141,12 +141,12 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
     """Draws the trainable weights of a policy.
 
     Args:
-      key: PRNG key; consumed.
-      config: Shapes and readings.
+        key: PRNG key; consumed.
+        config: shapes and readings.
 
     Returns:
-      A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
-      precision; they are cast where they are used.
+        A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
+        precision; they are cast where they are used.
     """
     dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
     return draw_params(key, param_specs(config), dtype)
@@ -156,12 +156,12 @@ def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32)
     """Draws the weights that a table of `ParamSpec` describes.
 
     Args:
-      key: PRNG key; consumed.
-      specs: A nested dict of `ParamSpec`.
-      dtype: Dtype of every leaf.
+        key: PRNG key; consumed.
+        specs: a nested dict of `ParamSpec`.
+        dtype: dtype of every leaf.
 
     Returns:
-      A dict of arrays of the same structure.
+        A dict of arrays of the same structure.
     """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
 
@@ -184,13 +184,13 @@ def check_params(params: Params, config: PolicyConfig, parts: Sequence[str] = PA
     """Checks weights against the configuration's shapes, at no cost in a compiled program.
 
     Args:
-      params: Weights; extra ones are ignored.
-      config: Shapes and readings.
-      parts: Parts to check, of `PARTS`.
+        params: weights; extra ones are ignored.
+        config: shapes and readings.
+        parts: parts to check, of `PARTS`.
 
     Raises:
-      ValueError: A weight is missing, has another shape or is no floating-point number; the
-        message names the first one.
+        ValueError: a weight is missing, has another shape or is no floating-point number; the
+            message names the first one.
     """
     specs = param_specs(config)
     for part in parts:
@@ -219,11 +219,11 @@ def cast_weights(params: Params, dtype: Any) -> Params:
     anyway. Norms, the clock and single tokens are read in full precision and are not cast.
 
     Args:
-      params: Weights, or a subtree of them.
-      dtype: The compute dtype, `config.dtype`; `None` changes nothing.
+        params: weights, or a subtree of them.
+        dtype: the compute dtype, `config.dtype`; `None` changes nothing.
 
     Returns:
-      The weights, with copies of those that were cast.
+        The weights, with copies of those that were cast.
     """
     if dtype is None:
         return params
@@ -245,12 +245,13 @@ def partition_rules(
     """Returns sharding rules by path: one `(regular expression, PartitionSpec)` per weight.
 
     Args:
-      config: Shapes and readings.
-      mesh_axes: Mesh axis for each logical axis `"embed"`, `"heads"`, `"hidden"`; a logical axis
-        that is absent or `None` is replicated. For example `{"embed": "fsdp", "hidden": "tensor"}`.
+        config: shapes and readings.
+        mesh_axes: mesh axis for each logical axis `"embed"`, `"heads"`, `"hidden"`; a logical axis
+            that is absent or `None` is replicated. For example `{"embed": "fsdp", "hidden":
+            "tensor"}`.
 
     Returns:
-      Rules whose patterns match each path of `param_paths` exactly once.
+        Rules whose patterns match each path of `param_paths` exactly once.
     """
     specs = param_specs(config)
     leaves = jax.tree.leaves(specs, is_leaf=_is_spec)

@@ -38,9 +38,9 @@ class Picks(NamedTuple):
     """The decisions of a `Trajectory`, without its probabilities.
 
     Attributes:
-      action: a_t; n from the step at which the row stopped.
-      count: K, the number of tokens kept.
-      selected: Whether token i is kept.
+        action: a_t; n from the step at which the row stopped.
+        count: K, the number of tokens kept.
+        selected: whether token i is kept.
     """
 
     action: Int[Array, "b t"]
@@ -52,8 +52,8 @@ class Ranked(NamedTuple):
     """Order and margins of a `Trajectory`, without its probabilities.
 
     Attributes:
-      choice: The token pointed at in every step.
-      margin: As in `Trajectory`.
+        choice: the token pointed at in every step.
+        margin: as in `Trajectory`.
     """
 
     choice: Int[Array, "b t"]
@@ -64,10 +64,10 @@ class Walker(NamedTuple):
     """A walk through an episode, block by block.
 
     Attributes:
-      start: Initial state.
-      advance: `(state, first) -> (state, choice [k, b], margin [k, b] or None)`: the next k tokens,
-        from number `first` on, and the stop's margins before each.
-      block: k.
+        start: initial state.
+        advance: `(state, first) -> (state, choice [k, b], margin [k, b] or None)`: the next k
+            tokens, from number `first` on, and the stop's margins before each.
+        block: k.
     """
 
     start: Any
@@ -112,11 +112,11 @@ def by_tables(
     """Walks with tables over slots, several steps per block.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      episode: Episode whose decoder is from `pointer_init`.
-      block: Minimum number of tokens per block; rounded up to whole groups.
-      margins: Whether to compute the stop's margins.
+        params: policy weights.
+        config: policy configuration.
+        episode: episode whose decoder is from `pointer_init`.
+        block: minimum number of tokens per block; rounded up to whole groups.
+        margins: whether to compute the stop's margins.
     """
     group, n = episode.group, episode.image_mask.shape[1]
     pointer_steps = -(-block // group)
@@ -252,7 +252,7 @@ def rank(
     Args and raises as `select`.
 
     Returns:
-      The order and its margins; undefined where a row has no token left.
+        The order and its margins; undefined where a row has no token left.
     """
     bounds = Bounds(max_steps=max_steps, group=group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, pointer_init)

@@ -45,14 +45,14 @@ def soft_scores(
     """s_i = sum_t A_t p_t(i) beta^t, Eq. (11), in linear space.
 
     Args:
-      prob: p_t(i), or a straight-through credit from `straight_through_credit`.
-      stop_prob: p_t(stop).
-      decay: beta.
-      aggregation: `"discounted"` as above; the ablations of Table 4 (b) are `"alive"` (beta = 1),
-        `"uniform"` (A_t = 1 as well) and `"last"` (p_T alone).
+        prob: p_t(i), or a straight-through credit from `straight_through_credit`.
+        stop_prob: p_t(stop).
+        decay: beta.
+        aggregation: `"discounted"` as above; the ablations of Table 4 (b) are `"alive"` (beta = 1),
+            `"uniform"` (A_t = 1 as well) and `"last"` (p_T alone).
 
     Returns:
-      s >= 0.
+        s >= 0.
     """
     prob, stop_prob = jnp.asarray(prob), jnp.asarray(stop_prob)
     if aggregation == "last":

@@ -54,37 +54,39 @@ def select(
     other, and padding influences nothing.
 
     Args:
-      params: Policy weights; only what `init_fn` and `step_fn` read.
-      config: Policy configuration.
-      memory: M = [H; s_stop] from `memory`; slot n is the stop.
-      image_mask: True at real tokens. A row keeps at most those, possibly none.
-      max_steps: T_max, at most N; default `config.steps(n)`.
-      min_tokens: Tokens chosen before the stop is available; default `config.min_tokens`. Like
-        the next two, an integer or one per row.
-      max_tokens: Tokens after which a row is stopped.
-      budget: Exact count; replaces the two bounds.
-      stop_bias: Added to the stop logit, a number or one per row.
-      group: g, tokens taken from one pointer distribution; default `config.group`. Token t
-        (counted from 0) is the best remaining one by the logits of step g floor(t / g). All g slots
-        enter the history in order of choice and the last of them is the next query, as if they had
-        been taken one by one: the decoder sees nothing new compared with g = 1, so no retraining is
-        needed, and history and query remain a set of slots and a slot. Everything else is computed
-        token by token: p_t(i) over the remaining tokens, the stop (a hazard before each token, the
-        other two by the group's logits), A_t and beta^t; the credit of each of the g tokens is a
-        gradient to the group's logits. The last group is cut where the episode ends.
-      init_fn: Prepares the decoder; see `decoder.py` for the three functions a decoder is made of.
-      step_fn: Pointer logits of one step; append-only.
-      feedback_fn: `(memory, prob [b, m], choice [b]) -> query [b, d]`: `straight_through` (paper),
-        `hard_feedback`, or a custom one.
-      rollout_fn: `saved_rollout`, whose backward pass is linear in T_max, or `plain_rollout`.
-      unroll: Passed to `lax.scan`, where the loop runs step by step.
+        params: policy weights; only what `init_fn` and `step_fn` read.
+        config: policy configuration.
+        memory: M = [H; s_stop] from `memory`; slot n is the stop.
+        image_mask: True at real tokens. A row keeps at most those, possibly none.
+        max_steps: T_max, at most N; default `config.steps(n)`.
+        min_tokens: tokens chosen before the stop is available; default `config.min_tokens`. Like
+            the next two, an integer or one per row.
+        max_tokens: tokens after which a row is stopped.
+        budget: exact count; replaces the two bounds.
+        stop_bias: added to the stop logit, a number or one per row.
+        group: g, tokens taken from one pointer distribution; default `config.group`. Token t
+            (counted from 0) is the best remaining one by the logits of step g floor(t / g). All g
+            slots enter the history in order of choice and the last of them is the next query, as if
+            they had been taken one by one: the decoder sees nothing new compared with g = 1, so no
+            retraining is needed, and history and query remain a set of slots and a slot. Everything
+            else is computed token by token: p_t(i) over the remaining tokens, the stop (a hazard
+            before each token, the other two by the group's logits), A_t and beta^t; the credit of
+            each of the g tokens is a gradient to the group's logits. The last group is cut where
+            the episode ends.
+        init_fn: prepares the decoder; see `decoder.py` for the three functions a decoder is made
+            of.
+        step_fn: pointer logits of one step; append-only.
+        feedback_fn: `(memory, prob [b, m], choice [b]) -> query [b, d]`: `straight_through`
+            (paper), `hard_feedback`, or a custom one.
+        rollout_fn: `saved_rollout`, whose backward pass is linear in T_max, or `plain_rollout`.
+        unroll: passed to `lax.scan`, where the loop runs step by step.
 
     Returns:
-      The trajectory, its probabilities in at least float32.
+        The trajectory, its probabilities in at least float32.
 
     Raises:
-      ValueError: Wrong shapes or dtypes, T_max below 1, a count out of range, a group below 1,
-        non-finite memory, where these can be read before tracing.
+        ValueError: wrong shapes or dtypes, T_max below 1, a count out of range, a group below 1,
+            non-finite memory, where these can be read before tracing.
     """
     bounds = Bounds(max_steps, min_tokens, max_tokens, budget, group)
     episode = prepare(params, config, memory, image_mask, bounds, stop_bias, init_fn)

@@ -166,19 +166,19 @@ def soft_topk(
     temperature -> 0 gives the hard top-k indicator, ties sharing their mass equally.
 
     Args:
-      scores: s, or log s; finite.
-      k: Mass to distribute, real; a number or one per row. 0 gives zeros and the number of tokens
-        gives ones, both without gradient.
-      temperature: tau > 0; a number or one per row.
-      backend: `"lapsum"` or `"sigmoid"`.
-      where: True at tokens that take part; the others get exactly 0.
+        scores: s, or log s; finite.
+        k: mass to distribute, real; a number or one per row. 0 gives zeros and the number of tokens
+            gives ones, both without gradient.
+        temperature: tau > 0; a number or one per row.
+        backend: `"lapsum"` or `"sigmoid"`.
+        where: True at tokens that take part; the others get exactly 0.
 
     Returns:
-      alpha in the dtype of the scores, at least float32.
+        alpha in the dtype of the scores, at least float32.
 
     Raises:
-      ValueError: An unknown backend, k outside [0, n] or temperature <= 0, where these can be read
-        before tracing.
+        ValueError: an unknown backend, k outside [0, n] or temperature <= 0, where these can be
+            read before tracing.
     """
     known = CHOICES["polarisation"]
     require(backend in known, "backend", repr(backend), f"one of {known}")

@@ -48,15 +48,15 @@ class Tables(NamedTuple):
     least float32; those that each step reads as a whole have the compute dtype.
 
     Attributes:
-      query: Embedding of each slot as a query.
-      score: Attention logit of slot q's query for slot s, first layer.
-      value: Contribution of slot s if it is attended to.
-      residual: Query plus output bias of the first history; centred with one decoder layer.
-      out: Output projection of the first history, [out, in]; centred likewise.
-      key: Pointer keys with the pointer's norm and projection folded in.
-      offset: Contribution of the norm's bias to the logit of each slot.
-      row_logit: With one decoder layer: key times residual; else None.
-      mixed_logit: With one decoder layer: key times out; else None.
+        query: embedding of each slot as a query.
+        score: attention logit of slot q's query for slot s, first layer.
+        value: contribution of slot s if it is attended to.
+        residual: query plus output bias of the first history; centred with one decoder layer.
+        out: output projection of the first history, [out, in]; centred likewise.
+        key: pointer keys with the pointer's norm and projection folded in.
+        offset: contribution of the norm's bias to the logit of each slot.
+        row_logit: with one decoder layer: key times residual; else None.
+        mixed_logit: with one decoder layer: key times out; else None.
     """
 
     query: Float[Array, "b q d"]
@@ -74,9 +74,9 @@ class Walk(NamedTuple):
     """State of an episode.
 
     Attributes:
-      at: Slots of the next queries: those chosen last, in order of choice.
-      seen: Slots that were queries, the start (slot n) among them.
-      cache: Histories of the layers after the first.
+        at: slots of the next queries: those chosen last, in order of choice.
+        seen: slots that were queries, the start (slot n) among them.
+        cache: histories of the layers after the first.
     """
 
     at: Int[Array, "b g"]
@@ -98,14 +98,14 @@ def tabulate(
     """Computes the tables of an episode.
 
     Args:
-      params: Policy weights.
-      config: Policy configuration.
-      context: From `pointer_init`.
-      memory: Slots to point at, finite in the padding, stop last.
-      start: The first query.
+        params: policy weights.
+        config: policy configuration.
+        context: from `pointer_init`.
+        memory: slots to point at, finite in the padding, stop last.
+        start: the first query.
 
     Returns:
-      The tables; m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
+        The tables; m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
     """
     weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
     pointer, direct = weights["pointer"], config.decoder_layers == 1
@@ -176,12 +176,12 @@ def walk_logits(
     """Returns pointer logits of a walk's last query, and the cache with its queries written.
 
     Args:
-      params: Policy weights; those of the layers after the first history are read.
-      config: Policy configuration.
-      context: From `pointer_init`.
-      tables: From `tabulate`.
-      walk: State of the episode.
-      step: Number of steps before this one, each of as many tokens as `walk.at` has.
+        params: policy weights; those of the layers after the first history are read.
+        config: policy configuration.
+        context: from `pointer_init`.
+        tables: from `tabulate`.
+        walk: state of the episode.
+        step: number of steps before this one, each of as many tokens as `walk.at` has.
     """
     wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:

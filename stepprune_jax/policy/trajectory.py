@@ -15,8 +15,8 @@ class Limits(NamedTuple):
     """Bounds on the count of each row. Equal bounds are an exact budget.
 
     Attributes:
-      min_tokens: Tokens chosen before the stop becomes available.
-      max_tokens: Tokens after which the episode is stopped.
+        min_tokens: tokens chosen before the stop becomes available.
+        max_tokens: tokens after which the episode is stopped.
     """
 
     min_tokens: Int[Array, "b"]
@@ -27,13 +27,13 @@ class StepDistribution(NamedTuple):
     """Distribution of one step; `prob` and `stop_prob` sum to one while tokens are left.
 
     Attributes:
-      log_prob: log p_t(i), `MASKED` for tokens that cannot be chosen.
-      prob: p_t(i), exactly zero for those.
-      stop_prob: p_t(stop): 0 before `min_tokens`, 1 once `max_tokens` are chosen.
-      log_continue: log(1 - stop_prob), computed without cancellation.
-      margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop is
-        `margin > 0`.
-      stop: Whether the episode, if still alive, ends here.
+        log_prob: log p_t(i), `MASKED` for tokens that cannot be chosen.
+        prob: p_t(i), exactly zero for those.
+        stop_prob: p_t(stop): 0 before `min_tokens`, 1 once `max_tokens` are chosen.
+        log_continue: log(1 - stop_prob), computed without cancellation.
+        margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop
+            is `margin > 0`.
+        stop: whether the episode, if still alive, ends here.
     """
 
     log_prob: Float[Array, "*b n"]
@@ -48,16 +48,16 @@ class Trajectory(NamedTuple):
     """A selection episode of T_max steps; slot n is the stop.
 
     Attributes:
-      action: a_t; n from the step at which the row stopped.
-      choice: The token pointed at in every step, also after the stop.
-      log_prob: log p_t(i), finite.
-      prob: p_t(i).
-      stop_prob: p_t(stop).
-      log_continue: log(1 - p_t(stop)), finite.
-      margin: As in `StepDistribution`; see `count_at_bias`.
-      alive: Whether the episode had not ended before step t (the hard A_t).
-      count: K, the number of tokens kept.
-      selected: Whether token i is kept.
+        action: a_t; n from the step at which the row stopped.
+        choice: the token pointed at in every step, also after the stop.
+        log_prob: log p_t(i), finite.
+        prob: p_t(i).
+        stop_prob: p_t(stop).
+        log_continue: log(1 - p_t(stop)), finite.
+        margin: as in `StepDistribution`; see `count_at_bias`.
+        alive: whether the episode had not ended before step t (the hard A_t).
+        count: K, the number of tokens kept.
+        selected: whether token i is kept.
     """
 
     action: Int[Array, "b t"]
@@ -78,9 +78,9 @@ def log_price_growth(
     """Returns the logarithm of the `count`-th token's price over the price at a tenth of N.
 
     Args:
-      config: Policy configuration; `price_growth` is the power.
-      count: Tokens kept, including that one; 0 counts as 1.
-      num_tokens: N of each row, without its padding.
+        config: policy configuration; `price_growth` is the power.
+        count: tokens kept, including that one; 0 counts as 1.
+        num_tokens: N of each row, without its padding.
     """
     share = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
     return config.price_growth * jnp.log(share)
@@ -146,12 +146,12 @@ def step_distribution(
     `"hazard"` sigmoid(l_stop / stop_temperature).
 
     Args:
-      config: Policy configuration.
-      logits: Unmasked pointer logits, stop last.
-      available: True at tokens that are real and not yet chosen.
-      step: Tokens chosen before, that is t - 1.
-      limits: Bounds on the count.
-      stop_bias: Added to the stop logit, on top of `config.stop_bias`.
+        config: policy configuration.
+        logits: unmasked pointer logits, stop last.
+        available: True at tokens that are real and not yet chosen.
+        step: tokens chosen before, that is t - 1.
+        limits: bounds on the count.
+        stop_bias: added to the stop logit, on top of `config.stop_bias`.
     """
     image, stop, margin = stop_margin(config, logits, available, step, stop_bias)
     scaled = image / config.temperature
@@ -181,13 +181,13 @@ def read_trajectory(
     """Reads a whole rollout at once: nothing here is sequential.
 
     Args:
-      config: Policy configuration.
-      logits: Unmasked pointer logits of every step.
-      choice: Token pointed at in every step.
-      picked: First step at which each token was pointed at; t where it never was.
-      image_mask: True at real tokens.
-      limits: Bounds on the count.
-      stop_bias: Added to the stop logits.
+        config: policy configuration.
+        logits: unmasked pointer logits of every step.
+        choice: token pointed at in every step.
+        picked: first step at which each token was pointed at; t where it never was.
+        image_mask: True at real tokens.
+        limits: bounds on the count.
+        stop_bias: added to the stop logits.
     """
     steps, n = logits.shape[1], image_mask.shape[1]
     step = jnp.arange(steps)[None]
@@ -225,12 +225,12 @@ def count_at_bias(
     count for every bias, without a second rollout; bisection over `bias` meets any mean count.
 
     Args:
-      margin: `Trajectory.margin` of a rollout without an exact budget.
-      bias: Number added to the stop logit.
-      min_tokens: Tokens chosen before the stop becomes available.
+        margin: `Trajectory.margin` of a rollout without an exact budget.
+        bias: number added to the stop logit.
+        min_tokens: tokens chosen before the stop becomes available.
 
     Returns:
-      The count of each row, at most T_max.
+        The count of each row, at most T_max.
     """
     step = jnp.arange(margin.shape[1])
     return first_true((margin + bias > 0) & (step >= min_tokens))

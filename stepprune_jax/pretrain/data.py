@@ -25,13 +25,13 @@ class Data(NamedTuple):
     """Data of all stages.
 
     Attributes:
-      samples: Conversations, each with an image.
-      groups: Group of each sample; the pixels of a group have one shape.
-      pixels: Maps a path to pixels.
-      grids: Maps pixels to the grids of their visual tokens.
-      labels: Labels of patches and images by name, empty without their file.
-      words: For some `class_*` labels by name, the word of each class; "" if it has none.
-      mentions: What the questions mention; None without their file.
+        samples: conversations, each with an image.
+        groups: group of each sample; the pixels of a group have one shape.
+        pixels: maps a path to pixels.
+        grids: maps pixels to the grids of their visual tokens.
+        labels: labels of patches and images by name, empty without their file.
+        words: for some `class_*` labels by name, the word of each class; "" if it has none.
+        mentions: what the questions mention; None without their file.
     """
 
     samples: list[Sample]
@@ -52,11 +52,11 @@ def read_samples(folder: Path) -> list[Sample]:
     """Reads conversations, each of which must have an image.
 
     Args:
-      folder: Data in LLaVA's format.
+        folder: data in LLaVA's format.
 
     Raises:
-      FileNotFoundError: The training file or an image is missing.
-      ValueError: A sample without an image.
+        FileNotFoundError: the training file or an image is missing.
+        ValueError: a sample without an image.
     """
     samples = read_conversations(folder / "train.json", folder / "images")
     bare = next((sample for sample in samples if sample.image is None), None)
@@ -74,20 +74,20 @@ def read_data(
     """Reads labels, and checks them against the model and the stages.
 
     Args:
-      run: Settings of the run.
-      folder: Data in LLaVA's format, with or without labels of patches.
-      samples: Its conversations.
-      model: The model's shape.
-      settings: Of the image processor.
+        run: settings of the run.
+        folder: data in LLaVA's format, with or without labels of patches.
+        samples: its conversations.
+        model: the model's shape.
+        settings: of the image processor.
 
     Returns:
-      The data. Images are read when they are needed; where their sizes vary, all of them are read
-      here.
+        The data. Images are read when they are needed; where their sizes vary, all of them are read
+        here.
 
     Raises:
-      FileNotFoundError: An image is missing.
-      ValueError: Labels of another shape, more rows in a batch than there are samples of one size,
-        or nothing that would train the tower.
+        FileNotFoundError: an image is missing.
+        ValueError: labels of another shape, more rows in a batch than there are samples of one
+            size, or nothing that would train the tower.
     """
     pixels = model.family.pixel_cache(model, settings, 4 << 30)
     groups, patches = _measure(model, samples, pixels)
@@ -171,11 +171,11 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
     """Looks up the tokens of the words for classes of patches.
 
     Args:
-      tokenizer: The model's tokenizer.
-      words: `Data.words`.
+        tokenizer: the model's tokenizer.
+        words: `Data.words`.
 
     Returns:
-      For each label the token of each class; -1 if it has no word, or an unknown one.
+        For each label the token of each class; -1 if it has no word, or an unknown one.
     """
     unknown = tokenizer.unk_token_id
 
@@ -197,13 +197,13 @@ def batch_indices(
     Each epoch is a permutation without the last, short batch of each group.
 
     Args:
-      seed: Seed of the order.
-      step: Number of the batch, from 0.
-      size: Rows of a batch, at most as many as the largest group has.
-      groups: Group of each row.
+        seed: seed of the order.
+        step: number of the batch, from 0.
+        size: rows of a batch, at most as many as the largest group has.
+        groups: group of each row.
 
     Returns:
-      Distinct indices of rows.
+        Distinct indices of rows.
     """
     counts = np.bincount(groups) // size
     epoch, place = divmod(step, int(counts.sum()))

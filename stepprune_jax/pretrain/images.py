@@ -13,8 +13,8 @@ class Images(NamedTuple):
     """Some images, padded to the largest.
 
     Attributes:
-      pixels: As the family's preprocessing makes them.
-      grid: Rows and columns of the visual tokens of each.
+        pixels: as the family's preprocessing makes them.
+        grid: rows and columns of the visual tokens of each.
     """
 
     pixels: Any

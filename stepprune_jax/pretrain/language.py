@@ -43,14 +43,14 @@ def thinned(
     uniformly for sharpness 0; above, the more likely the more the class token attends to them.
 
     Args:
-      key: PRNG key; consumed.
-      saliency_log: Logarithms of weights, such as those of [CLS] attention.
-      kept: Number of tokens.
-      sharpness: One exponent per image.
-      real: Which tokens are not padding, which is drawn only where there is nothing else.
+        key: PRNG key; consumed.
+        saliency_log: logarithms of weights, such as those of [CLS] attention.
+        kept: number of tokens.
+        sharpness: one exponent per image.
+        real: which tokens are not padding, which is drawn only where there is nothing else.
 
     Returns:
-      Distinct indices of tokens, ascending.
+        Distinct indices of tokens, ascending.
     """
     score = _scores(key, saliency_log, sharpness)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
@@ -74,13 +74,13 @@ def noised(
     with a gate from .6 to 1 per image; the gates of the others are from 0 to .1.
 
     Args:
-      key: PRNG key; consumed.
-      features: Features of the tower.
-      score: Score of each token.
-      real: Which tokens are not padding.
+        key: PRNG key; consumed.
+        features: features of the tower.
+        score: score of each token.
+        real: which tokens are not padding.
 
     Returns:
-      Features of the same mean and variance by channel, and which of them are kept.
+        Features of the same mean and variance by channel, and which of them are kept.
     """
     images, n = score.shape[0], jnp.sum(real, axis=1, keepdims=True)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
@@ -98,10 +98,10 @@ class Shown(NamedTuple):
     """How a step shows an image.
 
     Attributes:
-      kept: Number of visual tokens shown; None shows all.
-      noisy: Whether to show all, most of them as noise; see `noised`.
-      taste: How strongly the choice depends on the contents of patches; see `_favour`.
-      silence: Whether patches may be named by a meaningless token, as noise is.
+        kept: number of visual tokens shown; None shows all.
+        noisy: whether to show all, most of them as noise; see `noised`.
+        taste: how strongly the choice depends on the contents of patches; see `_favour`.
+        silence: whether patches may be named by a meaningless token, as noise is.
     """
 
     kept: int | None = None
@@ -114,9 +114,9 @@ class Words(NamedTuple):
     """Contents of patches, as tokens of the vocabulary.
 
     Attributes:
-      label: Class of each patch; or, between two words, the share of the second, NaN where it is
-        undefined.
-      token: Token of each class; -1 if it has no word.
+        label: class of each patch; or, between two words, the share of the second, NaN where it is
+            undefined.
+        token: token of each class; -1 if it has no word.
     """
 
     label: Int[Array, "i n"] | Float[Array, "i n"]
@@ -143,11 +143,11 @@ class Seen(NamedTuple):
     """Visual tokens that are shown.
 
     Attributes:
-      tokens: Features, or what they are projected to.
-      index: Their places among the image's n.
-      real: Which are not padding.
-      clear: Which are neither padding nor noise.
-      grid: Rows and columns of each image.
+        tokens: features, or what they are projected to.
+        index: their places among the image's n.
+        real: which are not padding.
+        clear: which are neither padding nor noise.
+        grid: rows and columns of each image.
     """
 
     tokens: Float[Array, "i k d"]
@@ -225,8 +225,8 @@ class Halfway(NamedTuple):
     """Hidden states halfway through the layers.
 
     Attributes:
-      words: At the places that were asked for.
-      visual: At the visual tokens.
+        words: at the places that were asked for.
+        visual: at the visual tokens.
     """
 
     words: Float[Array, "i t e"]
@@ -243,14 +243,14 @@ def run_packed(
     """Runs the language model on all exchanges of an image at once.
 
     Args:
-      params: The model's weights.
-      config: Its shape.
-      seen: Visual tokens that are shown, projected.
-      packed: The exchanges.
-      slot: Places in `packed.ids` whose hidden state halfway through the layers is returned.
+        params: the model's weights.
+        config: its shape.
+        seen: visual tokens that are shown, projected.
+        packed: the exchanges.
+        slot: places in `packed.ids` whose hidden state halfway through the layers is returned.
 
     Returns:
-      Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
+        Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
     """
     (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
@@ -283,10 +283,10 @@ class Exchanges(NamedTuple):
     """Images with their exchanges and labels.
 
     Attributes:
-      images: The images.
-      packed: Their exchanges.
-      mentions: What their questions mention; None without labels.
-      words: Contents of their patches; empty without labels.
+        images: the images.
+        packed: their exchanges.
+        mentions: what their questions mention; None without labels.
+        words: contents of their patches; empty without labels.
     """
 
     images: Images
@@ -311,16 +311,16 @@ def language_loss(
     words, and noise, are named halfway through the layers.
 
     Args:
-      trained: The trained parts of the model, and with `mentions` their heads.
-      frozen: Its other parts.
-      config: The model's shape.
-      key: PRNG key; consumed.
-      batch: Images with their exchanges.
-      shown: How images are shown.
+        trained: the trained parts of the model, and with `mentions` their heads.
+        frozen: its other parts.
+        config: the model's shape.
+        key: PRNG key; consumed.
+        batch: images with their exchanges.
+        shown: how images are shown.
 
     Returns:
-      The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
-      that are right, and those of `mention_loss`.
+        The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
+        that are right, and those of `mention_loss`.
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
     seen = _see(params, config, images, key, words, shown)

@@ -27,11 +27,11 @@ class Mentions(NamedTuple):
     """Labels of the file `train_mentions.npz`, in the order of the conversations.
 
     Attributes:
-      sample: Index of the conversation.
-      exchange: Number of the question in it, from 0.
-      word: Last word of the mention.
-      number: Number of things it refers to.
-      value: Their places, or other numbers; NaN where undefined.
+        sample: index of the conversation.
+        exchange: number of the question in it, from 0.
+        word: last word of the mention.
+        number: number of things it refers to.
+        value: their places, or other numbers; NaN where undefined.
     """
 
     sample: Int[np.ndarray, "m"]
@@ -45,9 +45,9 @@ class PlacedMentions(NamedTuple):
     """Mentions of each sample, at their places in `Packed`.
 
     Attributes:
-      slot: Place in `Packed.ids` of the mention's last word.
-      number: Number of things it refers to; -1 in the padding.
-      value: Standardised values; NaN where there is none.
+        slot: place in `Packed.ids` of the mention's last word.
+        number: number of things it refers to; -1 in the padding.
+        value: standardised values; NaN where there is none.
     """
 
     slot: Int[np.ndarray, "i t"]
@@ -59,15 +59,15 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
     """Reads and checks the labels; None if there is no such file.
 
     Args:
-      path: The file.
-      samples: Number of conversations.
+        path: the file.
+        samples: number of conversations.
 
     Returns:
-      The labels.
+        The labels.
 
     Raises:
-      ValueError: Arrays are missing or of another shape, a number is negative, or samples are not
-        in order or beyond the last.
+        ValueError: arrays are missing or of another shape, a number is negative, or samples are not
+            in order or beyond the last.
     """
     if not path.is_file():
         return None
@@ -98,15 +98,15 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Placed
     """Finds the words of the mentions among the packed tokens.
 
     Args:
-      tokenizer: The model's tokenizer, with a token for each word.
-      packed: The conversations; mentions of exchanges that did not fit are dropped.
-      mentions: The mentions.
+        tokenizer: the model's tokenizer, with a token for each word.
+        packed: the conversations; mentions of exchanges that did not fit are dropped.
+        mentions: the mentions.
 
     Returns:
-      One row for each conversation.
+        One row for each conversation.
 
     Raises:
-      ValueError: A word does not occur in its question, after the mention before it.
+        ValueError: a word does not occur in its question, after the mention before it.
     """
     rows: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in packed.ids]
     tokens = {w: tokenizer.convert_tokens_to_ids(str(w)) for w in np.unique(mentions.word)}
@@ -155,12 +155,12 @@ def mention_loss(
     """Computes the cross-entropy of the numbers plus the mean squared error of the values.
 
     Args:
-      heads: Heads from `init_mention_heads`.
-      hidden: Residual stream at the mentions' last words.
-      mentions: The mentions.
+        heads: heads from `init_mention_heads`.
+        hidden: residual stream at the mentions' last words.
+        mentions: the mentions.
 
     Returns:
-      The loss, and the share of numbers that are right and the root of the squared error.
+        The loss, and the share of numbers that are right and the root of the squared error.
     """
     known = mentions.number >= 0
     label = jnp.where(known, mentions.number, 0)

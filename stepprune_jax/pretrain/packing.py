@@ -19,12 +19,12 @@ class Packed(NamedTuple):
     other; positions restart after the image.
 
     Attributes:
-      prefix: Ids before the image, the same everywhere.
-      ids: Ids after it; 0 in the padding.
-      segment: Number of the exchange from 1; -1 in the padding.
-      offset: Place within the exchange from 0.
-      target: Slot, in `ids`, of each supervised token's predecessor; 0 where `label` is padding.
-      label: The supervised tokens; -1 in the padding.
+        prefix: ids before the image, the same everywhere.
+        ids: ids after it; 0 in the padding.
+        segment: number of the exchange from 1; -1 in the padding.
+        offset: place within the exchange from 0.
+        target: slot, in `ids`, of each supervised token's predecessor; 0 where `label` is padding.
+        label: the supervised tokens; -1 in the padding.
     """
 
     prefix: Int[np.ndarray, "p"]
@@ -69,12 +69,12 @@ def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 51
     """Packs the exchanges of each sample after its image.
 
     Args:
-      encoder: The model's encoder.
-      samples: At least one conversation, each with an image.
-      most: Longest row; exchanges that do not fit are dropped.
+        encoder: the model's encoder.
+        samples: at least one conversation, each with an image.
+        most: longest row; exchanges that do not fit are dropped.
 
     Returns:
-      The packed samples.
+        The packed samples.
     """
     # The same question with the same answer occurs for many images.
     encode = functools.cache(lambda turns: encoder.encode(turns, 1))

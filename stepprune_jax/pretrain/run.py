@@ -60,14 +60,14 @@ class _Pretrainer(NamedTuple):
     """Inputs of all stages of a run.
 
     Attributes:
-      settings: Settings of the run.
-      workdir: Its folder.
-      model: Shape of the model.
-      data: Images, conversations and labels.
-      packed: The conversations as tokens.
-      mentions: Mentions of their questions; None without labels.
-      tokens: Token of each class of patches, by label.
-      interrupt: Tells whether to stop.
+        settings: settings of the run.
+        workdir: its folder.
+        model: shape of the model.
+        data: images, conversations and labels.
+        packed: the conversations as tokens.
+        mentions: mentions of their questions; None without labels.
+        tokens: token of each class of patches, by label.
+        interrupt: tells whether to stop.
     """
 
     settings: Pretraining
@@ -102,10 +102,10 @@ class _Pretrainer(NamedTuple):
         """Trains a stage to its end, or to an interruption, which returns None.
 
         Args:
-          name: Its name, that of its folder.
-          stage: Its settings.
-          state: State before its first update.
-          update: (number of the update, state, rows) -> state and scalars.
+            name: its name, that of its folder.
+            stage: its settings.
+            state: state before its first update.
+            update: (number of the update, state, rows) -> state and scalars.
         """
         run, folder = self.settings, self.workdir / name
         with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
@@ -139,10 +139,10 @@ class _Pretrainer(NamedTuple):
         """Trains the tower on patch labels; None after an interruption.
 
         Args:
-          params: The model's weights.
+            params: the model's weights.
 
         Returns:
-          The model's weights, unchanged without labels.
+            The model's weights, unchanged without labels.
         """
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
@@ -168,11 +168,11 @@ class _Pretrainer(NamedTuple):
         """Trains the stage "language" or "noise"; None after an interruption.
 
         Args:
-          name: Name of the stage.
-          params: The model's weights, with or without the heads of mentions.
+            name: name of the stage.
+            params: the model's weights, with or without the heads of mentions.
 
         Returns:
-          All weights, including heads of mentions.
+            All weights, including heads of mentions.
         """
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
@@ -217,9 +217,9 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     in the stage "language" after its first updates.
 
     Args:
-      run: Settings of the run.
-      stage: "language" or "noise".
-      step: Number of the update, from 0.
+        run: settings of the run.
+        stage: "language" or "noise".
+        step: number of the update, from 0.
     """
     late = stage == "noise"
     if late and step % 2:
@@ -273,17 +273,18 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     """Trains a small model on a data folder, or resumes an interrupted run.
 
     Args:
-      run: Settings of the run, from `read_pretraining`.
-      workdir: Folder of the run: stages with their metrics and checkpoints, and at the end `model`.
-      folder: Data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
-        `train_patches.npz`, and for what questions mention, `train_mentions.npz`.
+        run: settings of the run, from `read_pretraining`.
+        workdir: folder of the run: stages with their metrics and checkpoints, and at the end
+            `model`.
+        folder: data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
+            `train_patches.npz`, and for what questions mention, `train_mentions.npz`.
 
     Returns:
-      The model's folder, or None after an interruption.
+        The model's folder, or None after an interruption.
 
     Raises:
-      FileNotFoundError: Data or an image is missing.
-      ValueError: Bad data, or a folder of another run.
+        FileNotFoundError: data or an image is missing.
+        ValueError: bad data, or a folder of another run.
     """
     workdir, folder = local_path(workdir).resolve(), local_path(folder)
     with user_input():

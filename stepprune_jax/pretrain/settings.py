@@ -31,15 +31,16 @@ class WorldSettings(Settings, group="data"):
     """The data of a pretraining run.
 
     Attributes:
-      folder: Folder of data in LLaVA's format; empty for the shapes world, written to workdir/data.
-      train_scenes: Scenes of the shapes world.
-      seed: Its seed.
-      level: Its level; None for 1.
-      side: Height and width of its images in pixels; None for the world's own.
-      grid: Patches along an edge of its images; None for the world's own.
-      sizes: Heights and widths of its images in turn, with patches as in `side` and `grid`; None
-        for images of one size.
-      emphasis: Factor on the families of questions that are learned last; None for 1.
+        folder: folder of data in LLaVA's format; empty for the shapes world, written to
+            workdir/data.
+        train_scenes: scenes of the shapes world.
+        seed: its seed.
+        level: its level; None for 1.
+        side: height and width of its images in pixels; None for the world's own.
+        grid: patches along an edge of its images; None for the world's own.
+        sizes: heights and widths of its images in turn, with patches as in `side` and `grid`; None
+            for images of one size.
+        emphasis: factor on the families of questions that are learned last; None for 1.
     """
 
     folder: str = text(free=True)
@@ -70,26 +71,26 @@ class ShapeSettings(Settings, group="model"):
     """The shape of the model.
 
     Attributes:
-      family: "llava" or "qwen2_5_vl".
-      image_size: Height and width of its images in pixels, of the largest where they differ; a
-        multiple of `token_size`.
-      least_size: Of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
-      patch_size: Height and width of a patch.
-      vision_width: Width of the tower.
-      vision_mlp: Hidden width of its MLPs.
-      vision_layers: Its blocks.
-      vision_heads: Its heads.
-      feature_layer: Block whose output is read, counted from 1, or from the end as a negative;
-        LLaVA's alone.
-      window_size: Height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
-      full_blocks: Blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
-      text_width: Width of the language model.
-      text_mlp: Hidden width of its MLPs.
-      text_layers: Its blocks.
-      text_heads: Its heads.
-      text_kv_heads: Its heads of keys and values; None for as many.
-      rope_theta: Base of its rotary positions.
-      rope_sections: Pairs of a head's channels for time, row and column; Qwen2.5-VL's.
+        family: "llava" or "qwen2_5_vl".
+        image_size: height and width of its images in pixels, of the largest where they differ; a
+            multiple of `token_size`.
+        least_size: of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
+        patch_size: height and width of a patch.
+        vision_width: width of the tower.
+        vision_mlp: hidden width of its MLPs.
+        vision_layers: its blocks.
+        vision_heads: its heads.
+        feature_layer: block whose output is read, counted from 1, or from the end as a negative;
+            LLaVA's alone.
+        window_size: height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
+        full_blocks: blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
+        text_width: width of the language model.
+        text_mlp: hidden width of its MLPs.
+        text_layers: its blocks.
+        text_heads: its heads.
+        text_kv_heads: its heads of keys and values; None for as many.
+        rope_theta: base of its rotary positions.
+        rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
     """
 
     family: str = choice(("llava", "qwen2_5_vl"), default="llava")
@@ -183,10 +184,10 @@ class StageSettings(Settings):
     """Settings common to the stages of a pretraining run.
 
     Attributes:
-      steps: Updates.
-      batch_size: Images of an update; a multiple of `micro_batch`.
-      lr: Peak learning rate of AdamW.
-      muon_lr: Peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
+        steps: updates.
+        batch_size: images of an update; a multiple of `micro_batch`.
+        lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
     """
 
     steps: int = count(0)
@@ -205,12 +206,12 @@ class LanguageSettings(StageSettings, group="language"):
     """The second stage, in which projector or merger and language model learn to answer.
 
     Attributes:
-      steps: Updates, at least one.
-      whole_steps: Updates before images are thinned.
-      thinned_share: Share of the later updates that show only some of the tokens.
-      kept: Possible numbers of shown tokens.
-      taste: How strongly the choice depends on the contents of patches.
-      train_tower: Whether the tower is trained, too.
+        steps: updates, at least one.
+        whole_steps: updates before images are thinned.
+        thinned_share: share of the later updates that show only some of the tokens.
+        kept: possible numbers of shown tokens.
+        taste: how strongly the choice depends on the contents of patches.
+        train_tower: whether the tower is trained, too.
     """
 
     steps: int = count()
@@ -228,8 +229,8 @@ class NoiseSettings(StageSettings, group="noise"):
     """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
 
     Attributes:
-      thinned_share: Share of the other updates that show only some of the tokens.
-      taste: How strongly the choice depends on the contents of patches.
+        thinned_share: share of the other updates that show only some of the tokens.
+        taste: how strongly the choice depends on the contents of patches.
     """
 
     thinned_share: float = share()
@@ -241,19 +242,19 @@ class Pretraining(Settings):
     """The settings of a pretraining run; `configs/pretrain_shapes.py` describes each field.
 
     Attributes:
-      method: "pretrain".
-      seed: Seed of weights and of the order of samples.
-      init: Model folder to start from; empty for random weights.
-      micro_batch: Images whose gradient is computed at once.
-      cpu_devices: CPU devices; 0 leaves their number to jax.
-      log_every: Updates between lines of metrics.
-      checkpoint_every: Updates between checkpoints.
-      dtype: Dtype of the saved weights.
-      data: The data.
-      model: The shape of the model.
-      tower: The first stage.
-      language: The second stage.
-      noise: The third stage.
+        method: "pretrain".
+        seed: seed of weights and of the order of samples.
+        init: model folder to start from; empty for random weights.
+        micro_batch: images whose gradient is computed at once.
+        cpu_devices: CPU devices; 0 leaves their number to jax.
+        log_every: updates between lines of metrics.
+        checkpoint_every: updates between checkpoints.
+        dtype: dtype of the saved weights.
+        data: the data.
+        model: the shape of the model.
+        tower: the first stage.
+        language: the second stage.
+        noise: the third stage.
     """
 
     _added: ClassVar[Mapping[str, Any]] = {"model.family": "llava"}
@@ -286,7 +287,7 @@ class Pretraining(Settings):
         """Checks that the shapes world's patches are those of the model.
 
         Raises:
-          ValueError: The grids differ, images are too large or too small, or there are no scenes.
+            ValueError: the grids differ, images are too large or too small, or there are no scenes.
         """
         data, model = self.data, self.model
         data.require("train_scenes", data.train_scenes > 0, "an integer from 1")
@@ -317,9 +318,9 @@ def read_pretraining(config: ConfigDict) -> Pretraining:
     """Reads the settings of a pretraining run from its configuration.
 
     Args:
-      config: Configuration from `configs/pretrain_shapes.py`, with changes of the command line.
+        config: configuration from `configs/pretrain_shapes.py`, with changes of the command line.
 
     Raises:
-      ValueError: A field is unknown, missing, or has a bad value; the message names it.
+        ValueError: a field is unknown, missing, or has a bad value; the message names it.
     """
     return read(Pretraining, config.to_dict())

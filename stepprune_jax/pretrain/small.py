@@ -19,9 +19,9 @@ class Small(Protocol):
     """A small model of a family.
 
     Attributes:
-      TEMPLATE: Tokens of the family's prompts.
-      TOWER: Parts of the weights that learn from labels of patches.
-      CONNECTOR: The part before the language model that learns together with it.
+        TEMPLATE: tokens of the family's prompts.
+        TOWER: parts of the weights that learn from labels of patches.
+        CONNECTOR: the part before the language model that learns together with it.
     """
 
     TEMPLATE: Template
@@ -52,12 +52,12 @@ class Small(Protocol):
         """Brings what the language model is given to a scale that it learns from.
 
         Args:
-          params: All weights.
-          features: Of some images.
-          real: Which of them are not padding.
+            params: all weights.
+            features: of some images.
+            real: which of them are not padding.
 
         Returns:
-          All weights.
+            All weights.
         """
         ...
 

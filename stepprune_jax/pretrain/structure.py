@@ -26,11 +26,11 @@ def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
     """Returns the code of each patch of a `side` by `side` grid, half for row, half for column.
 
     Args:
-      side: Patches along an edge.
-      width: Channels; a multiple of 4.
+        side: patches along an edge.
+        width: channels; a multiple of 4.
 
     Returns:
-      cos and sin of odd multiples of position x pi / side.
+        cos and sin of odd multiples of position x pi / side.
     """
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     row, column = np.divmod(np.arange(side * side), side)
@@ -42,12 +42,12 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
     """Returns the matrix that maps the code of a patch to that of the patch at an offset.
 
     Args:
-      offset: Rows and columns.
-      side: Patches along an edge.
-      width: Channels; a multiple of 4.
+        offset: rows and columns.
+        side: patches along an edge.
+        width: channels; a multiple of 4.
 
     Returns:
-      A rotation, to be multiplied from the right.
+        A rotation, to be multiplied from the right.
     """
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     matrix = np.zeros((width, width), np.float32)
@@ -66,11 +66,11 @@ def standardising_projector(
     slowly.
 
     Args:
-      projector: Weights that expect standardised features.
-      features: Some features of the tower.
+        projector: weights that expect standardised features.
+        features: some features of the tower.
 
     Returns:
-      Weights that expect raw features.
+        Weights that expect raw features.
     """
     mean, std = jnp.mean(features, (0, 1)), jnp.std(features, (0, 1)) + 1e-6
     kernel = projector["up"]["kernel"] / std[:, None]
@@ -86,11 +86,11 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     so sharply; the outputs of blocks blur the code for later ones.
 
     Args:
-      key: PRNG key; consumed.
-      config: The tower's shape; the width of a head must be a multiple of 4.
+        key: PRNG key; consumed.
+        config: the tower's shape; the width of a head must be a multiple of 4.
 
     Returns:
-      The tree of `clip.init_vision`.
+        The tree of `clip.init_vision`.
     """
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads

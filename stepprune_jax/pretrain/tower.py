@@ -43,14 +43,14 @@ def tower_loss(
     """Sums the heads' losses at the visual tokens, before a projector.
 
     Args:
-      trained: The tower, and its "heads".
-      config: The model's shape.
-      images: The images.
-      labels: Labels of these images.
+        trained: the tower, and its "heads".
+        config: the model's shape.
+        images: the images.
+        labels: labels of these images.
 
     Returns:
-      The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
-      mean absolute error.
+        The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
+        mean absolute error.
     """
     tokens, whole = small_of(config).states(trained, config, images.pixels)
     n = tokens.shape[1]

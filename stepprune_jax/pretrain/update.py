@@ -31,13 +31,13 @@ class Recipe(NamedTuple):
     """Static part of a stage's update.
 
     Attributes:
-      model: The model's shape.
-      steps: Updates of the stage.
-      lr: Peak learning rate.
-      micro_batch: Rows of a piece of the batch.
-      devices: Number of devices that share the pieces.
-      muon_lr: Peak learning rate of Muon for matrices; 0 leaves all to AdamW.
-      shown: How images are shown to the language model.
+        model: the model's shape.
+        steps: updates of the stage.
+        lr: peak learning rate.
+        micro_batch: rows of a piece of the batch.
+        devices: number of devices that share the pieces.
+        muon_lr: peak learning rate of Muon for matrices; 0 leaves all to AdamW.
+        shown: how images are shown to the language model.
     """
 
     model: ModelConfig
@@ -96,16 +96,16 @@ def _accumulate(
     small for several cores; so every core is a device with its own pieces.
 
     Args:
-      loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
-      trained: Weights to differentiate.
-      frozen: Other weights.
-      batch: Arrays with one row per image.
-      key: PRNG key; consumed.
-      micro_batch: Rows of a piece.
-      devices: Number of devices that share the pieces; divides their number.
+        loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
+        trained: weights to differentiate.
+        frozen: other weights.
+        batch: arrays with one row per image.
+        key: PRNG key; consumed.
+        micro_batch: rows of a piece.
+        devices: number of devices that share the pieces; divides their number.
 
     Returns:
-      The gradient, and the means of the loss and the scalars.
+        The gradient, and the means of the loss and the scalars.
     """
     pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
     cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)

@@ -14,12 +14,12 @@ class Template(NamedTuple):
     """Tokens of a family's prompts.
 
     Attributes:
-      special: Tokens of the ids from 0, the one for unknown words first.
-      start: The one that stands in front of any text; None without one.
-      end: The one that ends an answer.
-      words: What prompts say besides, such as the roles.
-      system: What every prompt begins with.
-      added: Further tokens, that of an image among them.
+        special: tokens of the ids from 0, the one for unknown words first.
+        start: the one that stands in front of any text; None without one.
+        end: the one that ends an answer.
+        words: what prompts say besides, such as the roles.
+        system: what every prompt begins with.
+        added: further tokens, that of an image among them.
     """
 
     special: tuple[str, ...]
@@ -37,12 +37,12 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
     should not spend a third of its sequence on it. Unknown words become the template's first token.
 
     Args:
-      texts: All questions and answers.
-      template: Template of the model's family.
-      most_words: Maximum number of words; rarer ones are dropped.
+        texts: all questions and answers.
+        template: template of the model's family.
+        most_words: maximum number of words; rarer ones are dropped.
 
     Returns:
-      A fast `transformers` tokenizer with the template's tokens.
+        A fast `transformers` tokenizer with the template's tokens.
     """
     import tokenizers
     import transformers
@@ -84,14 +84,14 @@ def take_rows(
     """Converts a language model's embedding and head to another vocabulary.
 
     Args:
-      key: PRNG key; consumed.
-      params: Weights of the language model, including `embed` and `head`.
-      old: Its tokenizer.
-      new: The new tokenizer.
+        key: PRNG key; consumed.
+        params: weights of the language model, including `embed` and `head`.
+        old: its tokenizer.
+        new: the new tokenizer.
 
     Returns:
-      The weights, with the rows of all shared tokens, and random ones of the same mean norm for the
-      others; and the new words.
+        The weights, with the rows of all shared tokens, and random ones of the same mean norm for
+        the others; and the new words.
     """
     known, wanted = old.get_vocab(), new.get_vocab()
     words = sorted(wanted, key=wanted.get)

@@ -31,18 +31,18 @@ class AutoSelectConfig:
     """Shape and training of the one-shot scorer; static under `jax.jit`.
 
     Attributes:
-      feature_width: Width of the image tokens.
-      text_width: Width of the text embeddings; 0 builds a scorer that sees no text.
-      width: Width of the encoder; `None` means `feature_width`.
-      num_heads: Attention heads of the encoder.
-      mlp_ratio: Hidden width of each MLP over `width`.
-      encoder_layers: Blocks of the encoder.
-      temperature_start: tau of SoftTopK at the start of training.
-      temperature_end: tau at the end of annealing and afterwards.
-      temperature_steps: Share of training over which tau anneals, by a cosine.
-      random_budget: Range of budgets as fractions of N, drawn log-uniformly for each row.
-      dtype: Compute dtype of encoder and denoiser; `None` takes that of the features, but at least
-        float32. Scores are at least float32 in any case.
+        feature_width: width of the image tokens.
+        text_width: width of the text embeddings; 0 builds a scorer that sees no text.
+        width: width of the encoder; `None` means `feature_width`.
+        num_heads: attention heads of the encoder.
+        mlp_ratio: hidden width of each MLP over `width`.
+        encoder_layers: blocks of the encoder.
+        temperature_start: tau of SoftTopK at the start of training.
+        temperature_end: tau at the end of annealing and afterwards.
+        temperature_steps: share of training over which tau anneals, by a cosine.
+        random_budget: range of budgets as fractions of N, drawn log-uniformly for each row.
+        dtype: compute dtype of encoder and denoiser; `None` takes that of the features, but at
+            least float32. Scores are at least float32 in any case.
     """
 
     feature_width: int = 1024
@@ -104,10 +104,10 @@ class Gated(NamedTuple):
     """Result of the training pathway: all N tokens, each as noisy as the scorer decides.
 
     Attributes:
-      tokens: Denoised tokens, full length, in the space of the given features.
-      alpha: Gate of each token.
-      budget: k of SoftTopK.
-      scores: One score per token; padding scores lowest.
+        tokens: denoised tokens, full length, in the space of the given features.
+        alpha: gate of each token.
+        budget: k of SoftTopK.
+        scores: one score per token; padding scores lowest.
     """
 
     tokens: Float[Array, "b n d"]
@@ -131,11 +131,11 @@ def init(key: Array, config: AutoSelectConfig) -> Params:
     """Draws the trainable weights.
 
     Args:
-      key: PRNG key; consumed.
-      config: Shapes.
+        key: PRNG key; consumed.
+        config: shapes.
 
     Returns:
-      A nested dict of float32 arrays (float64 if `config.dtype` says so).
+        A nested dict of float32 arrays (float64 if `config.dtype` says so).
     """
     dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
     return policy.draw_params(key, param_specs(config), dtype)
@@ -161,14 +161,14 @@ def scores(
     """Computes one score per token, in at least float32; padding scores lowest.
 
     Args:
-      params: Weights.
-      config: Configuration.
-      image: Image tokens X.
-      text: Word embeddings of the question.
-      image_mask: True at real image tokens.
-      text_mask: True at real text tokens.
-      text_gate: g_txt.
-      stats: The statistics the scorer is trained with.
+        params: weights.
+        config: configuration.
+        image: image tokens X.
+        text: word embeddings of the question.
+        image_mask: True at real image tokens.
+        text_mask: True at real text tokens.
+        text_gate: g_txt.
+        stats: the statistics the scorer is trained with.
     """
     x = policy.standardise(jnp.asarray(image), stats)
     encoded = policy.encode(
@@ -211,20 +211,20 @@ def train_loss(
     serves all budgets.
 
     Args:
-      params: Weights; differentiate with respect to these alone.
-      config: Configuration.
-      key: PRNG key; consumed (budgets and noise).
-      image: Image tokens X.
-      text: Word embeddings of the question, never of the answer.
-      lm_loss_fn: Maps the gated tokens to the mean language-modelling loss.
-      progress: Share of training done, in [0, 1]; sets the temperature.
-      image_mask: True at real image tokens.
-      text_mask: True at real text tokens.
-      text_gate: g_txt.
-      stats: Statistics of the features; `None` skips standardisation.
+        params: weights; differentiate with respect to these alone.
+        config: configuration.
+        key: PRNG key; consumed (budgets and noise).
+        image: image tokens X.
+        text: word embeddings of the question, never of the answer.
+        lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
+        progress: share of training done, in [0, 1]; sets the temperature.
+        image_mask: True at real image tokens.
+        text_mask: True at real text tokens.
+        text_gate: g_txt.
+        stats: statistics of the features; `None` skips standardisation.
 
     Returns:
-      The loss, and the `Gated` behind it.
+        The loss, and the `Gated` behind it.
     """
     image = jnp.asarray(image)
     b, n, _ = image.shape
@@ -284,7 +284,7 @@ class AutoSelect(Ranker):
     """Keeps the tokens that a trained one-shot scorer ranks best.
 
     Attributes:
-      config: Configuration of the scorer.
+        config: configuration of the scorer.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)

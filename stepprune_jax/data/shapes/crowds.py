@@ -18,8 +18,8 @@ class Chain(NamedTuple):
     """A way from one shape to another.
 
     Attributes:
-      shapes: The shapes along it, all different.
-      directions: The directions between them.
+        shapes: the shapes along it, all different.
+        directions: the directions between them.
     """
 
     shapes: tuple[Shape, ...]
@@ -62,12 +62,12 @@ def distances(scene: Scene, grid: int) -> Float16[np.ndarray, "n 4"]:
     """Returns how far the neighbours of each patch's shape are, as shares of `REACH`.
 
     Args:
-      scene: The scene.
-      grid: Patches along an edge of the image.
+        scene: the scene.
+        grid: patches along an edge of the image.
 
     Returns:
-      At the middle of each shape the distance to its neighbour in each of `DIRECTIONS`; NaN
-      elsewhere, and where there is none.
+        At the middle of each shape the distance to its neighbour in each of `DIRECTIONS`; NaN
+        elsewhere, and where there is none.
     """
     label = np.full((grid * grid, len(DIRECTIONS)), np.nan, np.float16)
     for shape, beside in neighbours(scene).items():

@@ -14,13 +14,13 @@ class Level(NamedTuple):
     """A level of the world.
 
     Attributes:
-      side: Height and width of its images in pixels, unless given.
-      grid: Patches along an edge, unless given.
-      crowd: Whether its scenes are crowds.
-      families: Functions that ask a question of a family, (scene, random, grid) -> question or
-        None.
-      weights: Frequency of each family.
-      slow: The families that a small model learns last.
+        side: height and width of its images in pixels, unless given.
+        grid: patches along an edge, unless given.
+        crowd: whether its scenes are crowds.
+        families: functions that ask a question of a family, (scene, random, grid) -> question or
+            None.
+        weights: frequency of each family.
+        slow: the families that a small model learns last.
     """
 
     side: int
@@ -64,15 +64,15 @@ def ask(
     """Draws different questions about a scene.
 
     Args:
-      scene: The scene.
-      random: Source of randomness; advanced.
-      count: Number of questions; a simple scene gets fewer.
-      grid: Patches along an edge, for `relevant` only.
-      emphasis: Factor on the frequency of the families that are learned last.
-      level: Level of the scene.
+        scene: the scene.
+        random: source of randomness; advanced.
+        count: number of questions; a simple scene gets fewer.
+        grid: patches along an edge, for `relevant` only.
+        emphasis: factor on the frequency of the families that are learned last.
+        level: level of the scene.
 
     Returns:
-      The questions, in random order of families.
+        The questions, in random order of families.
     """
     _, _, _, families, weights, slow = LEVELS[level]
     makers, queries = list(families.values()), {}

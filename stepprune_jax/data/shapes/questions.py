@@ -28,9 +28,9 @@ class Mention(NamedTuple):
     """Shapes that a question mentions.
 
     Attributes:
-      word: Last word that names them.
-      number: How many there are; of more than `MOST_SHAPES`, that many.
-      place: Middle and radius of the only one, as shares of the image's side; else None.
+        word: last word that names them.
+        number: how many there are; of more than `MOST_SHAPES`, that many.
+        place: middle and radius of the only one, as shares of the image's side; else None.
     """
 
     word: str
@@ -42,13 +42,14 @@ class Query(NamedTuple):
     """A question about a scene.
 
     Attributes:
-      family: A family of `levels.LEVELS`.
-      text: The question.
-      answer: One word.
-      relevant: Patches that suffice to answer: the middle of each shape or dot the answer depends
-        on, everything two shapes cover if their sizes are compared, one patch of the background.
-        In raster order, or along the chain that a question of several steps describes.
-      mentions: The shapes it mentions, in the order of its words.
+        family: a family of `levels.LEVELS`.
+        text: the question.
+        answer: one word.
+        relevant: patches that suffice to answer: the middle of each shape or dot the answer depends
+            on, everything two shapes cover if their sizes are compared, one patch of the
+            background. In raster order, or along the chain that a question of several steps
+            describes.
+        mentions: the shapes it mentions, in the order of its words.
     """
 
     family: str

@@ -59,12 +59,12 @@ class Scene(NamedTuple):
     """The contents of an image.
 
     Attributes:
-      background: One of `BACKGROUNDS`.
-      shade: Base colour of the background, RGB.
-      texture_seed: Seed of the background's pattern.
-      shapes: One to eight, or in a crowd twenty to forty; large ones first.
-      dots: None, or a dozen and more in two colours.
-      strokes: Distractors.
+        background: one of `BACKGROUNDS`.
+        shade: base colour of the background, RGB.
+        texture_seed: seed of the background's pattern.
+        shapes: one to eight, or in a crowd twenty to forty; large ones first.
+        dots: None, or a dozen and more in two colours.
+        strokes: distractors.
     """
 
     background: str
@@ -182,12 +182,12 @@ def draw_scene(random: np.random.Generator, crowd: bool = False) -> Scene:
     """Draws a scene.
 
     Args:
-      random: Source of randomness; advanced.
-      crowd: Whether to draw many small shapes, most of them look-alikes, instead of a few shapes
-        and dots.
+        random: source of randomness; advanced.
+        crowd: whether to draw many small shapes, most of them look-alikes, instead of a few shapes
+            and dots.
 
     Returns:
-      The scene.
+        The scene.
     """
     shapes = _place_crowd(random) if crowd else _place_shapes(random)
     dots = _place_dots(random, shapes) if not crowd and random.random() < 0.85 else []

@@ -50,15 +50,15 @@ def scene_at(
     """Returns one scene of the world and its questions, without writing anything.
 
     Args:
-      seed: Seed of the split.
-      split: "train", "validation" or "test".
-      number: Number of the scene in the split.
-      grid: Patches along an edge, for the questions' `relevant`; None for the level's own.
-      emphasis: Factor on the frequency of the families that are learned last.
-      level: 1, or 2 for crowds of look-alikes and questions of several steps.
+        seed: seed of the split.
+        split: "train", "validation" or "test".
+        number: number of the scene in the split.
+        grid: patches along an edge, for the questions' `relevant`; None for the level's own.
+        emphasis: factor on the frequency of the families that are learned last.
+        level: 1, or 2 for crowds of look-alikes and questions of several steps.
 
     Returns:
-      The scene and its questions; the same for the same arguments.
+        The scene and its questions; the same for the same arguments.
     """
     random = np.random.default_rng([seed, _SPLITS[split], number])
     scene = draw_scene(random, LEVELS[level].crowd)
@@ -179,31 +179,32 @@ def write_world(
     in 24 by 24 patches is that of 96 pixels in 12 by 12, at a higher resolution.
 
     Args:
-      folder: Folder to write; created if needed.
-      seed: Seed of the training and validation scenes.
-      train: Number of training scenes; 0 writes no such file, also for the others.
-      validation: Number of validation scenes.
-      test: Number of test scenes.
-      test_seed: Seed of the test scenes; default `seed`.
-      patches: Whether to write further labels for pretraining: `train_patches.npz`, labels of every
-        training patch, and `train_mentions.npz`, number and place of the shapes that a question
-        mentions.
-      side: Height and width of the images in pixels; None for the level's own, as for the next.
-      grid: Patches along an edge, for their labels and the relevant patches of answers.
-      sizes: Sides of the images in pixels, used in turn, instead of `side`; patches have
-        `side / grid` pixels in all of them, and their labels give places relative to the patch.
-      emphasis: Factor on the frequency of families that are learned last, in training questions.
-      level: 1, or 2 for crowds of look-alikes and questions of several steps. There, the relevant
-        patches of an answer follow its chain, the scenes of questions list the patches of
-        look-alikes (`alike`), and the labels of patches have `value_next`, `crowds.distances`.
+        folder: folder to write; created if needed.
+        seed: seed of the training and validation scenes.
+        train: number of training scenes; 0 writes no such file, also for the others.
+        validation: number of validation scenes.
+        test: number of test scenes.
+        test_seed: seed of the test scenes; default `seed`.
+        patches: whether to write further labels for pretraining: `train_patches.npz`, labels of
+            every training patch, and `train_mentions.npz`, number and place of the shapes that a
+            question mentions.
+        side: height and width of the images in pixels; None for the level's own, as for the next.
+        grid: patches along an edge, for their labels and the relevant patches of answers.
+        sizes: sides of the images in pixels, used in turn, instead of `side`; patches have
+            `side / grid` pixels in all of them, and their labels give places relative to the patch.
+        emphasis: factor on the frequency of families that are learned last, in training questions.
+        level: 1, or 2 for crowds of look-alikes and questions of several steps. There, the relevant
+            patches of an answer follow its chain, the scenes of questions list the patches of
+            look-alikes (`alike`), and the labels of patches have `value_next`, `crowds.distances`.
 
     Returns:
-      The folder.
+        The folder.
 
     Raises:
-      ValueError: An unknown level, a negative number, a grid that does not divide the side, a size
-        that is not a multiple of the patch, or a folder that holds a world with other settings.
-      FileExistsError: A folder that holds other files.
+        ValueError: an unknown level, a negative number, a grid that does not divide the side, a
+            size that is not a multiple of the patch, or a folder that holds a world with other
+            settings.
+        FileExistsError: a folder that holds other files.
     """
     folder = Path(folder)
     if level not in LEVELS:
@@ -293,13 +294,13 @@ def preview(folder: str | Path, seed: int, count: int, level: int = 1) -> Path:
     """Writes a contact sheet of the first training scenes.
 
     Args:
-      folder: Existing folder to write to.
-      seed: Seed of the training scenes.
-      count: Number of scenes, at least 1.
-      level: Level of the scenes.
+        folder: existing folder to write to.
+        seed: seed of the training scenes.
+        count: number of scenes, at least 1.
+        level: level of the scenes.
 
     Returns:
-      The image, `preview.png`.
+        The image, `preview.png`.
     """
     scenes = [scene_at(seed, "train", number, level=level)[0] for number in range(count)]
     tiles = [render(scene, 192) for scene in scenes]
