@@ -1,6 +1,8 @@
-"""StepPrune on easy-VQA, a public set of images of one shape: docs/your-own-data.md.
+r"""StepPrune on easy-VQA, a public set of images of one shape: docs/your-own-data.md.
 
     python train.py --config configs/easyvqa.py
+    python train.py --config configs/easyvqa.py --workdir runs/easyvqa_autoselect \
+        --config.method=autoselect --config.text_gate_anneal=0.1
     python eval.py --config configs/easyvqa.py
 
 The frozen model is that of `configs/pretrain_easyvqa.py`.
@@ -25,4 +27,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.steps = 250  # half as many as for the shapes world: one large shape is found quickly
     c.eval.budgets = (48, 32, 16, 8)
     c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
+    c.eval.ablations = ConfigDict()  # rows that are left out until their file exists
+    c.eval.ablations["AutoSelect-like"] = "runs/easyvqa_autoselect/policy.safetensors"
     return c
