@@ -17,6 +17,7 @@ from stepprune_jax.visualize.excerpts import tightest
 
 Row = dict[str, Any]
 OWN_STOP = own_stop(DEFAULT)
+_LEGEND_COLUMNS = 3
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
     "ms": "time of an answer, ms",
@@ -39,15 +40,16 @@ def draw_accuracy(path: str | Path, table: Sequence[Row], num_tokens: int) -> Pa
     Returns:
         The path.
     """
-    palette = style.colours([row["method"] for row in table])
+    names = [row["method"] for row in table]
+    palette, signs = style.colours(names), style.markers(names)
     with style.canvas(7, 4.3) as figure:
         axes = figure.add_axes((0.085, 0.15, 0.67, 0.79))
         axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
         axes.plot(num_tokens, 100, "o", color=palette[ALL], clip_on=False)
         ends = []
-        for method in dict.fromkeys(row["method"] for row in table):
+        for method in dict.fromkeys(names):
             if method != ALL:
-                ends.append(_draw_method(axes, table, method, palette[method]))
+                ends.append(_draw_method(axes, table, method, palette[method], signs[method]))
         _scale(axes, table, num_tokens)
         _name_lines(axes, [end for end in ends if end])
         axes.set_ylabel("retention: % of the accuracy with all tokens")
@@ -72,21 +74,23 @@ def draw_costs(path: str | Path, table: Sequence[Row]) -> Path | None:
     if not known:
         return None
     methods = [*dict.fromkeys(row["method"] for row in table)]
-    palette = style.colours(methods)
-    with style.canvas(7, 4.3) as figure:
+    palette, signs = style.colours(methods), style.markers(methods)
+    lines = -(-(len(methods) + len(_modes())) // _LEGEND_COLUMNS)
+    with style.canvas(7, 3.3 + 0.17 * lines) as figure:
         panels = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
         for axes, field in zip(panels, known, strict=True):
             axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
             for method in methods:
-                _draw_method(axes, table, method, palette[method], field)
+                _draw_method(axes, table, method, palette[method], signs[method], field)
             axes.set_xlabel(_COSTS[field])
             style.lines_across(axes)
-        panels[0].set_ylabel("retention: % of the accuracy with all tokens")
+        panels[0].set_ylabel("retention, %")
         handles = [
-            Line2D([], [], color=palette[name], marker="*" if name == OWN_STOP else "o", label=name)
-            for name in methods
+            Line2D([], [], color=palette[name], marker=signs[name], label=name) for name in methods
         ]
-        figure.legend(handles=[*handles, *_modes()], loc="outside lower center", ncols=3)
+        figure.legend(
+            handles=[*handles, *_modes()], loc="outside lower center", ncols=_LEGEND_COLUMNS
+        )
         style.tidy(figure)
         return style.save(figure, path)
 
@@ -108,7 +112,12 @@ def _modes() -> list[Line2D]:
 
 
 def _draw_method(
-    axes: Axes, table: Sequence[Row], method: str, colour: str, field: str = "mean_k"
+    axes: Axes,
+    table: Sequence[Row],
+    method: str,
+    colour: str,
+    marker: str,
+    field: str = "mean_k",
 ) -> tuple[float, float, str, str] | None:
     """Draws a method's lines against a field of the table.
 
@@ -127,9 +136,8 @@ def _draw_method(
         rows = [r for r in sorted(rows, key=lambda r: -r["mean_k"]) if _has_place(r, field)]
         if rows:
             x, y = [r[field] for r in rows], [r["retention"] for r in rows]
-            marker = "o" if main else "."
             if method == OWN_STOP:
-                marker, form = "*", {"markersize": 11}
+                form = {"markersize": 11}
             axes.plot(x, y, marker=marker, **look, **form)
             if field == "mean_k":
                 bars = [r.get("retention_std") or 0 for r in rows]

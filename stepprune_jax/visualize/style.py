@@ -27,6 +27,7 @@ COLOURS = {
     "random": "#8c8c8c",
 }
 _FURTHER = ("#cc79a7", "#882255", "#999933", "#6a51a3", "#7f5539", "#44aa99")
+_MARKERS = (".", "^", "s")
 _STYLE = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -66,8 +67,20 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
     Args:
         methods: names of all methods of the table, so that all figures agree.
     """
-    unknown = sorted(set(methods) - set(COLOURS))
+    unknown = _without_colour(methods)
     return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
+
+
+def markers(methods: Sequence[str]) -> dict[str, str]:
+    """Assigns a marker to each method; up to three of one colour differ."""
+    own = {name: "o" for name in COLOURS} | {"StepPrune, own stop": "*"}
+    turns = {n: i // len(_FURTHER) for i, n in enumerate(_without_colour(methods))}
+    return own | {name: _MARKERS[turn % len(_MARKERS)] for name, turn in turns.items()}
+
+
+def _without_colour(methods: Sequence[str]) -> list[str]:
+    """Lists the methods that have no colour of their own, in alphabetical order."""
+    return sorted(set(methods) - set(COLOURS))
 
 
 @contextlib.contextmanager
