@@ -73,9 +73,9 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
 
 def markers(methods: Sequence[str]) -> dict[str, str]:
     """Assigns a marker to each method; up to three of one colour differ."""
-    own = {name: "o" for name in COLOURS} | {"StepPrune, own stop": "*"}
-    turns = {n: i // len(_FURTHER) for i, n in enumerate(_without_colour(methods))}
-    return own | {name: _MARKERS[turn % len(_MARKERS)] for name, turn in turns.items()}
+    own = dict.fromkeys(COLOURS, "o") | {"StepPrune, own stop": "*"}
+    further = enumerate(_without_colour(methods))
+    return own | {name: _MARKERS[i // len(_FURTHER) % len(_MARKERS)] for i, name in further}
 
 
 def _without_colour(methods: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from stepprune_jax.evaluation.report import square_patches
+from stepprune_jax.pruning import PRUNERS
 from stepprune_jax.visualize import (
     accuracy,
     animation,
@@ -66,6 +67,14 @@ def test_buckets_hold_every_count():
     for count in (np.array([7]), np.array([1, 72]), np.arange(10, 20)):
         edges = counts.count_buckets(count)
         assert np.histogram(count, edges)[0].sum() == len(count) and len(edges) <= 16
+
+
+def test_every_pruner_has_a_line_of_its_own_look():
+    names = [kind.label for kind in PRUNERS.values()]
+    palette, signs = style.colours(names), style.markers(names)
+    looks = {(palette[name], signs[name]) for name in names}
+    assert len(looks) == len(names) > len({palette[name] for name in names})
+    assert signs["StepPrune"] == "o" and signs["StepPrune, own stop"] == "*"
 
 
 def test_few_colours_keep_the_common_ones_exactly():
