@@ -4,7 +4,8 @@ r"""The small LLaVA of the second level of the shapes world, from scratch: 256 v
         --workdir runs/pretrain_hard
 
 The result is runs/pretrain_hard/model. A question of three steps passes from shape to shape through
-the layers of the language model, which is therefore deep and narrow. What is not said here is as in
+the layers of the language model, which is therefore deep and narrow: each step takes two of them,
+one to read where the last led and one to look there. What is not said here is as in
 `configs/pretrain_shapes.py`.
 """
 
@@ -24,13 +25,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.patch_size = 10  # one shape or none
     c.model.text_width = 96
     c.model.text_mlp = 256
-    c.model.text_layers = 8
+    c.model.text_layers = 12
     c.model.text_heads = 6
 
-    c.tower.steps = 600
+    c.tower.steps = 300
 
     c.language.steps = 3000
-    c.language.whole_steps = 1800
+    c.language.whole_steps = 2000
+    c.language.filled = 48  # every shape, and a few empty patches
     c.language.kept = (2, 4, 8, 16, 32, 64)
 
     c.noise.steps = 800

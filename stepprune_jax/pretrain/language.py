@@ -99,15 +99,22 @@ class Shown(NamedTuple):
 
     Attributes:
         kept: number of visual tokens shown; None shows all.
+        filled: whether those are first of all the patches that show something, so that nothing is lost.
         noisy: whether to show all, most of them as noise; see `noised`.
         taste: how strongly the choice depends on the contents of patches; see `_favour`.
         silence: whether patches may be named by a meaningless token, as noise is.
     """
 
     kept: int | None = None
+    filled: bool = False
     noisy: bool = False
     taste: float = 2.0
     silence: bool = False
+
+    @property
+    def all_contents(self) -> bool:
+        """Whether everything that a question may be about is visible."""
+        return not self.noisy and (self.kept is None or self.filled)
 
 
 class Words(NamedTuple):
@@ -137,6 +144,15 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float
             taste = jax.random.normal(jax.random.fold_in(key, number), shape)
             factor += jnp.take_along_axis(taste, named.label, axis=1)
     return jnp.log(saliency + 1e-9) + strength * factor
+
+
+def _has_place(real: Bool[Array, "i n"], words: Sequence[Words]) -> Bool[Array, "i n"]:
+    """Returns which patches show something that has a place: the share of a word is defined."""
+    found = jnp.zeros_like(real)
+    for named in words:
+        if jnp.issubdtype(named.label.dtype, jnp.floating):
+            found |= jnp.isfinite(named.label)
+    return found & real
 
 
 class Seen(NamedTuple):
@@ -176,6 +192,9 @@ def _see(params, config, images: Images, key, words: Sequence[Words], shown: Sho
         score = _scores(score_key, favour, sharpness)
         mixed, clear = noised(noise_key, features, score, real)
         return Seen(mixed, index, real, clear, images.grid)
+    if shown.filled:
+        # Far beyond the noise of the draw.
+        favour, sharpness = 1e3 * _has_place(real, words), jnp.ones_like(sharpness)
     index = thinned(draw_key, favour, shown.kept, sharpness, real)
     real = jnp.take_along_axis(real, index, axis=1)
     features = jnp.take_along_axis(features, index[..., None], axis=1)
@@ -221,8 +240,8 @@ def _normalised(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
 
 
-class Halfway(NamedTuple):
-    """Hidden states halfway through the layers.
+class Inside(NamedTuple):
+    """Hidden states after two thirds of the layers, of four layers two.
 
     Attributes:
         words: at the places that were asked for.
@@ -239,7 +258,7 @@ def run_packed(
     seen: Seen,
     packed: Packed,
     slot: Int[Array, "i t"],
-) -> tuple[Float[Array, "i a v"], Halfway]:
+) -> tuple[Float[Array, "i a v"], Inside]:
     """Runs the language model on all exchanges of an image at once.
 
     Args:
@@ -247,7 +266,7 @@ def run_packed(
         config: its shape.
         seen: visual tokens that are shown, projected.
         packed: the exchanges.
-        slot: places in `packed.ids` whose hidden state halfway through the layers is returned.
+        slot: places in `packed.ids` whose hidden state after two thirds of the layers is returned.
 
     Returns:
         Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
@@ -266,7 +285,7 @@ def run_packed(
     shared = jnp.zeros((images, before), jnp.int32)
     visual = jnp.where(seen.real, 0, -1)
     segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
-    middle = Tap("hidden", config.text.num_layers // 2)
+    middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
     span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
     stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
@@ -274,9 +293,9 @@ def run_packed(
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (before + shown + slot)[..., None], axis=1)
 
-    halfway = next(iter(stage.taps.values()))
+    inside = next(iter(stage.taps.values()))
     logits = vlm.logits(params, config, at(stage.hidden, packed.target))
-    return logits, Halfway(at(halfway, slot), halfway[:, before : before + shown])
+    return logits, Inside(at(inside, slot), inside[:, before : before + shown])
 
 
 class Exchanges(NamedTuple):
@@ -308,7 +327,7 @@ def language_loss(
     With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
     `mentions` and the whole image, that of `mention_loss`. Where a token has several position ids
     they alone say where it is, and no projector stands behind the noise: there shares between two
-    words, and noise, are named halfway through the layers.
+    words, and noise, are named after two thirds of the layers.
 
     Args:
         trained: the trained parts of the model, and with `mentions` their heads.
@@ -326,9 +345,9 @@ def language_loss(
     seen = _see(params, config, images, key, words, shown)
     seen = seen._replace(tokens=vlm.project(params, config, seen.tokens))
     # A thinned image may not show what a question mentions.
-    mentions = None if shown.noisy or shown.kept is not None else mentions
+    mentions = mentions if shown.all_contents else None
     slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
-    logits, halfway = run_packed(params, config, seen, packed, slot)
+    logits, inside = run_packed(params, config, seen, packed, slot)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
@@ -341,10 +360,10 @@ def language_loss(
     for named in words:
         share = jnp.issubdtype(named.label.dtype, jnp.floating)
         late = config.family.POSITION_AXES > 1 and (share or shown.noisy)
-        visual = _normalised(halfway.visual) if late else seen.tokens
+        visual = _normalised(inside.visual) if late else seen.tokens
         aligned += _alignment_loss(embedding, visual, seen, named, silent)
     scalars = {"lm_loss": total, "told": right}
     if mentions is None:
         return total + 0.25 * aligned, scalars
-    mentioned, more = mention_loss(trained["mention_heads"], halfway.words, mentions)
+    mentioned, more = mention_loss(trained["mention_heads"], inside.words, mentions)
     return total + 0.25 * aligned + mentioned, scalars | more

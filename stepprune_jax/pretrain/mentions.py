@@ -1,4 +1,4 @@
-"""Mentions of questions, read out halfway through the language model.
+"""Mentions of questions, read out inside the language model.
 
 "Is the red circle left of the blue cross?" requires three skills at once: finding two places, and
 comparing them, and the answer's single bit teaches nothing until all three work. With the place and

@@ -52,6 +52,7 @@ _LOG = logging.getLogger(__name__)
 
 MODEL = "model"
 NOISY = "noisy"
+FILLED = "filled"
 MENTION_HEADS = "mention_heads"
 EVERYTHING = Shown()
 
@@ -187,6 +188,7 @@ class _Pretrainer(NamedTuple):
         options = {"taste": stage.taste, "silence": name == "noise"}
         views = {k: Shown(k, **options) for k in (None, *run.language.kept)}
         views[NOISY] = Shown(noisy=True, **options)
+        views[FILLED] = Shown(run.language.filled, filled=True, **options)
         recipes = {k: self.recipe(stage, shown) for k, shown in views.items()}
         key = jax.random.fold_in(jax.random.key(run.seed), 2 + number)
         state = start(recipes[None], trained)
@@ -213,6 +215,8 @@ class _Pretrainer(NamedTuple):
 def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
 
+    `FILLED` means as many as `language.filled`, the patches that show something first.
+
     Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
     in the stage "language" after its first updates.
 
@@ -226,6 +230,8 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
         return NOISY
     random = np.random.default_rng([run.seed, 3 if late else 1, step])
     whole = not late and step < run.language.whole_steps
+    if whole and run.language.filled:
+        return FILLED
     if whole or random.random() >= getattr(run, stage).thinned_share:
         return None
     return int(random.choice(run.language.kept))

@@ -208,6 +208,8 @@ class LanguageSettings(StageSettings, group="language"):
     Attributes:
         steps: updates, at least one.
         whole_steps: updates before images are thinned.
+        filled: visual tokens that those updates show, first of all the patches with something whose
+            place is known (`share_` labels); None for all tokens.
         thinned_share: share of the later updates that show only some of the tokens.
         kept: possible numbers of shown tokens.
         taste: how strongly the choice depends on the contents of patches.
@@ -216,6 +218,7 @@ class LanguageSettings(StageSettings, group="language"):
 
     steps: int = count()
     whole_steps: int = count(0)
+    filled: int | None = count(optional=True)
     thinned_share: float = share()
     kept: tuple[int, ...] = setting(
         "numbers of visual tokens", lambda kept: isinstance(kept, tuple)

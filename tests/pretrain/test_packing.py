@@ -20,6 +20,7 @@ from stepprune_jax.pretrain.language import (
     Words,
     _alignment_loss,
     _favour,
+    _see,
     language_loss,
     noised,
     run_packed,
@@ -239,6 +240,19 @@ def test_a_taste_is_one_factor_for_each_class_of_an_image():
     for row, classes in zip(found, np.asarray(label), strict=True):
         assert all(np.ptp(row[classes == k]) < 1e-6 for k in range(3))
     assert np.unique(found.round(5)).size == 12  # three classes in four images, all different
+
+
+def test_an_image_of_mostly_empty_patches_is_shown_by_those_that_show_something(model):
+    params, config = model
+    n, side = config.max_image_tokens, config.vision.image_size
+    pixels = jax.random.normal(jax.random.key(0), (3, 3, side, side))
+    share = np.full((3, n), np.nan, np.float32)
+    share[0, [1, 5]], share[2, [0, 3, 8]] = 0.2, 0.9
+    words = [Words(jnp.asarray(share), jnp.array([0, 1])), Words(jnp.ones((3, n), int), jnp.ones(2))]
+    images = Images(pixels, jnp.full((3, 2), 3))
+    seen = _see(params, config, images, jax.random.key(2), words, Shown(3, filled=True))
+    assert {1, 5} < {*seen.index[0].tolist()} and seen.index[2].tolist() == [0, 3, 8]
+    assert Shown(3, filled=True).all_contents and not Shown(3).all_contents
 
 
 def test_a_share_between_two_words_is_learned_as_their_log_odds():

@@ -21,7 +21,7 @@ from stepprune_jax.inference import generate
 from stepprune_jax.models.llava.images import preprocess
 from stepprune_jax.models.llava.prompts import conversation, place_images
 from stepprune_jax.pretrain.data import batch_indices, word_tokens
-from stepprune_jax.pretrain.run import NOISY, kept_at, pretrain
+from stepprune_jax.pretrain.run import FILLED, NOISY, kept_at, pretrain
 from stepprune_jax.pretrain.settings import read_pretraining
 from stepprune_jax.pretrain.small_llava import TEMPLATE
 from stepprune_jax.pretrain.vocabulary import build_tokenizer
@@ -107,6 +107,9 @@ def test_the_steps_show_whole_and_thinned_images():
     assert {kept_at(run, "language", step) for step in range(4)} == {None, 4}
     late = [kept_at(run, "noise", step) for step in range(12)]
     assert late[1::2] == [NOISY] * 6 and {*late[::2]} == {None, 4}
+    run = make_run(**{"language.filled": 5, "language.whole_steps": 2})
+    shown = [kept_at(run, "language", step) for step in range(9)]
+    assert shown[:2] == [FILLED] * 2 and {*shown[2:]} == {None, 4}
 
 
 def test_each_epoch_is_a_permutation():
