@@ -30,10 +30,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.tower.steps = 300
 
-    c.language.steps = 3000
-    c.language.whole_steps = 2000
-    c.language.filled = 48  # every shape, and a few empty patches
+    c.language.steps = 2300
+    c.language.whole_steps = 1700
+    c.language.filled = 40  # every shape, and empty patches where there are fewer
     c.language.kept = (2, 4, 8, 16, 32, 64)
 
-    c.noise.steps = 800
+    c.noise.steps = 400
     return c
