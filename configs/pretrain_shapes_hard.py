@@ -19,6 +19,7 @@ def get_config(arg: str = "") -> ConfigDict:
     if arg:
         raise ValueError(f"configs/pretrain_shapes_hard.py takes no argument, got {arg!r}")
     c = configurations.load("pretrain_shapes")
+    c.micro_batch = 2  # more would not fit into a processor's cache
     c.data.level = 2
 
     c.model.image_size = 160
@@ -30,10 +31,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.tower.steps = 300
 
-    c.language.steps = 2300
-    c.language.whole_steps = 1700
+    c.language.steps = 3000
+    c.language.whole_steps = 2200
     c.language.filled = 40  # every shape, and empty patches where there are fewer
     c.language.kept = (2, 4, 8, 16, 32, 64)
 
-    c.noise.steps = 400
+    c.noise.steps = 500
     return c
