@@ -6,8 +6,13 @@ from stepprune_jax import configurations
 
 
 def get_config() -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` with another method and its text gate."""
+    """Returns the configuration of `configs/shapes.py` with another method and what suits it."""
     c = configurations.load("shapes")
     c.method = "autoselect"
+    # Both from trials on other questions, docs/experiments.md: a text gate that opens slowly, and
+    # half the learning rates.
     c.text_gate_anneal = 0.1
+    c.optimizer.lr = 5e-4
+    c.optimizer.final_lr = 5e-5
+    c.optimizer.muon_lr = 0.0075
     return c

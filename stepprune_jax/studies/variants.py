@@ -31,8 +31,17 @@ VARIANTS = {
     "literal_raw": Variant(
         "StepPrune literal, raw features", ":literal", changes=("data.stats_images=0",)
     ),
-    # With the opening of the text gate that serves it better: docs/experiments.md.
-    "autoselect": Variant("AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1")),
+    # With the text gate and the learning rates that serve it better: docs/experiments.md.
+    "autoselect": Variant(
+        "AutoSelect-like",
+        changes=(
+            "method=autoselect",
+            "text_gate_anneal=0.1",
+            "optimizer.lr=5e-4",
+            "optimizer.final_lr=5e-5",
+            "optimizer.muon_lr=0.0075",
+        ),
+    ),
     "causal": Variant("causal encoder", changes=("policy.encoder_attention=causal",)),
     "last": Variant("last step's score", changes=("policy.aggregation=last",)),
     "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
