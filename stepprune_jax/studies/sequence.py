@@ -1,4 +1,4 @@
-r"""Tells whether choosing step by step pays, family by family: docs/your-own-data.md.
+r"""Tells whether choosing step by step pays, family by family: docs/experiments.md.
 
     python -m stepprune_jax.studies.sequence --config shapes_hard --workdir runs/shapes_hard \
         --scorer runs/shapes_hard_autoselect/policy.safetensors --json sequence.json
@@ -6,10 +6,13 @@ r"""Tells whether choosing step by step pays, family by family: docs/your-own-da
 The policy's step-by-step selection is compared with the best tokens of its own first step, with
 one-shot scorers, and with an oracle that keeps the tokens an answer depends on, all at exact
 budgets. The answers are those of eval.py and are kept in the same place.
+
+`--workdir` takes several runs, and `--scorer` a file for each: the result has means over runs.
 """
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,51 @@ def _mean(values: Float[np.ndarray, "q"]) -> float | None:
     return round(float(values.mean()), 4) if len(values) else None
 
 
+_KEYS = ("family", "method", "budget", "first", "second")
+
+
+def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Averages the comparisons of several runs on the same questions.
+
+    Args:
+        results: results of `compare`, at least two.
+
+    Returns:
+        What `compare` returns, as means over runs. "accuracy" also has "standard_deviation" over
+        runs, and "differences" have "standard_error_over_runs" in place of other errors.
+
+    Raises:
+        ValueError: the runs answered different questions, or differ in their rows.
+    """
+
+    def rows(part: str, field: str = "", error: str = "", divisor: float = 1.0) -> list[dict]:
+        merged = []
+        for same in zip(*(result[part] for result in results), strict=True):
+            key = {name: same[0][name] for name in _KEYS if name in same[0]}
+            if any(row[name] != key[name] for row in same for name in key):
+                raise ValueError("the runs to compare differ in their rows")
+            fields = [field] if field else [name for name in same[0] if name not in key]
+            values = {name: np.array([row[name] for row in same], float) for name in fields}
+            row = key | {name: _mean(found) for name, found in values.items()}
+            if error:
+                row[error] = round(float(values[field].std(ddof=1)) / divisor, 3)
+            merged.append(row)
+        return merged
+
+    asked, runs = results[0]["questions"], len(results)
+    if any(result["questions"] != asked for result in results):
+        raise ValueError("the runs to compare answered different questions")
+    error = "standard_error_over_runs"
+    return {
+        "runs": runs,
+        "questions": asked,
+        "accuracy": rows("accuracy", "accuracy", "standard_deviation"),
+        "differences": rows("differences", "difference", error, math.sqrt(runs)),
+        "choices": rows("choices"),
+        "entropy": {name: _mean(np.array([r["entropy"][name] for r in results])) for name in asked},
+    }
+
+
 def describe_choices(
     model: VLM,
     policy: Policy,
@@ -255,15 +303,15 @@ def as_markdown(result: Mapping[str, Any]) -> str:
     """Formats the tables of a comparison.
 
     Args:
-        result: result of `compare`.
+        result: result of `compare` or of `over_runs`.
     """
-    found = {(r["family"], r["method"], r["budget"]): r["accuracy"] for r in result["accuracy"]}
+    found = {(r["family"], r["method"], r["budget"]): _shown(r) for r in result["accuracy"]}
     methods = list(dict.fromkeys(row["method"] for row in result["accuracy"]))
     methods.sort(key=lambda name: (name != ALL, name == ORACLE))
     whole = next(row["budget"] for row in result["accuracy"] if row["method"] == ALL)
     gaps: dict[Any, dict[str, str]] = {}
     for row in result["differences"]:
-        error = row["standard_error_by_image"]
+        error = row.get("standard_error_over_runs", row.get("standard_error_by_image"))
         shown = f"{row['difference']:+.1f} +- " + ("?" if error is None else f"{error:.1f}")
         name = f"{row['first']} - {row['second']}"
         gaps.setdefault((row["family"], row["budget"]), {})[name] = shown
@@ -284,15 +332,23 @@ def as_markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _shown(row: Mapping[str, Any]) -> str:
+    """An accuracy, with its standard deviation over runs, if there are several."""
+    deviation = row.get("standard_deviation")
+    return f"{row['accuracy']:.1f}" + (f" +- {deviation:.1f}" if deviation else "")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="configuration, a name or a file")
     parser.add_argument(
-        "--workdir", required=True, help="folder of the run that trained the policy"
+        "--workdir", required=True, nargs="+", help="folder of the run that trained the policy"
     )
     parser.add_argument("--policy", help="another policy for the row StepPrune")
-    parser.add_argument("--scorer", help=f"policy file of the one-shot row {SCORER!r}")
+    parser.add_argument(
+        "--scorer", nargs="+", help=f"policy file of the one-shot row {SCORER!r}, for each folder"
+    )
     parser.add_argument("--limit", type=int, default=0, help="most questions; 0 for all")
     parser.add_argument("--json", help="file for all figures")
     change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
@@ -301,15 +357,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if options.limit < 0:
             raise ValueError(f"--limit is {options.limit}, expected a number >= 0")
+        scorers = options.scorer or [None] * len(options.workdir)
+        if len(scorers) != len(options.workdir):
+            raise ValueError(
+                f"--scorer has {len(scorers)} files, expected one for each of the "
+                f"{len(options.workdir)} folders of --workdir"
+            )
         json_file = file_to_write("--json", options.json) if options.json else None
         config = load_config(options.config, options.changes)
         distributed.use_cores(config.get("cpu_devices", 0))
         run = read_evaluation(config)
-        if options.scorer:
-            rows = {**run.eval.rows, SCORER: options.scorer}
-            run = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
-        with locked(Path(options.workdir)):
-            result = compare(run, options.workdir, policy=options.policy, limit=options.limit)
+        results = []
+        for workdir, scorer in zip(options.workdir, scorers, strict=True):
+            rows = {**run.eval.rows, **({SCORER: scorer} if scorer else {})}
+            one = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
+            with locked(Path(workdir)):
+                results.append(compare(one, workdir, policy=options.policy, limit=options.limit))
+        result = over_runs(results) if len(results) > 1 else results[0]
         if json_file:
             write_json(json_file, result)
     except (ValueError, OSError) as error:

@@ -20,7 +20,7 @@ from stepprune_jax.data.llava import Scene, read_questions
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers, read_policies
 from stepprune_jax.evaluation.shapes_report import read_records
-from stepprune_jax.studies.sequence import _describe, as_markdown, compare, main
+from stepprune_jax.studies.sequence import _describe, as_markdown, compare, main, over_runs
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -106,6 +106,30 @@ def test_differences_and_figures_are_those_of_the_rows(world, result):
     assert "| StepPrune - first step | StepPrune - AutoSelect-like | oracle - StepPrune |" in shown
 
 
+def test_means_over_runs_by_hand(result):
+    other = json.loads(json.dumps(result))
+    other["accuracy"][0]["accuracy"] += 4
+    other["differences"][0]["difference"] += 2
+    other["entropy"]["all"] += 1
+    merged = over_runs([result, other])
+    assert merged["runs"] == 2 and merged["questions"] == result["questions"]
+    first = merged["accuracy"][0]
+    assert first["accuracy"] == pytest.approx(result["accuracy"][0]["accuracy"] + 2)
+    assert first["standard_deviation"] == 2.828  # 4 / sqrt(2)
+    gap = merged["differences"][0]
+    assert gap["difference"] == pytest.approx(result["differences"][0]["difference"] + 1)
+    assert gap["standard_error_over_runs"] == 1  # sqrt(2) / sqrt(2)
+    assert merged["entropy"]["all"] == pytest.approx(result["entropy"]["all"] + 0.5)
+    assert merged["choices"] == result["choices"]
+    assert f"{first['accuracy']:.1f} +- 2.8 |" in as_markdown(merged)
+    other["accuracy"][0]["budget"] = 99
+    with pytest.raises(ValueError, match=r"differ in their rows"):
+        over_runs([result, other])
+    other["questions"] = {"all": 1}
+    with pytest.raises(ValueError, match=r"answered different questions|differ"):
+        over_runs([result, other])
+
+
 def test_figures_of_kept_tokens_by_hand():
     image = np.array([[1, 0], [0, 1], [0.6, 0.8], [1, 0]], np.float32)
     scene = Scene(5, (2, 3), ((0, 3), (1,), (2,)))
@@ -151,3 +175,6 @@ def test_the_command_reports_mistakes_in_one_line(tmp_path, capsys):
         main(["--config", "shapes_hard", "--workdir", str(tmp_path / "run"), "--limit", "-1"])
     error = capsys.readouterr().err
     assert exit.value.code == 2 and "--limit is -1, expected a number >= 0" in error
+    with pytest.raises(SystemExit):
+        main(["--config", "shapes_hard", "--workdir", "a", "b", "--scorer", "x"])
+    assert "--scorer has 1 files, expected one for each of the 2 folders" in capsys.readouterr().err
