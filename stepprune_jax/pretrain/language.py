@@ -99,7 +99,8 @@ class Shown(NamedTuple):
 
     Attributes:
         kept: number of visual tokens shown; None shows all.
-        filled: whether those are first of all the patches that show something, so that nothing is lost.
+        filled: whether those are first of all the patches that show something, so that nothing is
+            lost.
         noisy: whether to show all, most of them as noise; see `noised`.
         taste: how strongly the choice depends on the contents of patches; see `_favour`.
         silence: whether patches may be named by a meaningless token, as noise is.

@@ -152,7 +152,10 @@ def init_mention_heads(mentions: PlacedMentions, width: int) -> dict[str, Array]
 def mention_loss(
     heads: dict[str, Array], hidden: Float[Array, "i t e"], mentions: PlacedMentions
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Computes the cross-entropy of the numbers plus the mean squared error of the values.
+    """Computes the cross-entropy of the numbers plus the squared error of the values.
+
+    It is summed over the values of a mention and divided by three, the numbers of a place, so that
+    further values take nothing from it.
 
     Args:
         heads: heads from `init_mention_heads`.
@@ -172,5 +175,5 @@ def mention_loss(
     value = linear_head(heads["value"], hidden)
     error = jnp.where(placed, value - jnp.where(placed, mentions.value, 0), 0)
     square = jnp.sum(error**2) / jnp.maximum(jnp.sum(placed), 1)
-    total = jnp.sum(jnp.where(known, losses, 0)) / count + square
+    total = jnp.sum(jnp.where(known, losses, 0)) / count + square * placed.shape[-1] / 3
     return total, {"mention_number": right, "mention_error": jnp.sqrt(square)}

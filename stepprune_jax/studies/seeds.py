@@ -281,11 +281,15 @@ def _evaluate_missing(
         check_policies({run.method: policies[run.folder]}, model.config, settings)
     benchmark = shapes_benchmark(places, settings, stops=bool(todo))
 
-    def records(path: Path, mark: str, seed: int, policies: dict[str, Policy]) -> list[Records]:
+    def records(
+        path: Path,
+        mark: str,
+        seed: int,
+        policies: dict[str, Policy],
+        chosen: EvalSettings = settings,
+    ) -> list[Records]:
         # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
         folder = path.parent / f"{ANSWERS}_{mark}"
-        # What `methods` leaves out are rows without training: those that were trained are wanted.
-        chosen = dataclasses.replace(settings, methods="") if policies else settings
         answers = answer_benchmarks(
             dataclasses.replace(base, seed=seed, eval=chosen),
             [benchmark],
@@ -306,7 +310,11 @@ def _evaluate_missing(
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         path = run.folder / RESULTS
         policy = policies[run.folder]
-        trained = records(path, mark, run.seed, {run.method: policy})
+        # The learned stop of a trial is evaluated where its variant's is. What `methods` leaves out
+        # are rows without training.
+        stops = VARIANTS[run.key.partition("+")[0]].method in settings.adaptive
+        chosen = dataclasses.replace(settings, methods="", adaptive=(run.method,) if stops else ())
+        trained = records(path, mark, run.seed, {run.method: policy}, chosen)
         table = _table(trained, untrained, run.seed)
         if isinstance(policy.config, PolicyConfig):
             n = model.config.max_image_tokens

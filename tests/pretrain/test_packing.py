@@ -248,7 +248,10 @@ def test_an_image_of_mostly_empty_patches_is_shown_by_those_that_show_something(
     pixels = jax.random.normal(jax.random.key(0), (3, 3, side, side))
     share = np.full((3, n), np.nan, np.float32)
     share[0, [1, 5]], share[2, [0, 3, 8]] = 0.2, 0.9
-    words = [Words(jnp.asarray(share), jnp.array([0, 1])), Words(jnp.ones((3, n), int), jnp.ones(2))]
+    words = [
+        Words(jnp.asarray(share), jnp.array([0, 1])),
+        Words(jnp.ones((3, n), int), jnp.ones(2)),
+    ]
     images = Images(pixels, jnp.full((3, 2), 3))
     seen = _see(params, config, images, jax.random.key(2), words, Shown(3, filled=True))
     assert {1, 5} < {*seen.index[0].tolist()} and seen.index[2].tolist() == [0, 3, 8]

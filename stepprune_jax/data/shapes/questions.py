@@ -31,11 +31,13 @@ class Mention(NamedTuple):
         word: last word that names them.
         number: how many there are; of more than `MOST_SHAPES`, that many.
         place: middle and radius of the only one, as shares of the image's side; else None.
+        look: kind and colour of the only one; else None.
     """
 
     word: str
     number: int
     place: tuple[float, float, float] | None
+    look: tuple[str, str] | None = None
 
 
 class Query(NamedTuple):
@@ -63,7 +65,7 @@ def mention_of(word: str, shapes: list[Shape]) -> Mention:
     """Returns the mention of the shapes that `word` denotes in the scene."""
     only = shapes[0] if len(shapes) == 1 else None
     place = only and (only.x / SIDE, only.y / SIDE, only.radius / SIDE)
-    return Mention(word, min(len(shapes), MOST_SHAPES), place)
+    return Mention(word, min(len(shapes), MOST_SHAPES), place, only and only[:2])
 
 
 def _sole_mentions(*shapes: Shape) -> tuple[Mention, ...]:

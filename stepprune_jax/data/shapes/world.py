@@ -15,7 +15,7 @@ from stepprune_jax.data.shapes import crowds
 from stepprune_jax.data.shapes.draw import label_words, patch_labels, presence, render
 from stepprune_jax.data.shapes.levels import LEVELS, ask
 from stepprune_jax.data.shapes.questions import Query
-from stepprune_jax.data.shapes.scene import GRID, SIDE, Scene, draw_scene
+from stepprune_jax.data.shapes.scene import COLORS, GRID, SHAPES, SIDE, Scene, draw_scene
 
 MANIFEST = "world.json"
 # The manifest of a world that is being written, and so incomplete.
@@ -102,8 +102,11 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
     if patches:
         arrays = {key: _stack([label[key] for label in labels]) for key in labels[0]}
-        np.savez_compressed(to.folder / "train_patches.npz", **arrays, **label_words())
-        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(asked))
+        crowd, words = LEVELS[to.level].crowd, label_words()
+        if crowd:
+            words["words_down"] = np.asarray(["up", "down"])  # as its questions say
+        np.savez_compressed(to.folder / "train_patches.npz", **arrays, **words)
+        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(asked, crowd))
 
 
 def _stack(labels: list[np.ndarray]) -> np.ndarray:
@@ -116,22 +119,33 @@ def _stack(labels: list[np.ndarray]) -> np.ndarray:
     return stacked
 
 
-def _mentions(asked: list[list[Query]]) -> dict[str, np.ndarray]:
-    """Returns one row per shape or group of shapes that a training question mentions."""
+def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
+    """Returns one row per shape or group of shapes that a training question mentions.
+
+    Args:
+        asked: the questions about each image.
+        looks: whether the values tell the look of a shape after its place, 1 for its kind and its
+            colour and 0 for others.
+    """
     rows = [
         (sample, exchange, *mention)
         for sample, queries in enumerate(asked)
         for exchange, query in enumerate(queries)
         for mention in query.mentions
     ]
-    sample, exchange, word, number, place = zip(*rows, strict=True) if rows else [()] * 5
-    unknown = (np.nan,) * 3
+    sample, exchange, word, number, place, look = zip(*rows, strict=True) if rows else [()] * 6
+    names = (*SHAPES, *COLORS) if looks else ()
+    unknown = (np.nan,) * (3 + len(names))
+    value = [
+        (*at, *(float(name in shown) for name in names)) if at else unknown
+        for at, shown in zip(place, look, strict=True)
+    ]
     return {
         "sample": np.asarray(sample, np.int32),
         "exchange": np.asarray(exchange, np.int32),
         "word": np.asarray(word, "U16"),
         "number": np.asarray(number, np.int32),
-        "value": np.asarray([p or unknown for p in place], np.float32).reshape(-1, 3),
+        "value": np.asarray(value, np.float32).reshape(-1, len(unknown)),
     }
 
 
@@ -186,8 +200,8 @@ def write_world(
         test: number of test scenes.
         test_seed: seed of the test scenes; default `seed`.
         patches: whether to write further labels for pretraining: `train_patches.npz`, labels of
-            every training patch, and `train_mentions.npz`, number and place of the shapes that a
-            question mentions.
+            every training patch, and `train_mentions.npz`, number and place, on level 2 also the
+            look, of the shapes that a question mentions.
         side: height and width of the images in pixels; None for the level's own, as for the next.
         grid: patches along an edge, for their labels and the relevant patches of answers.
         sizes: sides of the images in pixels, used in turn, instead of `side`; patches have
