@@ -12,6 +12,7 @@ from stepprune_jax.data.llava import read_questions, read_scenes
 from stepprune_jax.data.shapes import LEVELS, Scene, Shape, patch_labels, scene_at, write_world
 from stepprune_jax.data.shapes.__main__ import main
 from stepprune_jax.data.shapes.crowds import FAMILIES, alike, chains, distances, neighbours
+from stepprune_jax.data.shapes.scene import COLORS, SHAPES
 
 CELL = 6.0  # of sixteen along 96 pixels
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
@@ -210,6 +211,19 @@ def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tm
     assert [(f.relevant, [list(g) for g in f.alike]) for f in facts] == expected
     with np.load(one / "train_patches.npz") as labels:
         assert labels["value_next"].shape == (3, 256, 4) and labels["class_kind"].max() <= 5
+        assert labels["words_down"].tolist() == ["up", "down"]
+    with np.load(one / "train_mentions.npz") as mentions:
+        value, sample, exchange = (mentions[name] for name in ("value", "sample", "exchange"))
+    chains = 0
+    for number in range(3):
+        for place, query in enumerate(scene_at(4, "train", number, level=2)[1]):
+            if "step" in query.family:
+                # The look of the last shape along the way is the answer.
+                *_, last = value[(sample == number) & (exchange == place)]
+                look = [n for n, told in zip((*SHAPES, *COLORS), last[3:], strict=True) if told]
+                assert len(look) == 2 and query.answer in look
+                chains += 1
+    assert chains > 5
     with pytest.raises(ValueError, match=r"other settings .*level is 2, not None"):
         write_world(one, **{**SMALL, "level": 1, "side": 160, "grid": 16}, patches=True)
     with pytest.raises(ValueError, match="level of the shapes world is 3, expected one of 1, 2"):
