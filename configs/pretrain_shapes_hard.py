@@ -38,5 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.language.muon_lr = 0.015
     c.language.kept = (2, 4, 8, 16, 32, 64)
 
-    c.noise.steps = 300
+    c.noise.steps = 400
+    c.noise.lr = 5e-4
+    c.noise.muon_lr = 0.005
     return c

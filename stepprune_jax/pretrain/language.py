@@ -213,7 +213,8 @@ def _alignment_loss(
 
     It moves visual tokens into the space of the words that name them, so that matching words works
     for both. A share between two words (how far to the right between "left" and "right") is
-    predicted in the same way. Noise is named by the meaningless token `silent`.
+    predicted in the same way. Noise is named by the meaningless token `silent`; its loss l counts as
+    log(1 + l).
     """
     # Behind the labels there is only padding.
     label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
@@ -233,6 +234,8 @@ def _alignment_loss(
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(known, label, jnp.argmax(named))
         )
+        # Noise is far from its name at first; the rest must not be forgotten over it.
+        losses = jnp.where(clear, losses, jnp.log1p(losses))
     return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
 
 
