@@ -286,5 +286,6 @@ def test_noise_is_named_by_the_token_that_says_nothing():
     def loss(logits, label):
         return np.log(np.exp(logits).sum()) - logits[label]
 
-    expected = [loss([1.0, 2.0, 4.0], 2), loss([3.0, 0.0, 0.0], 0), loss([0.0, 2.0, 0.0], 0)]
+    noise = [loss([3.0, 0.0, 0.0], 0), loss([0.0, 2.0, 0.0], 0)]
+    expected = [loss([1.0, 2.0, 4.0], 2), *np.log1p(noise)]
     np.testing.assert_allclose(found, np.mean(expected), rtol=1e-6)
