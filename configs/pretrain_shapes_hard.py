@@ -1,11 +1,10 @@
-r"""The small LLaVA of the second level of the shapes world, from scratch: 256 visual tokens.
+"""The small LLaVA of the second level of the shapes world, from scratch: 256 visual tokens.
 
-    python -m stepprune_jax.pretrain --config configs/pretrain_shapes_hard.py \
-        --workdir runs/pretrain_hard
+    python -m stepprune_jax.pretrain --config configs/pretrain_shapes_hard.py
 
-The result is runs/pretrain_hard/model. A question of three steps passes from shape to shape through
-the layers of the language model, which is therefore deep and narrow: each step takes two of them,
-one to read where the last led and one to look there. What is not said here is as in
+The result is runs/pretrain_shapes_hard/model. A question of three steps passes from shape to shape
+through the layers of the language model, which is therefore deep and narrow: each step takes two of
+them, one to read where the last led and one to look there. What is not said here is as in
 `configs/pretrain_shapes.py`.
 """
 

@@ -21,7 +21,7 @@ def get_config(arg: str = "") -> ConfigDict:
         arg: reading of the paper, "literal" or nothing.
     """
     c = configurations.load("shapes", arg)
-    c.model.folder = "runs/pretrain_hard/model"
+    c.model.folder = "runs/pretrain_shapes_hard/model"
     c.data.level = 2
     c.steps = 400  # an update takes five times as long as on the first level
     c.eval.budgets = (64, 32, 16, 8, 4)
