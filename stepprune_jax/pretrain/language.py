@@ -213,8 +213,8 @@ def _alignment_loss(
 
     It moves visual tokens into the space of the words that name them, so that matching words works
     for both. A share between two words (how far to the right between "left" and "right") is
-    predicted in the same way. Noise is named by the meaningless token `silent`; its loss l counts as
-    log(1 + l).
+    predicted in the same way. Noise is named by the meaningless token `silent`, and its loss l
+    counts as log(1 + l).
     """
     # Behind the labels there is only padding.
     label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
