@@ -87,7 +87,8 @@ def read_data(
     Raises:
         FileNotFoundError: an image is missing.
         ValueError: labels of another shape, more rows in a batch than there are samples of one
-            size, or nothing that would train the tower.
+            size, more patches to show than `language.filled`, or nothing that would train the
+            tower.
     """
     pixels = model.family.pixel_cache(model, settings, 4 << 30)
     groups, patches = _measure(model, samples, pixels)
@@ -105,6 +106,13 @@ def read_data(
         expected += " whose images have one size"
     for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
         stage.require("batch_size", stage.batch_size <= most, expected)
+    if run.language.filled is not None:
+        known = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
+        needed = int(np.any(known, axis=0).sum(axis=1).max()) if known else 0
+        expected = f"none, as {folder / PATCHES_FILE} has no labels share_..."
+        if known:
+            expected = f"at least {needed}: so many patches of an image have labels share_..."
+        run.language.require("filled", 0 < needed <= run.language.filled, expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
     grids = functools.partial(model.family.grids, model)
     return Data(samples, groups, pixels, grids, labels, words, mentions)

@@ -281,8 +281,9 @@ class Pretraining(Settings):
         expected = f"a multiple of micro_batch ({self.micro_batch})"
         for stage in (self.tower, self.language, self.noise):
             stage.require("batch_size", stage.batch_size % self.micro_batch == 0, expected)
+        n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
+        self.language.require("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:
-            n, kept = self.model.least_grid**2, self.language.kept
             fits = bool(kept) and all(is_count(k) and k <= n for k in kept)
             self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
 

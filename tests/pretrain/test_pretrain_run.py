@@ -218,6 +218,7 @@ def test_the_model_answers_as_in_transformers(data, whole):
         ({"model.feature_layer": 0}, "config.model.feature_layer is 0, expected the state after"),
         ({"noise.taste": -1}, "noise.taste is -1.0, expected a number from 0"),
         ({"language.thinned_share": 1.5}, "thinned_share is 1.5, expected a share from 0 to 1"),
+        ({"language.filled": 10}, "language.filled is 10, expected at most the 9 visual tokens"),
         ({"language.kept": (4, 10)}, r"language.kept is \(4, 10\), expected numbers .* 1 to 9"),
     ],
 )
@@ -268,6 +269,17 @@ def test_labels_that_do_not_fit_are_refused(data, tmp_path, arrays, message):
     folder = with_labels(data, tmp_path / "d", **arrays)
     with pytest.raises(ValueError, match=message):
         pretrain(make_run(), tmp_path / "run", folder)
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_that_has_a_place_must_fit_into_what_is_shown(data, tmp_path):
+    bare = with_labels(data, tmp_path / "d", class_kind=np.zeros((6, 9), int))
+    for folder, message in (
+        (data, r"language.filled is 1, expected at least \d: so many patches of an image have"),
+        (bare, r"language.filled is 1, expected none, as .*train_patches.npz has no labels share_"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretrain(make_run(**{"language.filled": 1}), tmp_path / "run", folder)
     assert not (tmp_path / "run").exists()
 
 
