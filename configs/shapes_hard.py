@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = configurations.load("shapes", arg)
     c.model.folder = "runs/pretrain_shapes_hard/model"
     c.data.level = 2
-    c.steps = 400  # an update takes five times as long as on the first level
+    c.steps = 400  # an update takes four to five times as long as on the first level
     c.eval.budgets = (64, 32, 16, 8, 4)
     c.eval.rows = ConfigDict()  # those of the package were trained for another model
     return c

@@ -335,7 +335,7 @@ def as_markdown(result: Mapping[str, Any]) -> str:
 def _shown(row: Mapping[str, Any]) -> str:
     """An accuracy, with its standard deviation over runs, if there are several."""
     deviation = row.get("standard_deviation")
-    return f"{row['accuracy']:.1f}" + (f" +- {deviation:.1f}" if deviation else "")
+    return f"{row['accuracy']:.1f}" + ("" if deviation is None else f" +- {deviation:.1f}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -357,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if options.limit < 0:
             raise ValueError(f"--limit is {options.limit}, expected a number >= 0")
+        if len({*options.workdir}) != len(options.workdir):
+            raise ValueError(f"--workdir is {options.workdir}, expected distinct folders")
         scorers = options.scorer or [None] * len(options.workdir)
         if len(scorers) != len(options.workdir):
             raise ValueError(

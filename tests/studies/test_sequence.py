@@ -121,12 +121,13 @@ def test_means_over_runs_by_hand(result):
     assert gap["standard_error_over_runs"] == 1  # sqrt(2) / sqrt(2)
     assert merged["entropy"]["all"] == pytest.approx(result["entropy"]["all"] + 0.5)
     assert merged["choices"] == result["choices"]
+    assert " +- 0.0 |" in as_markdown(merged)  # runs that agree are runs, too
     assert f"{first['accuracy']:.1f} +- 2.8 |" in as_markdown(merged)
     other["accuracy"][0]["budget"] = 99
     with pytest.raises(ValueError, match=r"differ in their rows"):
         over_runs([result, other])
     other["questions"] = {"all": 1}
-    with pytest.raises(ValueError, match=r"answered different questions|differ"):
+    with pytest.raises(ValueError, match=r"answered different questions"):
         over_runs([result, other])
 
 
@@ -177,4 +178,8 @@ def test_the_command_reports_mistakes_in_one_line(tmp_path, capsys):
     assert exit.value.code == 2 and "--limit is -1, expected a number >= 0" in error
     with pytest.raises(SystemExit):
         main(["--config", "shapes_hard", "--workdir", "a", "b", "--scorer", "x"])
-    assert "--scorer has 1 files, expected one for each of the 2 folders" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--config", "shapes_hard", "--workdir", "a", "a"])
+    written = capsys.readouterr().err
+    assert "--workdir is ['a', 'a'], expected distinct folders" in written
+    assert "--scorer has 1 files, expected one for each of the 2 folders" in written
