@@ -52,6 +52,9 @@ class Family(NamedTuple):
 
 
 _YES_NO = {0: "yes", 1: "no"}
+# The generator asks for the left and the top half, yes or no.
+_ACROSS = {0: "left", 1: "right"}
+_DOWN = {0: "top", 1: "bottom"}
 _SHAPES = {2: "rectangle", 3: "circle"}
 # Class 4 is the smallest count: one if the object itself is counted, otherwise zero.
 _FROM_ONE = dict(enumerate(("one", "two", "three", "four", "five", "six"), start=4))
@@ -61,8 +64,8 @@ _FROM_ZERO = dict(enumerate(("zero", "one", "two", "three", "four"), start=4))
 FAMILIES = (
     (
         Family("shape", "What shape is the {} object?", _SHAPES),
-        Family("horizontal", "Is the {} object on the left of the image?", _YES_NO),
-        Family("vertical", "Is the {} object at the top of the image?", _YES_NO),
+        Family("horizontal", "Is the {} object on the left or the right of the image?", _ACROSS),
+        Family("vertical", "Is the {} object at the top or the bottom of the image?", _DOWN),
     ),
     (
         Family("closest", "What is the shape of the object closest to the {} object?", _SHAPES),

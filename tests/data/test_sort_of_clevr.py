@@ -54,9 +54,9 @@ def expected(question, things):
     if "How many" in question:
         return NUMBERS[sum(thing.shape == me.shape for thing in things.values())], "count"
     if "left" in question:
-        return ("yes" if me.x < SIDE / 2 else "no"), "horizontal"
+        return ("left" if me.x < SIDE / 2 else "right"), "horizontal"
     if "top" in question:
-        return ("yes" if me.y < SIDE / 2 else "no"), "vertical"
+        return ("top" if me.y < SIDE / 2 else "bottom"), "vertical"
     return me.shape, "shape"
 
 
@@ -84,7 +84,8 @@ def test_every_question_has_its_answer_in_words(worlds, tmp_path, layout, pickle
         assert (answer, category or family) == (right, family), question
         seen.add((family, answer))
     assert {family for family, _ in seen} >= {"shape", "horizontal", "vertical", "closest", "count"}
-    assert {a for _, a in seen} >= {"yes", "no", "rectangle", "circle", "two", "three", "four"}
+    answers = {"left", "right", "top", "bottom", "rectangle", "circle", "two", "three", "four"}
+    assert {answer for _, answer in seen} >= answers
 
 
 def test_red_is_red_and_left_is_left(worlds, tmp_path):
