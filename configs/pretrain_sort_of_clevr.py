@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     """Returns the configuration of `configs/pretrain_easyvqa.py` with other data and more steps."""
     c = configurations.load("pretrain_easyvqa")
     c.data.folder = "data/sort_of_clevr"
-    c.micro_batch = 2  # rows of twenty questions are long: 1.5 times as many a second as with 8
+    c.micro_batch = 2  # faster on a CPU than 8, as rows of twenty questions are long
     # Half of the questions relate one object to all others, which takes long to learn.
     c.language.steps = 2000
     c.language.whole_steps = 1200

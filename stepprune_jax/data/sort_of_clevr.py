@@ -52,7 +52,7 @@ class Family(NamedTuple):
 
 
 _YES_NO = {0: "yes", 1: "no"}
-# The generator asks for the left and the top half, yes or no.
+# The generator's yes and no, to whether the object is in the left half, and in the top half.
 _ACROSS = {0: "left", 1: "right"}
 _DOWN = {0: "top", 1: "bottom"}
 _SHAPES = {2: "rectangle", 3: "circle"}
