@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.data.folder = "data/sort_of_clevr"
     c.micro_batch = 2  # faster on a CPU than 8, as rows of twenty questions are long
     # Half of the questions relate one object to all others, which takes long to learn.
-    c.language.steps = 2000
-    c.language.whole_steps = 1200
-    c.noise.steps = 600
+    c.language.steps = 1400
+    c.language.whole_steps = 800
+    c.noise.steps = 450
     return c

@@ -22,6 +22,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.folder = "runs/pretrain_sort_of_clevr/model"
     c.data.name = "folder"
     c.data.folder = "data/sort_of_clevr"
-    c.eval.budgets = (48, 32, 16, 8)
+    c.eval.budgets = (48, 32, 16, 8, 4)
     c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
     return c
