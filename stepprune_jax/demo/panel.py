@@ -44,7 +44,7 @@ def draw_kept(model: VLM, shown: Comparison) -> str:
     order = answer.kept_indices[0]
     seen = seen_patches(model, shown.image, answer.grids[0], order)
     pixels = dim(read_square(seen.image, SIDE), kept_patches(seen.patches, seen.grid))
-    patch = SIDE // max(seen.grid)
+    patch = SIDE // seen.grid
     marks = []
     ramp = colormaps[_RAMP](np.linspace(0.1, 0.95, max(len(seen.patches), 2)), bytes=True)
     for step, (token, colour) in enumerate(zip(seen.patches, ramp, strict=False), 1):

@@ -57,12 +57,12 @@ class Report(NamedTuple):
         rows, columns = self.grids[i]
         return int(self.sizes[i]) - rows * columns
 
-    def square(self, i: int) -> tuple[int, int]:
-        """Returns rows and columns of an image's patches once it is padded to a square."""
-        return (max(self.grids[i]),) * 2
+    def side(self, i: int) -> int:
+        """Returns the patches along an edge of an image that is padded to a square."""
+        return max(self.grids[i])
 
     def patches(self, record: Records, i: int) -> Int[np.ndarray, "k"]:
-        """Returns the patches of `square` kept for question i, in order of choice."""
+        """Returns the patches of that square kept for question i, in order of choice."""
         return square_patches(record.order[i, : record.count[i]], self.grids[i], self.first(i))
 
 

@@ -263,7 +263,7 @@ class Validation:
                     text=question.text,
                     answer=judged(answers.texts[i], self._split.answers[i], bool(right[i])),
                     right=bool(right[i]),
-                    grid=(max(grid),) * 2,
+                    grid=max(grid),
                 )
             )
         draw_rows(path, [("", shown)])

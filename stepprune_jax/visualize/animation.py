@@ -78,7 +78,7 @@ def _frame(report: Report, record: Records, chosen: Sequence[int], step: int) ->
     for place, i in enumerate(chosen):
         left = _GAP + place * (_SIDE + _GAP)
         order = report.patches(record, i)[:step]
-        grid = report.square(i)
+        grid = report.side(i)
         panel = draw_panel(report.questions[i].image, order, grid, _SIDE, marks=False)
         if 0 < step == len(order):
             left_, top, right, bottom = patch_box(order[-1], grid, _SIDE)

@@ -135,5 +135,5 @@ def _overlay(
         text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
         answer=shorten(row.text, 28, placeholder="…"),
         right=right,
-        grid=(side, side),
+        grid=side,
     )

@@ -34,7 +34,7 @@ class Overlay(NamedTuple):
         text: the question.
         answer: the answer.
         right: whether the answer is correct; `None` if unknown.
-        grid: rows and columns of its patches.
+        grid: patches along an edge, once the image is padded to a square.
     """
 
     image: str | Path | Image.Image
@@ -44,7 +44,7 @@ class Overlay(NamedTuple):
     text: str
     answer: str
     right: bool | None
-    grid: tuple[int, int]
+    grid: int
 
 
 def choose(
@@ -161,7 +161,7 @@ def _overlay(report: Report, record: Records, i: int) -> Overlay:
         text=question.text,
         answer=judged(record.answer[i], report.answers[i], right),
         right=right,
-        grid=report.square(i),
+        grid=report.side(i),
     )
 
 
@@ -217,12 +217,12 @@ class Seen(NamedTuple):
 
     Attributes:
         image: the square.
-        grid: rows and columns of its patches, including those beside the image.
+        grid: patches along an edge, including those beside the image.
         patches: patches of the kept tokens, in their order.
     """
 
     image: Image.Image
-    grid: tuple[int, int]
+    grid: int
     patches: list[int]
 
 
@@ -248,7 +248,7 @@ def seen_patches(
     top, left = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")
     square.paste(image, (image.width * left // columns, image.height * top // rows))
-    return Seen(square, (side, side), square_patches(indices, grid, first).tolist())
+    return Seen(square, side, square_patches(indices, grid, first).tolist())
 
 
 def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:

@@ -42,36 +42,33 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
 
 
 def dim(
-    pixels: UInt8[np.ndarray, "side side 3"], kept: Bool[np.ndarray, "rows columns"]
+    pixels: UInt8[np.ndarray, "side side 3"], kept: Bool[np.ndarray, "grid grid"]
 ) -> UInt8[np.ndarray, "side side 3"]:
     """Darkens and greys the patches that are not kept.
 
     Args:
         pixels: the square image.
-        kept: true at kept patches; rows and columns need not divide the side.
+        kept: true at kept patches; their number along an edge need not divide the side.
     """
-    index = [np.arange(len(pixels)) * n // len(pixels) for n in kept.shape]
-    bright = kept[np.ix_(*index)][..., None]
+    index = np.arange(len(pixels)) * len(kept) // len(pixels)
+    bright = kept[np.ix_(index, index)][..., None]
     grey = pixels.mean(axis=-1, keepdims=True)
     dark = _BRIGHTNESS * (0.55 * pixels + 0.45 * grey) + 12
     return np.where(bright, pixels, dark).astype(np.uint8)
 
 
-def patch_box(
-    token: int | np.integer, grid: tuple[int, int], side: int
-) -> tuple[int, int, int, int]:
-    """Returns left, top, right and bottom of a patch in a square of `side` pixels."""
-    row, column = divmod(int(token), grid[1])
-    edges = [-(-side * i // grid[1]) for i in (column, column + 1)]
-    sides = [-(-side * i // grid[0]) for i in (row, row + 1)]
-    return edges[0], sides[0], edges[1], sides[1]
+def patch_box(token: int | np.integer, grid: int, side: int) -> tuple[int, int, int, int]:
+    """Returns left, top, right and bottom of one of grid x grid patches in a square of pixels."""
+    row, column = divmod(int(token), grid)
+    left, top, right, bottom = (-(-side * i // grid) for i in (column, row, column + 1, row + 1))
+    return left, top, right, bottom
 
 
 def kept_patches(
-    order: Sequence[int] | Int[np.ndarray, "k"], grid: tuple[int, int]
-) -> Bool[np.ndarray, "rows columns"]:
+    order: Sequence[int] | Int[np.ndarray, "k"], grid: int
+) -> Bool[np.ndarray, "grid grid"]:
     """Returns a mask of the patches in `order`."""
-    kept = np.zeros(grid, bool)
+    kept = np.zeros((grid, grid), bool)
     kept.flat[np.asarray(order, int)] = True
     return kept
 
@@ -79,7 +76,7 @@ def kept_patches(
 def draw_panel(
     path: str | Path | Image.Image,
     order: Sequence[int] | Int[np.ndarray, "k"],
-    grid: tuple[int, int],
+    grid: int,
     side: int,
     *,
     marks: bool = True,
@@ -89,7 +86,7 @@ def draw_panel(
     Args:
         path: the image.
         order: kept tokens, the first choice first.
-        grid: rows and columns of patches.
+        grid: patches along an edge.
         side: pixels along an edge of the result.
         marks: whether to draw numbers, or dots from dark to bright if numbers do not fit.
 
@@ -104,7 +101,7 @@ def draw_panel(
     panel = Image.fromarray(dim(read_square(path, side), kept))
     draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
-    patch = side // max(grid)
+    patch = side // grid
     if marks and use_numbers(len(order), grid, side):
         typeface = font(max(9, round(0.43 * patch)), bold=True)
         for number, token in enumerate(order, 1):
@@ -123,15 +120,15 @@ def draw_panel(
     return panel
 
 
-def use_numbers(count: int, grid: tuple[int, int], side: int) -> bool:
+def use_numbers(count: int, grid: int, side: int) -> bool:
     """Returns whether numbers are legible: not too many, in patches of at least 20 pixels."""
-    return count <= MOST_NUMBERS and side // max(grid) >= 20
+    return count <= MOST_NUMBERS and side // grid >= 20
 
 
-def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: int) -> None:
+def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: int, side: int) -> None:
     """Draws a dot in each kept patch: the first choice dark, the last bright."""
     ramp = colormaps[_RAMP](np.linspace(0, 0.95, max(len(order), 2)), bytes=True)
-    radius = max(1.5, 0.2 * side / max(grid))
+    radius = max(1.5, 0.2 * side / grid)
     for colour, token in zip(ramp, order, strict=False):
         left, top, right, bottom = patch_box(token, grid, side)
         x, y = (left + right) / 2, (top + bottom) / 2
@@ -143,12 +140,12 @@ def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: tuple[int, int], side: in
         )
 
 
-def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "rows columns"], side: int) -> None:
+def _outline(draw: ImageDraw.ImageDraw, kept: Bool[np.ndarray, "grid grid"], side: int) -> None:
     """Draws white lines where kept patches meet dropped ones or the edge of the image."""
     padded = np.pad(kept, 1)
     width = max(1, side // 168)
     for row, column in np.argwhere(kept):
-        left, top, right, bottom = patch_box(row * kept.shape[1] + column, kept.shape, side)
+        left, top, right, bottom = patch_box(row * len(kept) + column, len(kept), side)
         right, bottom = right - 1, bottom - 1
         for dy, dx, line in (
             (-1, 0, (left, top, right, top)),

@@ -76,7 +76,7 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
     rows, columns = config.family.grids(config, pixels)[0].tolist()
     assert rows < columns
     found = seen_patches(model, wide, (rows, columns), [0, rows * columns - 1, -1])
-    assert found.grid == (columns, columns) and len(found.patches) == 2
+    assert found.grid == columns and len(found.patches) == 2
     pixel = config.family.seen(config, model.image_settings, wide)
     side = pixel.width // columns
     for patch, (left, top) in zip(found.patches, ((0, 0), (columns - 1, rows - 1)), strict=True):
