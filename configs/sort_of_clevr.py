@@ -24,4 +24,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = "data/sort_of_clevr"
     c.eval.budgets = (48, 32, 16, 8, 4)
     c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
+    c.eval.ablations = ConfigDict()  # rows that are left out until their file exists
+    c.eval.ablations["AutoSelect-like"] = "runs/sort_of_clevr_autoselect/policy.safetensors"
     return c
