@@ -193,8 +193,7 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     # One recipe: that of the class.
     assert default == PolicyConfig(**shape)
     scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
-    paper = {"length_weight": 0.01}
-    assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale | paper))
+    assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale))
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
     for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
