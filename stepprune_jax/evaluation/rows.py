@@ -18,7 +18,7 @@ from stepprune_jax.benchmarks.answer_files import (
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.evaluation.names import ORACLE, own_stop
-from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings
+from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
 from stepprune_jax.pruning.oracle import make_oracle
@@ -88,7 +88,7 @@ def plan_rows(
 
     Returns:
         All tokens, the methods without training at each budget, then each policy: exact, adaptive,
-        and for the default one its own stop. Methods that do not support the model are skipped.
+        and its own stop if requested. Methods that do not support the model are skipped.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
@@ -113,7 +113,7 @@ def plan_rows(
             budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
             method = make_method(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, method, name))
-        if name == DEFAULT:
+        if name in settings.own_stops:
             own = Budget("own")
             method = make_method(None, own, policy=policy, stop_bias=0.0)
             rows.append(TableRow(own_stop(name), own, method, name))

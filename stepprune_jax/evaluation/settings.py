@@ -67,6 +67,15 @@ def _policy_files() -> Any:
     )
 
 
+def _row_names(*names: str) -> Any:
+    """Defines a field that holds names of rows, by default `names`."""
+    return setting(
+        "names of rows",
+        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
+        default=names,
+    )
+
+
 def _question_files() -> Any:
     """Defines a field that maps benchmarks to question files."""
     return setting(
@@ -102,6 +111,7 @@ class EvalSettings(Settings, group="eval"):
         ablations: as `rows`, but a missing file is skipped.
         adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
             average.
+        own_stops: rows of `adaptive` that are also evaluated without a bias.
         validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
     """
 
@@ -126,11 +136,8 @@ class EvalSettings(Settings, group="eval"):
     positions: str = choice(POSITIONS, default="original")
     rows: Mapping[str, str] = _policy_files()
     ablations: Mapping[str, str] = _policy_files()
-    adaptive: tuple[str, ...] = setting(
-        "names of rows",
-        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
-        default=(DEFAULT, "StepPrune literal"),
-    )
+    adaptive: tuple[str, ...] = _row_names(DEFAULT, "StepPrune literal")
+    own_stops: tuple[str, ...] = _row_names(DEFAULT)
     validation_questions: int = count(0, default=1000)
 
     def __post_init__(self):

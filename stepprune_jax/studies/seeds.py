@@ -312,8 +312,8 @@ def _evaluate_missing(
         policy = policies[run.folder]
         # The learned stop of a trial is evaluated where its variant's is. What `methods` leaves out
         # are rows without training.
-        stops = VARIANTS[run.key.partition("+")[0]].method in settings.adaptive
-        chosen = dataclasses.replace(settings, methods="", adaptive=(run.method,) if stops else ())
+        stops = (run.method,) if VARIANTS[run.key.partition("+")[0]].stop else ()
+        chosen = dataclasses.replace(settings, methods="", adaptive=stops, own_stops=stops)
         trained = records(path, mark, run.seed, {run.method: policy}, chosen)
         table = _table(trained, untrained, run.seed)
         if isinstance(policy.config, PolicyConfig):

@@ -17,19 +17,21 @@ class Variant(NamedTuple):
         method: name in tables.
         argument: argument of the configuration file.
         changes: changes to the configuration, each "field=value".
+        stop: whether its learned stop is evaluated, too.
     """
 
     method: str
     argument: str = ""
     changes: tuple[str, ...] = ()
+    stop: bool = False
 
 
 # By their names on the command line.
 VARIANTS = {
-    "default": Variant(DEFAULT),
-    "literal": Variant("StepPrune literal", ":literal"),
+    "default": Variant(DEFAULT, stop=True),
+    "literal": Variant("StepPrune literal", ":literal", stop=True),
     "literal_raw": Variant(
-        "StepPrune literal, raw features", ":literal", changes=("data.stats_images=0",)
+        "StepPrune literal, raw features", ":literal", ("data.stats_images=0",), stop=True
     ),
     # With the text gate and the learning rates that serve it better: docs/experiments.md.
     "autoselect": Variant(
@@ -52,7 +54,7 @@ VARIANTS = {
         "straight-through estimator", changes=("policy.estimator=straight_through",)
     ),
     "scale_gate": Variant("scaling gate", changes=("policy.gate=scale",)),
-    "aligned_stop": Variant("stop as a slot", changes=("policy.stop=aligned",)),
+    "aligned_stop": Variant("stop as a slot", changes=("policy.stop=aligned",), stop=True),
     "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
     "group4": Variant("4 tokens a step", changes=("policy.group=4",)),
     "group8": Variant("8 tokens a step", changes=("policy.group=8",)),

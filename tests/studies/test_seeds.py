@@ -77,12 +77,14 @@ def test_every_row_is_trained_on_every_seed_and_evaluated_once(world, trained, t
     seeds.run_seeds(CONFIG, at, [0, 1], rows, changes=changes(world))
     lines = [line for line in capsys.readouterr().out.splitlines() if "evaluating" in line]
     assert lines == ["evaluating StepPrune, seed 1"]
-    # The learned stop of a trial is evaluated, too.
-    trial = seeds.run_seeds(CONFIG, at, [0], ["default+slow"], changes=changes(world))
-    assert {r["mode"] for r in trial["rows"] if r["method"].endswith("x 1/2")} == {
-        "exact",
-        "adaptive",
-    }
+    # The learned stop of a trial, and of an ablation of the stop, is evaluated, too.
+    for row, label in (
+        ("default+slow", "StepPrune, learning rates x 1/2"),
+        ("aligned_stop", "stop as a slot"),
+    ):
+        other = seeds.run_seeds(CONFIG, at, [0], [row], changes=changes(world))
+        modes = {(r["method"], r["mode"]) for r in other["rows"]}
+        assert modes >= {(label, "exact"), (label, "adaptive"), (f"{label}, own stop", "adaptive")}
     # A run with other settings is not taken for this one.
     with pytest.raises(ValueError, match=r"folder of another run(.|\n)*config.steps: 100 -> 200"):
         seeds.run_seeds(CONFIG, at, [0], rows, changes=[*changes(world), "steps=200"])
