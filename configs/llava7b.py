@@ -112,7 +112,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.probe_weight = 10.0  # silent
     c.policy.gain_bound = 10.0  # silent
     c.policy.gate = "vp"  # Eq. (13)
-    # Lambda, Eq. (15). Changed: at 0.15, policies for small models keep 8 to 16 % of the tokens,
+    # Lambda, Eq. (15). Changed: at 0.15, policies keep 8 to 16 % of the tokens in the shapes world,
     # with all numbers of tokens, widths and updates tried (docs/scale.md). The paper's tightest
     # rate keeps 11 %.
     c.policy.length_weight = 0.01 if literal else 0.15
