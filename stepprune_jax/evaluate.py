@@ -30,7 +30,7 @@ from stepprune_jax.evaluation.generate_stage import (
     generate_answers,
     public_questions,
 )
-from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, OWN_STOP
 from stepprune_jax.evaluation.scores import score_answers
 from stepprune_jax.evaluation.settings import (
     SHAPES,
@@ -160,7 +160,7 @@ def _report_shapes(
     settings = run.eval
     labels = [label for label in settings.labels if settings.wants(label)]
     if DEFAULT in labels:
-        labels.append(own_stop(DEFAULT))
+        labels.append(OWN_STOP)
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     files = []
     for file in read_files(folder):

@@ -10,11 +10,19 @@ DEFAULT = "StepPrune"
 # the tokens that are known to matter.
 FIRST_STEP = "first step"
 ORACLE = "oracle"
+_STOP = ", own stop"
+# The row in which that policy stops by itself.
+OWN_STOP = f"{DEFAULT}{_STOP}"
 
 
 def own_stop(method: str) -> str:
     """Returns the name of the row in which a method uses its own stop."""
-    return f"{method}, own stop"
+    return f"{method}{_STOP}"
+
+
+def without_own_stop(name: str) -> str:
+    """Returns the method of a row: its name, or what is before ", own stop"."""
+    return name.removesuffix(_STOP)
 
 
 def row_place(method: str, mode: str, budget: int | None, labels: Sequence[str]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.prompts import question_ids, tokenize_with_images
-from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.evaluation.settings import EvalSettings, find_policy
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
@@ -163,8 +163,7 @@ def row_policies(
 
     policies: list[Policy | None] = []
     for file in files:
-        made, label = file.provenance.made, file.provenance.method
-        label = DEFAULT if label == own_stop(DEFAULT) else label
+        made, label = file.provenance.made, without_own_stop(file.provenance.method)
         if "policy" in made and label not in known:
             known[label] = find(label)
         policy = known.get(label)

@@ -10,13 +10,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from stepprune_jax.evaluation.accuracy import families, full_row
-from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
 from stepprune_jax.evaluation.report import Report
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.excerpts import tightest
 
 Row = dict[str, Any]
-OWN_STOP = own_stop(DEFAULT)
 _LEGEND_COLUMNS = 3
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
@@ -124,7 +123,8 @@ def _draw_method(
     Returns:
         Where they end, the method's name and its colour; None if there is nothing to draw.
     """
-    main = method in style.COLOURS
+    alone = without_own_stop(method)
+    main = alone in style.COLOURS
     look: dict[str, Any] = {"color": colour, "linewidth": 1.8 if main else 1.0}
     look["zorder"] = 5 if method == DEFAULT else 3
     end = None
@@ -136,7 +136,7 @@ def _draw_method(
         rows = [r for r in sorted(rows, key=lambda r: -r["mean_k"]) if _has_place(r, field)]
         if rows:
             x, y = [r[field] for r in rows], [r["retention"] for r in rows]
-            if method == OWN_STOP:
+            if method != alone:
                 form = {"markersize": 11}
             axes.plot(x, y, marker=marker, **look, **form)
             if field == "mean_k":

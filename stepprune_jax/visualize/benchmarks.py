@@ -13,7 +13,7 @@ from stepprune_jax.benchmarks import Benchmark
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, BenchmarkQuestion
-from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, OWN_STOP
 from stepprune_jax.evaluation.report import square_patches
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.counts import Curve, draw_counts
@@ -29,7 +29,7 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
         mine.sort(key=lambda file: -file.provenance.budget)
         if mine:
             return mine[len(mine) // 2]
-    return next((f for f in files if f.provenance.method == own_stop(DEFAULT)), None)
+    return next((f for f in files if f.provenance.method == OWN_STOP), None)
 
 
 def draw_benchmark_counts(

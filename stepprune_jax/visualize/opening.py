@@ -5,11 +5,10 @@ from html import escape
 import numpy as np
 
 from stepprune_jax.evaluation.accuracy import families, full_row
-from stepprune_jax.evaluation.names import DEFAULT
+from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP
 from stepprune_jax.evaluation.records import Records
 from stepprune_jax.evaluation.report import Report
 from stepprune_jax.evaluation.statistics import image_numbers, paired_difference
-from stepprune_jax.visualize.accuracy import OWN_STOP
 from stepprune_jax.visualize.excerpts import others, tightest
 from stepprune_jax.visualize.page_table import UNKNOWN
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.evaluation.names import ALL, DEFAULT, OWN_STOP
 from stepprune_jax.evaluation.report import Report
-from stepprune_jax.visualize.accuracy import OWN_STOP
 
 UNKNOWN = "\N{EN DASH}"
 # A GFLOP in each unit; the first unit in which the largest number is not too small is used.

@@ -13,13 +13,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stepprune_jax.evaluation.names import without_own_stop
+
 DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
 # Okabe and Ito's colours, distinguishable with any kind of colour vision.
 COLOURS = {
     "all tokens": INK,
     "StepPrune": "#0072b2",
-    "StepPrune, own stop": "#0072b2",
     "StepPrune literal": "#56b4e9",
     "AutoSelect-like": "#d55e00",
     "[CLS] top-K": "#009e73",
@@ -65,22 +66,25 @@ def colours(methods: Sequence[str]) -> dict[str, str]:
     """Assigns a colour to each method: its own if it has one, or another in alphabetical order.
 
     Args:
-        methods: names of all methods of the table, so that all figures agree.
+        methods: names of all rows of the table, so that all figures agree. The row of a method's
+            own stop has the method's colour.
     """
-    unknown = _without_colour(methods)
-    return COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in enumerate(unknown)}
+    unknown = enumerate(_without_colour(methods))
+    known = COLOURS | {name: _FURTHER[i % len(_FURTHER)] for i, name in unknown}
+    return known | {name: known[without_own_stop(name)] for name in methods}
 
 
 def markers(methods: Sequence[str]) -> dict[str, str]:
-    """Assigns a marker to each method; up to three of one colour differ."""
-    own = dict.fromkeys(COLOURS, "o") | {"StepPrune, own stop": "*"}
+    """Assigns a marker to each method, a star to own stops; up to three of one colour differ."""
     further = enumerate(_without_colour(methods))
-    return own | {name: _MARKERS[i // len(_FURTHER) % len(_MARKERS)] for i, name in further}
+    known = dict.fromkeys(COLOURS, "o")
+    known |= {name: _MARKERS[i // len(_FURTHER) % len(_MARKERS)] for i, name in further}
+    return known | {name: "*" for name in methods if name != without_own_stop(name)}
 
 
 def _without_colour(methods: Sequence[str]) -> list[str]:
     """Lists the methods that have no colour of their own, in alphabetical order."""
-    return sorted(set(methods) - set(COLOURS))
+    return sorted({*map(without_own_stop, methods)} - set(COLOURS))
 
 
 @contextlib.contextmanager

@@ -74,7 +74,14 @@ def test_every_pruner_has_a_line_of_its_own_look():
     palette, signs = style.colours(names), style.markers(names)
     looks = {(palette[name], signs[name]) for name in names}
     assert len(looks) == len(names) > len({palette[name] for name in names})
-    assert signs["StepPrune"] == "o" and signs["StepPrune, own stop"] == "*"
+
+
+@pytest.mark.parametrize("method", ["StepPrune", "stop as a slot"])
+def test_an_own_stop_is_a_star_in_the_colour_of_its_method(method):
+    names = [method, f"{method}, own stop", "grid"]
+    palette, signs = style.colours(names), style.markers(names)
+    assert palette[names[0]] == palette[names[1]] != palette["grid"]
+    assert signs[names[1]] == "*" and "*" not in (signs[method], signs["grid"])
 
 
 def test_few_colours_keep_the_common_ones_exactly():
