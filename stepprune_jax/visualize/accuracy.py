@@ -1,5 +1,6 @@
 """Retention against the tokens kept and what they cost, and accuracy by question family."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from stepprune_jax.visualize.excerpts import tightest
 
 Row = dict[str, Any]
 _LEGEND_COLUMNS = 3
+_NAME_WIDTH = 24  # characters of a line of text beside a figure
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
     "ms": "time of an answer, ms",
@@ -171,11 +173,13 @@ def _scale(axes: Axes, table: Sequence[Row], num_tokens: int) -> None:
 def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Writes names to the right of the ends of lines, moved apart where they would overlap."""
     low, high = axes.get_ylim()
-    places = style.spread([y for _, y, _, _ in ends], gap=(high - low) * 0.048)
+    written = [textwrap.fill(name, _NAME_WIDTH) for _, _, name, _ in ends]
+    lines = max((name.count("\n") + 1 for name in written), default=1)
+    places = style.spread([y for _, y, _, _ in ends], gap=(high - low) * 0.048 * lines)
     edge = axes.get_xlim()[1]
-    for (x, y, name, colour), place in zip(ends, places, strict=True):
+    for (x, y, name, colour), text, place in zip(ends, written, places, strict=True):
         axes.annotate(
-            name,
+            text,
             (x, y),
             xytext=(edge * 0.93, place),
             color=colour,
