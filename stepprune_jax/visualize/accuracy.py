@@ -1,6 +1,5 @@
 """Retention against the tokens kept and what they cost, and accuracy by question family."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,10 @@ from stepprune_jax.visualize.excerpts import tightest
 
 Row = dict[str, Any]
 _LEGEND_COLUMNS = 3
-_NAME_WIDTH = 24  # characters of a line of text beside a figure
+# Inches of a figure and of its axes. Names of up to 24 characters fit beside them, longer ones make
+# the figure wider.
+_WIDTH, _LEFT, _AXES = 7, 0.595, 4.69
+_CHARACTERS, _CHARACTER = 24, 0.07
 # Fields of the table that say what an answer costs, and how their axes are called.
 _COSTS = {
     "ms": "time of an answer, ms",
@@ -43,8 +45,9 @@ def draw_accuracy(path: str | Path, table: Sequence[Row], num_tokens: int) -> Pa
     """
     names = [row["method"] for row in table]
     palette, signs = style.colours(names), style.markers(names)
-    with style.canvas(7, 4.3) as figure:
-        axes = figure.add_axes((0.085, 0.15, 0.67, 0.79))
+    width = _WIDTH + _CHARACTER * max(0, max(map(len, names)) - _CHARACTERS)
+    with style.canvas(width, 4.3) as figure:
+        axes = figure.add_axes((_LEFT / width, 0.15, _AXES / width, 0.79))
         axes.axhline(100, color=style.SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
         axes.plot(num_tokens, 100, "o", color=palette[ALL], clip_on=False)
         ends = []
@@ -173,13 +176,11 @@ def _scale(axes: Axes, table: Sequence[Row], num_tokens: int) -> None:
 def _name_lines(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Writes names to the right of the ends of lines, moved apart where they would overlap."""
     low, high = axes.get_ylim()
-    written = [textwrap.fill(name, _NAME_WIDTH) for _, _, name, _ in ends]
-    lines = max((name.count("\n") + 1 for name in written), default=1)
-    places = style.spread([y for _, y, _, _ in ends], gap=(high - low) * 0.048 * lines)
+    places = style.spread([y for _, y, _, _ in ends], gap=(high - low) * 0.048)
     edge = axes.get_xlim()[1]
-    for (x, y, name, colour), text, place in zip(ends, written, places, strict=True):
+    for (x, y, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
-            text,
+            name,
             (x, y),
             xytext=(edge * 0.93, place),
             color=colour,

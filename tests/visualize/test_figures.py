@@ -228,6 +228,16 @@ def test_a_model_that_gets_nothing_right_has_no_retention(report, tmp_path):
     assert accuracy.draw_costs(tmp_path / "b.png", changed.table).stat().st_size > 1000
 
 
+def test_a_long_name_makes_room_for_itself(report, tmp_path):
+    def width(name):
+        rows = [r | {"method": name} if r["method"] == "grid" else r for r in report.table]
+        with Image.open(accuracy.draw_accuracy(tmp_path / "a.png", rows, 16)) as image:
+            return image.width
+
+    assert width("grid") == width("a name of 24 characters.") == 7 * style.DPI
+    assert width("StepPrune, learning rates x 2, own stop") > 7 * style.DPI
+
+
 def test_costs_are_drawn_where_the_table_knows_them(report, tmp_path):
     def drawn(*unknown):
         rows = [{k: v for k, v in row.items() if k not in unknown} for row in report.table]
