@@ -12,7 +12,6 @@ def get_config() -> ConfigDict:
     # Both from trials on other questions, docs/experiments.md: a text gate that opens slowly, and
     # half the learning rates.
     c.text_gate_anneal = 0.1
-    c.optimizer.lr = 5e-4
-    c.optimizer.final_lr = 5e-5
-    c.optimizer.muon_lr = 0.0075
+    for rate in ("lr", "final_lr", "muon_lr"):
+        c.optimizer[rate] *= 0.5
     return c

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict, config_flags
 from stepprune_jax import configurations
 from stepprune_jax.evaluation.names import DEFAULT
 
+_RATES = ("lr", "final_lr", "muon_lr")
+
 
 class Variant(NamedTuple):
     """A variant of training a policy.
@@ -17,12 +19,14 @@ class Variant(NamedTuple):
         method: name in tables.
         argument: argument of the configuration file.
         changes: changes to the configuration, each "field=value".
+        rates: factor on the configuration's learning rates.
         stop: whether its learned stop is evaluated, too.
     """
 
     method: str
     argument: str = ""
     changes: tuple[str, ...] = ()
+    rates: float = 1.0
     stop: bool = False
 
 
@@ -35,14 +39,7 @@ VARIANTS = {
     ),
     # With the text gate and the learning rates that serve it better: docs/experiments.md.
     "autoselect": Variant(
-        "AutoSelect-like",
-        changes=(
-            "method=autoselect",
-            "text_gate_anneal=0.1",
-            "optimizer.lr=5e-4",
-            "optimizer.final_lr=5e-5",
-            "optimizer.muon_lr=0.0075",
-        ),
+        "AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1"), rates=0.5
     ),
     "causal": Variant("causal encoder", changes=("policy.encoder_attention=causal",)),
     "last": Variant("last step's score", changes=("policy.aggregation=last",)),
@@ -63,7 +60,7 @@ VARIANTS = {
 
 def _scale_rates(factor: float) -> Callable[[ConfigDict], None]:
     def change(config: ConfigDict) -> None:
-        for name in ("lr", "final_lr", "muon_lr"):
+        for name in _RATES:
             config.optimizer[name] *= factor
 
     return change
@@ -183,7 +180,11 @@ def variant_configs(
     for key in keys:
         name, trial = known[key]
         variant = VARIANTS[name]
-        loaded = load_config(f"{config}{variant.argument}", [*variant.changes, *changes])
+        path, of_variant = f"{config}{variant.argument}", [*variant.changes]
+        if variant.rates != 1:
+            optimizer = load_config(path, of_variant).optimizer
+            of_variant += [f"optimizer.{name}={variant.rates * optimizer[name]}" for name in _RATES]
+        loaded = load_config(path, [*of_variant, *changes])
         method = variant.method
         if trial is not None:
             TRIALS[trial].change(loaded)

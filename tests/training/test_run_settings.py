@@ -202,6 +202,11 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
         str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
     )
     assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
+    # A row's learning rates are a share of the configuration's.
+    large = str(ROOT / "configs" / "llava7b.py")
+    for changes, lr in (([], load_config("llava7b").optimizer.lr / 2), (["optimizer.lr=0.1"], 0.1)):
+        optimizer = variant_configs(large, ["autoselect"], changes)[0].config.optimizer
+        assert (optimizer.lr, optimizer.muon_lr) == (lr, 0)
     baseline = build(load_config("ablations/autoselect"))
     assert baseline.policy_width == default.policy_width
     with pytest.raises(ValueError, match=r"expected shapes:literal"):
