@@ -195,6 +195,8 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
     assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale))
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
+    wide = build(load_config("shapes_wide"))
+    assert wide == PolicyConfig(**(shape | {"width": 128, "length_weight": 0.08}))
     for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
         assert row.config == load_config(f"ablations/{row.key}")
     # What the command line changes is not taken back by a row.
