@@ -83,15 +83,20 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, asked):
     assert 0.8 * whole < quarter < whole
 
 
-def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
-    """96.7 % with 17.5 tokens on the 4,160 questions of docs/experiments.md; here on 384 others."""
-    policy = load_policy("shapes")
+@pytest.mark.parametrize(
+    ("name", "least"),
+    # 96.7 % with 17.5 tokens and 97.9 % with 19.7 on the 4,160 questions of docs/experiments.md;
+    # here on 384 others.
+    [("shapes", 0.95), ("shapes_wide", 0.96)],
+)
+def test_the_shipped_policies_stop_by_themselves_and_lose_little(asked, name, least):
+    policy = load_policy(name)
     own, kept = asked(make_method(policy=policy))
     whole, _ = asked(make_method("all"))
     random, _ = asked(make_method("random", 16))
     assert 12 < kept.mean() < 26 and kept.std() > 4
     # The standard error of so few answers is 1.3 %.
-    assert own > 0.95 * whole and own > random + 0.08
+    assert own > least * whole and own > random + 0.08
 
 
 def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
@@ -109,7 +114,7 @@ def test_every_policy_is_for_a_model():
     assert sorted(name for names in POLICIES_FOR.values() for name in names) == policy_names()
 
 
-@pytest.mark.parametrize("name", ["autoselect", "literal", "shapes", "shapes_qwen"])
+@pytest.mark.parametrize("name", ["autoselect", "literal", "shapes", "shapes_qwen", "shapes_wide"])
 def test_shipped_policies_fit_their_model_and_say_where_they_come_from(model, qwen, name):
     policy = load_policy(name)
     check_fits(policy, qwen.config if name in POLICIES_FOR["shapes_qwen"] else model.config)

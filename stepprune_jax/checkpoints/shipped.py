@@ -9,7 +9,10 @@ SHAPES_MODEL, SHAPES_QWEN = ASSETS / "shapes_llava", ASSETS / "shapes_qwen"
 MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
 POLICIES = ASSETS / "policies"
 # Policies by the model they were trained for, StepPrune's own first.
-POLICIES_FOR = {"shapes": ("shapes", "autoselect", "literal"), "shapes_qwen": ("shapes_qwen",)}
+POLICIES_FOR = {
+    "shapes": ("shapes", "shapes_wide", "autoselect", "literal"),
+    "shapes_qwen": ("shapes_qwen",),
+}
 _SUFFIX = ".safetensors"
 
 
