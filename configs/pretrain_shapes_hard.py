@@ -30,14 +30,16 @@ def get_config(arg: str = "") -> ConfigDict:
 
     c.tower.steps = 300
 
-    c.language.steps = 3000
+    c.language.steps = 3200
     c.language.whole_steps = 2400
+    c.language.thinned_share = 0.5
     c.language.filled = 40  # every shape, and empty patches where there are fewer
     c.language.lr = 1.5e-3
     c.language.muon_lr = 0.015
     c.language.kept = (2, 4, 8, 16, 32, 64)
 
-    c.noise.steps = 400
+    c.noise.steps = 800
+    c.noise.thinned_share = 0.25
     c.noise.lr = 5e-4
     c.noise.muon_lr = 0.005
     return c
