@@ -175,15 +175,12 @@ def prefill(model: Any, embeddings: Any, kind: str, capacity: int) -> tuple[Any,
     """Runs the model over embeddings [b, s, e]; returns the last logits [b, v] and the cache."""
     import torch
 
+    cache = new_cache(model, kind, capacity)
     with torch.inference_mode():
-        output = model(
-            inputs_embeds=embeddings,
-            past_key_values=new_cache(model, kind, capacity),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        # By position: transformers 5.24 renamed the cache's argument.
+        output = model(None, None, None, cache, embeddings, use_cache=True, logits_to_keep=1)
     wait(embeddings.device.type)
-    return output.logits[:, -1], output.past_key_values
+    return output.logits[:, -1], cache
 
 
 def decode(model: Any, cache: Any, tokens: Any) -> Any:
@@ -192,7 +189,7 @@ def decode(model: Any, cache: Any, tokens: Any) -> Any:
 
     with torch.inference_mode():
         for token in tokens:
-            output = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+            output = model(token[:, None], None, None, cache, use_cache=True)
     wait(tokens.device.type)
     return output.logits[:, -1]
 

@@ -51,14 +51,18 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
     read = []
     for block in model.model.layers:
         block.mlp.register_forward_hook(lambda _, given, __: read.append(given[0]))
-    theirs = model(as_torch(ids), output_hidden_states=True, output_attentions=True, use_cache=True)
+    cache = transformers.DynamicCache(config=model.config)
+    # By position: transformers 5.24 renamed the cache's argument.
+    theirs = model(
+        as_torch(ids), None, None, cache, output_hidden_states=True, output_attentions=True
+    )
     assert_close(ours, theirs.logits, what="logits")
     for layer in range(4):
         assert_close(stage.taps[f"hidden.{layer}"], theirs.hidden_states[layer])
         full = theirs.attentions[layer]
         rows = torch.stack([full[row][:, query_index[row].tolist()] for row in range(2)])
         assert_close(stage.taps[f"attention.{layer}"], rows, what=f"attention {layer}")
-        assert_close(stage.taps[f"keys.{layer}"], theirs.past_key_values.layers[layer].keys)
+        assert_close(stage.taps[f"keys.{layer}"], cache.layers[layer].keys)
         assert_close(stage.taps[f"mlp_input.{layer}"], read[layer], what=f"mlp input {layer}")
         normed = model.model.norm(theirs.hidden_states[layer])
         assert_close(stage.taps[f"normed.{layer}"], normed, what=f"normed {layer}")

@@ -114,7 +114,8 @@ def staged(pair, prompt, images, drops, max_tokens, renumber=False):
 def _run(core, block, hidden, position, cache):
     """A layer over a row, or over one token behind what it has cached."""
     angles = core.rotary_emb(hidden, position)
-    return block(hidden, past_key_values=cache, position_embeddings=angles)
+    # By position: transformers 5.24 renamed the cache's argument.
+    return block(hidden, None, None, cache, position_embeddings=angles)
 
 
 def queries_and_keys(core, number, row):
