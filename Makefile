@@ -11,7 +11,8 @@ DEMO_FLAGS ?=
 FUZZ_FLAGS ?=
 # Half of the test questions of the README's table and some of its rows: `make report` does all.
 DEMO_ROWS ?= all,random,grid,fastv,visionzip,autoselect,stepprune
-DEMO_QUESTIONS ?= --config.data.test_scenes=260
+DEMO_WORLD ?= --test 260
+DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
 .PHONY: demo report test test-slow fuzz lint bench aot docs tutorials env clean
@@ -32,13 +33,16 @@ $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
 demo:
 	@echo "This takes 5 to 11 minutes on two cores, once the packages are installed."
 	@$(MAKE) --no-print-directory $(VENV)/.runtime
-	$(PY) train.py --config configs/shapes.py --workdir $(RUN) $(DEMO_QUESTIONS) $(DEMO_FLAGS)
-	$(PY) eval.py --config configs/shapes.py --workdir $(RUN) --config.eval.methods="$(DEMO_ROWS)" \
-	  $(DEMO_QUESTIONS) $(DEMO_FLAGS)
+	$(PY) -m experiments.shapes --out $(DATA) $(DEMO_WORLD)
+	$(PY) train.py --config configs/shapes.py --workdir $(RUN) --config.data.folder=$(DATA) \
+	  $(DEMO_FLAGS)
+	$(PY) eval.py --config configs/shapes.py --workdir $(RUN) --config.data.folder=$(DATA) \
+	  --config.eval.methods="$(DEMO_ROWS)" $(DEMO_FLAGS)
 
 # Every trained row afresh on five seeds: hours.
 report: $(VENV)/.runtime
-	$(PY) -m stepprune_jax.studies.seeds --config configs/shapes.py --workdir runs/seeds \
+	$(PY) -m experiments.shapes --out data/shapes
+	$(PY) -m experiments.studies.seeds --config configs/shapes.py --workdir runs/seeds \
 	  --seeds 0 1 2 3 4 --processes 2
 
 PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -62,13 +66,13 @@ lint: env
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: env
-	$(PY) -m stepprune_jax.bench.policy --repeats 5
-	$(PY) -m stepprune_jax.bench.backbone --attention matmul xla --load_gb 2
+	$(PY) -m tools.bench.policy --repeats 5
+	$(PY) -m tools.bench.backbone --attention matmul xla --load_gb 2
 
 # Compiles for GPUs and TPUs that need not be here; AOT_FLAGS=--full for 7B and every target.
 aot: $(AOT_VENV)/.installed
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m stepprune_jax.aot $(AOT_FLAGS)
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/aot tests/training/test_dry_run_target.py
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m tools.aot $(AOT_FLAGS)
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/tools/aot tests/training/test_dry_run_target.py
 
 $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)

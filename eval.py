@@ -3,7 +3,7 @@
 `--config.eval.benchmarks=pope,mme` replaces the configuration's benchmarks. There are three stages,
 all run by default: `--stages=generate`, `convert`, `score`; an interrupted `generate` resumes with
 the unanswered questions. Any field of the configuration can be set by a flag;
-`--config.data.test_seed=7` asks questions of a fresh test world of shapes.
+`--config.data.folder=FOLDER` asks those of another folder.
 """
 
 from stepprune_jax.evaluate import main

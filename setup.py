@@ -30,7 +30,6 @@ if __name__ == "__main__":
         packages=[
             *find_packages(include=["stepprune_jax", "stepprune_jax.*"]),
             "stepprune_jax.configs",
-            "stepprune_jax.configs.ablations",
         ],
         package_dir={"stepprune_jax.configs": "configs"},
         long_description=readme(PROJECT["urls"].get("Repository")),

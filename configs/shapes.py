@@ -1,10 +1,11 @@
 """StepPrune on the shapes world: a small frozen LLaVA, one-word answers, 144 visual tokens.
 
+    python -m experiments.shapes --out data/shapes
     python train.py --config configs/shapes.py --workdir runs/shapes
     python eval.py --config configs/shapes.py --workdir runs/shapes
 
 `configs/shapes.py:literal` follows the paper to the letter. Set the groups `model` and `data` for
-another model or other data: `data.name = "folder"` reads any data in LLaVA's format.
+another model or other data: any folder in LLaVA's format.
 """
 
 from ml_collections import ConfigDict, config_dict
@@ -42,7 +43,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.wandb = ""  # a project of Weights & Biases
 
     c.model = ConfigDict()
-    c.model.folder = ""  # or a hub id; empty: the small LLaVA of the shapes world
+    c.model.folder = "shapes"  # shipped; or a folder, or a hub id
     c.model.vision_folder = ""  # original LLaVA layout only: the CLIP folder
     c.model.dtype = "float32"
     c.model.attention = "matmul"
@@ -50,19 +51,13 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.rows_at_once = 4  # rows per pass of the frozen model on each device; 0: all
 
     c.data = ConfigDict()  # docs/training-data.md
-    c.data.name = "shapes"  # or "folder"
-    c.data.folder = ""  # empty: workdir/data, written on first use
+    c.data.folder = "data/shapes"
     c.data.train_file = ""  # empty: train.json of the folder
     c.data.image_folder = ""  # empty: images/ of the folder
     c.data.linked_folders = ()  # folders that links in the image folder may lead to
     c.data.index_folder = ""  # for token counts; empty: the folder of the run
     c.data.missing = "stop"  # or "skip" samples whose image is missing or damaged
     c.data.unusable = "stop"  # or "skip" samples that cannot be trained on
-    c.data.train_scenes = 3000
-    c.data.validation_scenes = 150
-    c.data.test_scenes = 520
-    c.data.seed = 0
-    c.data.test_seed = config_dict.placeholder(int)
     c.data.split_turns = True  # each question of a conversation is a separate sample
     c.data.stats_images = 1000  # images for the statistics of the features; 0: raw features
     c.data.length_multiple = 8  # ids are padded to a multiple; each width is one program
@@ -159,6 +154,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.eval.budgets = (48, 32, 16)
     c.eval.batch_size = 32
     c.eval.rows = ConfigDict()  # policy files of trained rows, by name of the row
-    c.eval.rows["AutoSelect-like"] = "assets/policies/autoselect.safetensors"
-    c.eval.rows["StepPrune literal"] = "assets/policies/literal.safetensors"
+    c.eval.rows["AutoSelect-like"] = "experiments/policies/autoselect.safetensors"
+    c.eval.rows["StepPrune literal"] = "experiments/policies/literal.safetensors"
     return c

@@ -1,4 +1,4 @@
-"""Configurations by name: "shapes", "llava7b:literal", "ablations/causal".
+"""Configurations by name: "shapes", "llava7b:literal".
 
 They are the files of `configs/`, which an installed package contains. A configuration that builds
 on another one calls `load`:
@@ -7,14 +7,16 @@ on another one calls `load`:
 
     def get_config(arg=""):
         c = configurations.load("shapes", arg)
-        c.data.name, c.data.folder = "folder", "my_data"
+        c.data.folder = "my_data"
         return c
 """
 
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from stepprune_jax.user_input import nearest
 
@@ -23,10 +25,7 @@ _PACKAGE = Path(__file__).parent
 
 def names() -> list[str]:
     """Returns the names of all configurations, in alphabetical order."""
-    folder = _folder()
-    return sorted(
-        path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")
-    )
+    return sorted(path.stem for path in _folder().glob("*.py"))
 
 
 def find(config: str) -> str:
@@ -66,6 +65,38 @@ def load(name: str, argument: str = "") -> ConfigDict:
     """
     get_config = runpy.run_path(find(name))["get_config"]
     return get_config(argument) if argument else get_config()
+
+
+def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
+    """Loads a configuration file like a command's `--config`.
+
+    Args:
+        path: path or name of the configuration; an argument may follow a colon.
+        changes: changes, each "field=value", as in `--config.field=value`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        FileNotFoundError: no such file or name.
+        ValueError: a change to an unknown field, or of another type.
+    """
+    path = find(path)
+    for change in changes:
+        if "=" not in change:
+            raise ValueError(f"--set {change!r}: expected FIELD=VALUE")
+    arguments = ["", f"--config={path}", *(f"--config.{change}" for change in changes)]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file(
+        "config", flag_values=values, sys_argv=arguments, lock_config=False
+    )
+    try:
+        values(arguments)
+    except flags.Error as error:
+        raise ValueError(str(error).replace("flag --config.", "--set ")) from error
+    except AttributeError as error:
+        raise ValueError(f"--set: the configuration has no field {error}") from error
+    return values["config"].value
 
 
 def _folder() -> Path:

@@ -5,7 +5,7 @@ files into answer files; once interrupted, it resumes with the unanswered questi
 answer files into the formats of official programs and servers. *score* turns answer files and
 annotations into the report. The shapes world is one of the benchmarks;
 `--config.eval.benchmarks=pope,mme` names others. Any field of the configuration can be set by a
-flag; `--config.data.test_seed=7` asks questions of a fresh test world of shapes.
+flag; `--config.data.folder=FOLDER` asks the questions of another folder.
 """
 
 import contextlib

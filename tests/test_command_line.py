@@ -183,7 +183,7 @@ def test_only_errors_about_values_and_files_are_marked():
         (["--config.optimiser.lr=1"], "--config has no field 'optimiser' Did you mean \"optimizer"),
         (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
         (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
-        (["--config=shape"], r"Did you mean shapes\? The names are ablations/alive, "),
+        (["--config=shape"], r"Did you mean shapes\? The names are llava13b, "),
         (["--config=llava7b:loose"], "the argument of llava7b is 'loose', expected"),
         (["--config=configs/shapes.py:loose"], "the argument of shapes is 'loose', expected"),
         (["more", "words"], "unexpected arguments: more words"),
@@ -289,11 +289,11 @@ for line in sys.stdin.read().splitlines():
 
 
 def test_the_programs_end_with_one_line(tmp_path):
-    shapes, pretrain = "configs/shapes.py", "configs/pretrain_shapes.py"
+    shapes, pretrain = "configs/shapes.py", "experiments/configs/pretrain_shapes.py"
     # Evaluation last: it starts jax, after which pretraining could not choose its devices.
     lines = [
         f"train.py --workdir={tmp_path} --config={shapes} --config.steps=0",
-        f"stepprune_jax/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
+        f"experiments/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
         f"--config.data.folder={tmp_path}",
         f"eval.py --workdir={tmp_path} --config={shapes}",
         f"train.py --workdir={tmp_path}",
@@ -310,7 +310,7 @@ def test_the_programs_end_with_one_line(tmp_path):
     train, pretrain, evaluate, unset, empty = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
-    assert pretrain == f"stepprune_jax.pretrain: error: no file at {tmp_path}/train.json"
+    assert pretrain == f"experiments.pretrain: error: no file at {tmp_path}/train.json"
     assert unset.startswith("train.py: error: flag --config=None")
     assert empty == "train.py: error: --workdir is empty, expected a folder"
 

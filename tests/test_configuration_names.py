@@ -3,7 +3,7 @@
 import pytest
 
 from stepprune_jax import configurations
-from stepprune_jax.studies.variants import load_config
+from stepprune_jax.configurations import load_config
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_names_are_the_files(pytestconfig):
     folder = pytestconfig.rootpath / "configs"
     wanted = {str(path.relative_to(folder))[:-3] for path in folder.rglob("*.py")}
-    assert {*configurations.names()} == wanted and "ablations/causal" in wanted
+    assert {*configurations.names()} == wanted
 
 
 @pytest.mark.parametrize("name", configurations.names())
@@ -30,7 +30,7 @@ def test_an_argument_reaches_the_file(pytestconfig):
     literal = configurations.load("qwen25vl_3b", "literal")
     assert literal.policy.stop == "softmax" and "Qwen2.5-VL-3B" in literal.model.folder
     with pytest.raises(ValueError, match=r"the argument of shapes is .loose.,"):
-        configurations.load("ablations/last", "loose")
+        configurations.load("shapes_qwen", "loose")
 
 
 def test_a_file_of_mine_builds_on_a_named_one(tmp_path):

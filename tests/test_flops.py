@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.bench.memory import MODELS
+from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig

@@ -10,7 +10,7 @@ from stepprune_jax.data.json_files import identity, read_json_lines, words
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
-_SOURCE = "python -m stepprune_jax.data.shapes"
+_SOURCE = "python -m experiments.shapes"
 
 
 def is_right(text: str, truth: str) -> bool:

@@ -10,7 +10,7 @@ MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
 POLICIES = ASSETS / "policies"
 # Policies by the model they were trained for, StepPrune's own first.
 POLICIES_FOR = {
-    "shapes": ("shapes", "shapes_wide", "autoselect", "literal"),
+    "shapes": ("shapes",),
     "shapes_qwen": ("shapes_qwen",),
 }
 _SUFFIX = ".safetensors"

@@ -1,16 +1,13 @@
-"""Location of a run's data, and settings of batches; writes the shapes world on first use."""
+"""Location of a run's data, and settings of batches."""
 
 import dataclasses
-import logging
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from stepprune_jax.data.survey import REMEDIES, Source
 from stepprune_jax.settings import (
     Settings,
     choice,
     count,
-    integer,
     is_count,
     number,
     setting,
@@ -19,21 +16,9 @@ from stepprune_jax.settings import (
 )
 from stepprune_jax.user_input import local_path
 
-_LOG = logging.getLogger(__name__)
-
-NAMES = ("shapes", "folder")
 TRAIN_FILE = "train.json"
 IMAGES = "images"
 MOST_WORKERS = 512  # processes, more than any machine has cores to spare
-
-
-def sizes() -> Any:
-    """A field that holds sizes of images, in pixels, or None."""
-    return setting(
-        "a tuple of numbers of pixels",
-        lambda value: isinstance(value, tuple) and bool(value) and all(map(is_count, value)),
-        optional=True,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,25 +26,13 @@ class DataSettings(Settings, group="data"):
     """The group `data` of a configuration; see docs/training-data.md.
 
     Attributes:
-        name: "shapes" for the shapes world, "folder" for data in LLaVA's format.
-        folder: folder with train.json and images/; empty: workdir/data, written on first use.
+        folder: folder with train.json, images/ and, for evaluation, the question files of splits.
         train_file: training file; empty: train.json of the folder.
         image_folder: folder that images are relative to; empty: images/ of the folder.
         linked_folders: folders that links in the image folder may lead to.
         index_folder: folder for token counts; empty: that of the run.
         missing: what to do about a missing or damaged image, of `REMEDIES`.
         unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
-        train_scenes: training scenes of the shapes world.
-        validation_scenes: its validation scenes.
-        test_scenes: its test scenes.
-        seed: seed of the shapes world.
-        test_seed: seed of a separate test world; None or negative for that of the run.
-        level: level of the shapes world; None for 1.
-        side: height and width of its images in pixels; None for the world's own.
-        grid: patches along an edge of its images; None for the world's own.
-        sizes: heights and widths of its images in turn, with patches as in `side` and `grid`; None
-            for images of one size.
-        emphasis: factor on the families of questions that are learned last; None for 1.
         split_turns: whether each question of a conversation is a separate sample; otherwise the
             conversation is one sample, up to one of its answers; see `index.scan`.
         stats_images: images for the statistics of the features; with 0, the policy and the noise
@@ -73,7 +46,6 @@ class DataSettings(Settings, group="data"):
         workers: processes that build batches, instead of threads.
     """
 
-    name: str = choice(NAMES)
     folder: str = text(free=True)
     train_file: str = text(free=True)
     image_folder: str = text(free=True)
@@ -85,16 +57,6 @@ class DataSettings(Settings, group="data"):
     index_folder: str = text(free=True)
     missing: str = choice(REMEDIES)
     unusable: str = choice(REMEDIES)
-    train_scenes: int = count(0)
-    validation_scenes: int = count(0, free=True)
-    test_scenes: int = count(0, free=True)
-    seed: int = count(0)
-    test_seed: int | None = integer(optional=True, free=True)
-    level: int | None = count(optional=True)
-    side: int | None = count(optional=True)
-    grid: int | None = count(optional=True)
-    sizes: tuple[int, ...] | None = sizes()
-    emphasis: float | None = number(optional=True)
     split_turns: bool = switch()
     stats_images: int = count(0)
     length_multiple: int = count()
@@ -110,101 +72,46 @@ class DataSettings(Settings, group="data"):
     )
 
 
-@runtime_checkable
-class HasData(Protocol):
-    """A configuration with the group `data`, such as the settings of a training run."""
-
-    @property
-    def data(self) -> Any:
-        """The group, `DataSettings` or an object with its fields."""
-
-
-def data_folder(config: HasData, workdir: str | Path) -> Path:
+def data_folder(data: DataSettings) -> Path:
     """Returns the folder of a run's data.
 
-    Args:
-        config: settings of the run. `data.folder` is used unchanged; if it is empty, the shapes
-            world is written to workdir/data, unless it exists.
-        workdir: folder of the run.
-
-    Returns:
-        A folder with images/ and train.json in it.
-
     Raises:
-        FileNotFoundError: `data.folder` or its training file does not exist.
-        ValueError: no folder for "folder", no training scenes, or workdir/data holds a world of
-            other settings.
+        FileNotFoundError: there is no such folder.
+        ValueError: none is given.
     """
-    data = config.data
-    if data.name == "folder" and not data.folder:
-        raise ValueError(
-            "config.data.folder is empty, expected a folder with train.json and images/ "
-            "(config.data.name is 'folder')"
-        )
-    if data.folder:
-        folder = local_path(data.folder)
-        if not (folder / TRAIN_FILE).is_file():
-            raise FileNotFoundError(f"config.data.folder: no file {folder / TRAIN_FILE}")
-        return folder
-    if data.train_scenes < 1:
-        raise ValueError(f"config.data.train_scenes is {data.train_scenes}, expected 1 or more")
-    # Imported here: a run on a data folder does not draw images.
-    from stepprune_jax.data.shapes import write_world
-
-    folder = Path(workdir) / "data"
-    if not folder.exists():
-        _LOG.info("Writing the shapes world to %s", folder)
-    return write_world(
-        folder,
-        seed=data.seed,
-        train=data.train_scenes,
-        validation=data.validation_scenes,
-        test=data.test_scenes,
-        **world_size(config),
-    )
+    if not data.folder:
+        raise ValueError("config.data.folder is empty, expected a folder with train.json, images/")
+    folder = local_path(data.folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"config.data.folder: no folder {folder}")
+    return folder
 
 
-def training_source(config: HasData, workdir: str | Path) -> Source:
+def training_source(data: DataSettings, workdir: str | Path) -> Source:
     """Returns the training file of a run and its image folder.
 
     Args:
-        config: settings of the run, with `data.train_file` and `data.image_folder`; an empty one is
-            taken from `data_folder`.
+        data: the settings; `train_file` or `image_folder`, if empty, are in `data_folder`.
         workdir: folder of the run; token counts are stored there unless `data.index_folder` is set.
 
-    Returns:
-        The source, whose file exists.
-
     Raises:
-        FileNotFoundError: `data.train_file` does not exist.
-        ValueError, FileNotFoundError: as `data_folder`, if that folder is needed.
+        FileNotFoundError: the training file does not exist.
+        ValueError: as `data_folder`, if that folder is needed.
     """
-    data = config.data
-    if data.train_file and not local_path(data.train_file).is_file():
-        raise FileNotFoundError(f"config.data.train_file: no file {data.train_file}")
-    whole = data.train_file and data.image_folder
-    folder = Path() if whole else data_folder(config, workdir)
+    file, images = map(local_path, (data.train_file, data.image_folder))
+    if not data.train_file or not data.image_folder:
+        folder = data_folder(data)
+        file = file if data.train_file else folder / TRAIN_FILE
+        images = images if data.image_folder else folder / IMAGES
+    if not file.is_file():
+        field = "train_file" if data.train_file else "folder"
+        raise FileNotFoundError(f"config.data.{field}: no file {file}")
     return Source(
-        file=local_path(data.train_file) if data.train_file else folder / TRAIN_FILE,
-        image_root=local_path(data.image_folder) if data.image_folder else folder / IMAGES,
+        file=file,
+        image_root=images,
         index_folder=local_path(data.index_folder or workdir),
         split_turns=data.split_turns,
         missing=data.missing,
         unusable=data.unusable,
         linked_folders=data.linked_folders,
     )
-
-
-def world_size(config: HasData) -> dict[str, Any]:
-    """Returns level, resolution and emphasis of the shapes world.
-
-    Args:
-        config: settings of the run; `data.level`, `side`, `grid`, `sizes` and `emphasis` may be
-            None.
-
-    Returns:
-        Those that are not None, as arguments of `write_world`.
-    """
-    names = ("level", "side", "grid", "sizes", "emphasis")
-    given = {name: getattr(config.data, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}

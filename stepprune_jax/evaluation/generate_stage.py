@@ -172,9 +172,8 @@ def generate_answers(
 
 
 def answers_folder(run: EvaluationRun, workdir: Path) -> Path:
-    """Returns the folder of a run's answers; a fresh test world has its own."""
-    seed = run.data.test_seed
-    return workdir / (ANSWERS if seed is None or seed < 0 else f"{ANSWERS}_test_{seed}")
+    """Returns the folder of a run's answers."""
+    return workdir / ANSWERS
 
 
 def read_benchmarks(

@@ -210,7 +210,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
             mesh = build_mesh("single", devices)
         source = model_source(run)
         setup = make_setup(run, source.config, mesh)
-        data = training_source(run, local_path(workdir).resolve())
+        data = training_source(run.data, local_path(workdir).resolve())
         batches = open_batches(run, data, file_identity(data.file), source)
     with memory_advice(run, devices):
         plan = make_plan(batches, setup, model_dtype(run), run.batch_size, compiler)

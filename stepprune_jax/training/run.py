@@ -110,7 +110,7 @@ def _train(
 ) -> None:
     """Trains in a folder that no other process writes to."""
     with user_input():
-        data = distributed.main_first(lambda: training_source(run, workdir))
+        data = distributed.main_first(lambda: training_source(run.data, workdir))
         questions = read_questions(run, setup, workdir)
         unanswered = read_calibration_questions(run, workdir)
         identities = model_identity(source), file_identity(data.file)

@@ -4,8 +4,8 @@ import json
 
 from PIL import Image
 
+from experiments.shapes import write_world
 from stepprune_jax.data.check import check_folder, main
-from stepprune_jax.data.shapes import write_world
 
 
 def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):

@@ -65,7 +65,7 @@ def kept(page):
 
 def test_upload_ask_and_move_the_slider(page, tmp_path):
     assert page.get_by_label("method").input_value() == "stepprune (shapes)"
-    example = shapes_examples(3)[2]
+    example = shapes_examples()[2]
     example.image.save(tmp_path / "scene.png")
     page.locator("input[type=file]").first.set_input_files(tmp_path / "scene.png")
     page.get_by_label("question").fill(example.question)

@@ -11,9 +11,9 @@ from benchmark_folders import write_benchmarks
 from PIL import Image
 from small_world import changed, one_width, small_run
 
+from experiments.shapes import write_world
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import Policy, save_policy
-from stepprune_jax.data.shapes import write_world
 from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.report import read_report

@@ -149,10 +149,8 @@ def test_the_validation_split_of_vqav2_is_scored_here(done, capsys):
     config, workdir, _ = done
     questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
     config = changed(config, benchmarks="vqav2", methods="all tokens", questions=questions)
-    # With a test world of its own, all answers have a folder of their own.
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test_seed=5))
     run(config, workdir.parent / "val")
-    assert (workdir.parent / "val" / "answers_test_5" / "vqav2" / "all-tokens.jsonl").is_file()
+    assert (workdir.parent / "val" / "answers" / "vqav2" / "all-tokens.jsonl").is_file()
     assert "all-tokens" in capsys.readouterr().out
     (found,) = scores(workdir.parent / "val")
     assert found["problem"] is None and 0 <= found["headline"] <= 100 and found["asked"] == 2

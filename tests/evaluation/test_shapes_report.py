@@ -20,13 +20,11 @@ from small_world import (
 )
 
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.configurations import load_config
 from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
-from stepprune_jax.evaluation.generate_stage import answers_folder
 from stepprune_jax.evaluation.report import read_report
 from stepprune_jax.evaluation.settings import read_evaluation
-from stepprune_jax.evaluation.sources import split_folders
-from stepprune_jax.studies.variants import load_config
 
 # Random weights answer with characters that no font has.
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
@@ -252,28 +250,3 @@ def test_methods_are_named_by_pruners_or_labels():
 
 def with_data(run, **fields):
     return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
-
-
-def test_a_test_seed_draws_a_test_world_of_its_own(tmp_path):
-    config = with_data(
-        small_run("model", ""),
-        name="shapes",
-        train_scenes=1,
-        validation_scenes=1,
-        test_scenes=2,
-        seed=0,
-        test_seed=5,
-    )
-    places = split_folders(config, tmp_path)
-    assert places["test"] == tmp_path / "data_test_5"
-    assert places["validation"] == tmp_path / "data"
-    fresh = (places["test"] / "test.jsonl").read_text()
-    assert fresh != (places["validation"] / "test.jsonl").read_text()
-    assert not (places["test"] / "train.json").exists()
-    assert answers_folder(config, tmp_path) == tmp_path / "answers_test_5"
-    own = with_data(config, test_seed=None)
-    assert answers_folder(own, tmp_path) == tmp_path / "answers"
-    assert split_folders(own, tmp_path)["test"] == tmp_path / "data"
-    config = with_data(config, folder=str(tmp_path))
-    with pytest.raises(ValueError, match=r"test_seed is 5, but the data of config.data.folder"):
-        split_folders(config, tmp_path)

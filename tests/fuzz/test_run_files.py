@@ -15,6 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sort_of_clevr_file import entry, place
 
+from experiments.datasets import sort_of_clevr
+from experiments.pretrain.data import _read_labels
+from experiments.pretrain.mentions import read_mentions
 from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
     Provenance,
@@ -23,13 +26,10 @@ from stepprune_jax.benchmarks.answer_files import (
     read_files,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.data import sort_of_clevr
 from stepprune_jax.data.llava import Question, read_scenes
 from stepprune_jax.evaluation.records import Records, load_records, save_records
 from stepprune_jax.evaluation.scores import read_scores, score_file
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
-from stepprune_jax.pretrain.data import _read_labels
-from stepprune_jax.pretrain.mentions import read_mentions
 from stepprune_jax.pruning.calibration import Calibration, read_calibration
 from stepprune_jax.settings import Settings, count, text
 from stepprune_jax.visualize.training import read_metrics

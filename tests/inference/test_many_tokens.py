@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from stepprune_jax import PolicyConfig, policy, testing
-from stepprune_jax.bench.memory import compiled_programs
 from stepprune_jax.checkpoints import Policy, load_vlm
 from stepprune_jax.inference import generate
 from stepprune_jax.inference.programs import num_compiled
@@ -18,6 +17,7 @@ from stepprune_jax.models import layers
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import FeatureStats
+from tools.bench.memory import compiled_programs
 
 MANY, MOST = 1_280, 16_384
 WIDTHS = {"feature_width": 48, "text_width": 48, "width": 16, "num_heads": 4, "mlp_ratio": 1}

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 from PIL import Image
 
+from experiments.shapes import write_world
 from stepprune_jax import testing
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data import check
-from stepprune_jax.data.shapes import write_world
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.generate import main
 from stepprune_jax.inference import read_request

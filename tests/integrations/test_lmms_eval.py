@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 
+from experiments.shapes import write_world
 from stepprune_jax.checkpoints.shipped import ASSETS, SHAPES_MODEL
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import read_questions
-from stepprune_jax.data.shapes import write_world
 from stepprune_jax.inference import generate
 
 with warnings.catch_warnings():

@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from visual import visual_of
 
-from stepprune_jax.bench import memory
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
@@ -24,6 +23,7 @@ from stepprune_jax.parallel.sharding import (
     shardings,
     spec_of,
 )
+from tools.bench import memory
 
 CONFIGS = {name: LlavaConfig.from_hf(fields) for name, fields in memory.MODELS.items()}
 MESHES = {

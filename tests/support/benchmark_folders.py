@@ -6,8 +6,8 @@ import shutil
 
 from benchmark_files import write_json, write_lines
 
+from experiments.shapes import write_world
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
-from stepprune_jax.data.shapes import write_world
 
 SHORT = "\nAnswer the question using a single word or phrase."
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")

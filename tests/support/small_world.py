@@ -13,11 +13,11 @@ from PIL import Image
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.configurations import load_config
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.settings import EvaluationRun, read_evaluation
 from stepprune_jax.policy import FeatureStats, ParamSpec, param_specs
 from stepprune_jax.pruning import AutoSelectConfig, autoselect
-from stepprune_jax.studies.variants import load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,7 @@ def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
     """The settings of an evaluation of the default configuration on a tiny model and split."""
     config = load_config(str(ROOT / "configs" / "shapes.py"))
     config.seed, config.mesh = 3, "single"
-    config.model.folder, config.data.name, config.data.folder = str(model), "folder", str(data)
+    config.model.folder, config.data.folder = str(model), str(data)
     config.eval = ConfigDict({"budgets": (4, 2), "batch_size": 4, **fields})
     return read_evaluation(config)
 

@@ -9,9 +9,9 @@ import pytest
 from tiny_run import ROOT, load_config, write_data
 
 from stepprune_jax import testing
-from stepprune_jax.bench.memory import MODELS
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data.source import training_source
+from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
@@ -102,7 +102,7 @@ def test_batches_are_what_was_planned(world, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     run, source = scale_run(*world), inspect_folder(world[0])
     setup = make_setup(run, source.config)
-    batches = open_batches(run, training_source(run, tmp_path), "identity", source)
+    batches = open_batches(run, training_source(run.data, tmp_path), "identity", source)
     (bucket,) = batches.buckets
     abstract = plan.abstract_batch(setup, run.batch_size, bucket)
     found, planned = (

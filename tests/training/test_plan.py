@@ -8,8 +8,7 @@ import pytest
 from tiny_run import optimizer_settings
 
 from stepprune_jax import testing
-from stepprune_jax.bench import update
-from stepprune_jax.bench.memory import MODELS
+from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -20,6 +19,7 @@ from stepprune_jax.training import plan, selectors
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.step import Setup
+from tools.bench import update
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)

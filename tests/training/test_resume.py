@@ -133,7 +133,7 @@ def test_a_run_resumes_on_other_devices(world, whole, tmp_path, monkeypatch, cap
 
 def test_a_finished_run_says_so(world, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
-    train(make_run(*world, **{"log_every": 3, "data.test_seed": 5}), whole)
+    train(make_run(*world, log_every=3), whole)
     assert "has finished its 6 steps" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
     path = whole / "policy.safetensors"

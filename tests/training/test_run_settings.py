@@ -7,24 +7,18 @@ import jax
 import pytest
 from tiny_run import ROOT, load_config, make_run, write_data
 
+from experiments.studies.variants import variant_configs
 from stepprune_jax import testing
-from stepprune_jax.data.source import data_folder, training_source
+from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.settings import read
-from stepprune_jax.studies.variants import variant_configs
 from stepprune_jax.training import read_run, run, selectors, train
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.settings import make_mesh, make_setup
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 GROUPS = {"stepprune": "policy", "autoselect": "autoselect"}
-ABLATIONS = {
-    "causal": ("encoder_attention", "causal"),
-    "last": ("aggregation", "last"),
-    "uniform": ("aggregation", "uniform"),
-    "alive": ("aggregation", "alive"),
-}
 
 
 def build(config):
@@ -81,7 +75,6 @@ def test_an_integer_is_a_number():
         ),
         ({"tensorboard": True}, "tensorboardX is not installed"),
         ({"tensorboard": None}, "config.tensorboard is None, expected True or False"),
-        ({"data.name": "coco"}, "config.data.name is 'coco', expected one of shapes, folder"),
     ],
 )
 def test_bad_fields_are_named(tmp_path, change, message):
@@ -96,28 +89,28 @@ def test_missing_folders_and_fields_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         train(make_run(tmp_path / "none", tmp_path / "data"), tmp_path / "run")
     model = testing.tiny_llava(tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match=r"config.data.folder: no file .*train.json"):
+    with pytest.raises(FileNotFoundError, match=r"config.data.folder: no folder .*data"):
         train(make_run(model, tmp_path / "data"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        train(make_run(model, "", **{"data.name": "folder"}), tmp_path / "run")
+        train(make_run(model, ""), tmp_path / "run")
 
 
 def test_the_training_file_may_lie_elsewhere(tmp_path):
     file = write_data(tmp_path / "data", count=1) / "train.json"
     config = load_config("shapes")
-    config.data.update({"name": "folder", "train_file": str(file)})
+    config.data.update({"folder": "", "train_file": str(file)})
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        training_source(read_run(config), tmp_path)  # where would its images be?
+        training_source(read_run(config).data, tmp_path)  # where would its images be?
     config.data.update({"image_folder": str(tmp_path), "linked_folders": ["/"]})
-    found = training_source(read_run(config), tmp_path / "run")
+    found = training_source(read_run(config).data, tmp_path / "run")
     assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
     config.data.index_folder = str(tmp_path / "indices")
-    assert training_source(read_run(config), tmp_path).index_folder == tmp_path / "indices"
+    assert training_source(read_run(config).data, tmp_path).index_folder == tmp_path / "indices"
     config.data.update({"train_file": "", "folder": str(tmp_path / "data")})
-    assert training_source(read_run(config), tmp_path)[:2] == (file, tmp_path)
+    assert training_source(read_run(config).data, tmp_path)[:2] == (file, tmp_path)
     config.data.train_file = "none.json"
     with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
-        training_source(read_run(config), tmp_path)
+        training_source(read_run(config).data, tmp_path)
 
 
 def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -131,20 +124,6 @@ def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch)
     message = r"config.data.context_limit is 9, expected more than .* 9"
     with pytest.raises(ValueError, match=message):
         train(make_run(*folders, **{"data.context_limit": 9}), tmp_path / "other")
-
-
-def test_the_world_is_written_once_and_not_mixed_up(tmp_path, capsys):
-    config = load_config("shapes")
-    config.data.update({"train_scenes": 2, "validation_scenes": 1, "test_scenes": 1})
-    folder = data_folder(read_run(config), tmp_path)
-    assert (folder / "train.json").is_file() and "Writing" in capsys.readouterr().out
-    assert data_folder(read_run(config), tmp_path) == folder and not capsys.readouterr().out
-    config.data.seed = 3
-    with pytest.raises(ValueError, match="seed is 0, not 3"):
-        data_folder(read_run(config), tmp_path)
-    config.data.train_scenes = 0
-    with pytest.raises(ValueError, match="train_scenes is 0"):
-        data_folder(read_run(config), tmp_path)
 
 
 def test_only_fields_that_change_what_is_learned_count():
@@ -185,9 +164,6 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     default = build(load_config("shapes"))
     assert isinstance(default, PolicyConfig) and default.feature_width == 32
-    for name, (field, value) in ABLATIONS.items():
-        found = build(load_config(f"ablations/{name}"))
-        assert getattr(found, field) == value != getattr(default, field)
     literal = build(load_config("shapes", "literal"))
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     # One recipe: that of the class.
@@ -197,8 +173,6 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
     wide = build(load_config("shapes_wide"))
     assert wide == PolicyConfig(**(shape | {"width": 128, "length_weight": 0.08}))
-    for row in variant_configs(str(ROOT / "configs" / "shapes.py"), [*ABLATIONS, "autoselect"], ()):
-        assert row.config == load_config(f"ablations/{row.key}")
     # What the command line changes is not taken back by a row.
     row = variant_configs(
         str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
@@ -209,8 +183,6 @@ def test_shipped_configurations_build_what_they_say(monkeypatch):
     for changes, lr in (([], load_config("llava7b").optimizer.lr / 2), (["optimizer.lr=0.1"], 0.1)):
         optimizer = variant_configs(large, ["autoselect"], changes)[0].config.optimizer
         assert (optimizer.lr, optimizer.muon_lr) == (lr, 0)
-    baseline = build(load_config("ablations/autoselect"))
-    assert baseline.policy_width == default.policy_width
     with pytest.raises(ValueError, match=r"expected shapes:literal"):
         load_config("shapes", "loose")
 

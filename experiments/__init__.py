@@ -1,0 +1,1 @@
+"""The experiments of RESULTS.md: small worlds, their models, and studies over training runs."""

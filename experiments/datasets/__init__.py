@@ -1,0 +1,1 @@
+"""Public toy data sets as folders in LLaVA's format."""

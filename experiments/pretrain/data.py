@@ -1,0 +1,226 @@
+"""Data of pretraining: conversations, images, and labels of their patches."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from experiments.pretrain.images import Images
+from experiments.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
+from experiments.pretrain.settings import Pretraining
+from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
+from stepprune_jax.data.llava import Sample, read_conversations
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import stack_images
+
+PATCHES_FILE = "train_patches.npz"
+_KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
+
+
+class Data(NamedTuple):
+    """Data of all stages.
+
+    Attributes:
+        samples: conversations, each with an image.
+        groups: group of each sample; the pixels of a group have one shape.
+        pixels: maps a path to pixels.
+        grids: maps pixels to the grids of their visual tokens.
+        labels: labels of patches and images by name, empty without their file.
+        words: for some `class_*` labels by name, the word of each class; "" if it has none.
+        mentions: what the questions mention; None without their file.
+    """
+
+    samples: list[Sample]
+    groups: Int[np.ndarray, " i"]
+    pixels: Callable[[Path], Any]
+    grids: Callable[[Any], Int[np.ndarray, "i 2"]]
+    labels: dict[str, np.ndarray]
+    words: dict[str, np.ndarray]
+    mentions: Mentions | None
+
+    def images(self, rows: Int[np.ndarray, " b"]) -> Images:
+        """Returns the images of some samples, padded to the largest."""
+        pixels = stack_images([self.pixels(self.samples[row].image) for row in rows])
+        return Images(pixels, self.grids(pixels))
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """Reads conversations, each of which must have an image.
+
+    Args:
+        folder: data in LLaVA's format.
+
+    Raises:
+        FileNotFoundError: the training file or an image is missing.
+        ValueError: a sample without an image.
+    """
+    samples = read_conversations(folder / "train.json", folder / "images")
+    bare = next((sample for sample in samples if sample.image is None), None)
+    if bare is not None:
+        raise ValueError(
+            f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
+            "one here"
+        )
+    return samples
+
+
+def read_data(
+    run: Pretraining, folder: Path, samples: list[Sample], model: ModelConfig, settings: Any
+) -> Data:
+    """Reads labels, and checks them against the model and the stages.
+
+    Args:
+        run: settings of the run.
+        folder: data in LLaVA's format, with or without labels of patches.
+        samples: its conversations.
+        model: the model's shape.
+        settings: of the image processor.
+
+    Returns:
+        The data. Images are read when they are needed; where their sizes vary, all of them are read
+        here.
+
+    Raises:
+        FileNotFoundError: an image is missing.
+        ValueError: labels of another shape, more rows in a batch than there are samples of one
+            size, more patches to show than `language.filled`, or nothing that would train the
+            tower.
+    """
+    pixels = model.family.pixel_cache(model, settings, 4 << 30)
+    groups, patches = _measure(model, samples, pixels)
+    labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
+    tower = bool(labels) and run.tower.steps > 0
+    if not tower and not run.language.train_tower and not run.init:
+        why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
+        raise ValueError(
+            f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
+            "it to True"
+        )
+    most = int(np.bincount(groups).max())
+    expected = f"at most the {most} samples of {folder / 'train.json'}"
+    if most < len(samples):
+        expected += " whose images have one size"
+    for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
+        stage.require("batch_size", stage.batch_size <= most, expected)
+    if run.language.filled is not None:
+        known = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
+        needed = int(np.any(known, axis=0).sum(axis=1).max()) if known else 0
+        expected = f"none, as {folder / PATCHES_FILE} has no labels share_..."
+        if known:
+            expected = f"at least {needed}: so many patches of an image have labels share_..."
+        run.language.require("filled", 0 < needed <= run.language.filled, expected)
+    mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
+    grids = functools.partial(model.family.grids, model)
+    return Data(samples, groups, pixels, grids, labels, words, mentions)
+
+
+def _measure(
+    model: ModelConfig, samples: list[Sample], pixels: Callable[[Path], Any]
+) -> tuple[Int[np.ndarray, " i"], int]:
+    """The group of each sample, by the shape of its pixels, and the patches of the largest."""
+    if not model.sizes_vary:
+        return np.zeros(len(samples), int), model.max_image_tokens
+    shapes, groups, patches = {}, [], 0
+    for sample in samples:
+        image = stack_images([pixels(sample.image)])
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(image))
+        groups.append(shapes.setdefault(shape, len(shapes)))
+        patches = max(patches, int(model.family.grids(model, image).prod()))
+    return np.asarray(groups), patches
+
+
+def _read_labels(
+    path: Path, images: int, patches: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Reads labels, and words of classes, by label name; empty if there is no such file."""
+    if not path.is_file():
+        return {}, {}
+    arrays = read_arrays(path, lambda name: _KINDS.get(name.partition("_")[0], NUMBERS))
+    words = {name: arrays.pop(name) for name in list(arrays) if name.startswith("words_")}
+    shares = {name for name in arrays if name.startswith("share_")}
+    kinds = {n: "share_" if n.replace("words", "share", 1) in shares else "class_" for n in words}
+    words = {name.replace("words_", kinds[name], 1): array for name, array in words.items()}
+    for name, array in arrays.items():
+        _check_shape(path, name, array, images, patches)
+    for name, array in words.items():
+        classes = 2 if name in shares else int(arrays[name].max()) + 1 if name in arrays else 0
+        if array.ndim != 1 or not classes or len(array) < classes:
+            labels = f"has classes up to {classes - 1}" if classes else "is not there"
+            raise ValueError(
+                f"{path}: words of {name} are {list(array.shape)}, and {name} {labels}; expected a "
+                "word for each class"
+            )
+    return arrays, words
+
+
+def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
+    """Rejects labels of other images or of another grid."""
+    expected = {"class_": (images, patches), "value_": (images, patches, -1)}
+    expected |= {"image_": (images, -1), "share_": (images, patches)}
+    shape = expected.get(name[:6])
+    if shape is None:
+        raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
+    fits = array.ndim == len(shape) and all(
+        size in (-1, given) for size, given in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        shown = str(list(shape)).replace("-1", "any")
+        raise ValueError(
+            f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
+            f"samples, and config.model makes {patches} patches of the largest image"
+        )
+
+
+def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
+    """Looks up the tokens of the words for classes of patches.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        words: `Data.words`.
+
+    Returns:
+        For each label the token of each class; -1 if it has no word, or an unknown one.
+    """
+    unknown = tokenizer.unk_token_id
+
+    def token(word: str) -> int:
+        number = tokenizer.convert_tokens_to_ids(word) if word else unknown
+        return -1 if number in (None, unknown) else number
+
+    return {
+        name: np.asarray([token(str(word)) for word in array], np.int32)
+        for name, array in words.items()
+    }
+
+
+def batch_indices(
+    seed: int, step: int, size: int, groups: Int[np.ndarray, " i"]
+) -> Int[np.ndarray, " b"]:
+    """Returns the rows of batch `step`, all of one group.
+
+    Each epoch is a permutation without the last, short batch of each group.
+
+    Args:
+        seed: seed of the order.
+        step: number of the batch, from 0.
+        size: rows of a batch, at most as many as the largest group has.
+        groups: group of each row.
+
+    Returns:
+        Distinct indices of rows.
+    """
+    counts = np.bincount(groups) // size
+    epoch, place = divmod(step, int(counts.sum()))
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(groups))
+    group, before = 0, place
+    if len(counts) > 1:
+        turns = random.permutation(np.repeat(np.arange(len(counts)), counts))
+        group = turns[place]
+        before = int((turns[:place] == group).sum())
+    mine = order[groups[order] == group]
+    return mine[before * size : (before + 1) * size]

@@ -1,0 +1,373 @@
+"""Second and third stage: projector, or merger, and language model learn to answer.
+
+On a share of the steps only some of the visual tokens are shown, at their own positions, like a
+pruned prefix later; in the third stage also all of them, most replaced by noise, as by a noise
+gate. A large model tolerates such prefixes by its scale; a small one has to be trained on them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.mentions import PlacedMentions, mention_loss
+from experiments.pretrain.packing import Packed
+from experiments.pretrain.small import saliency, saliency_tap
+from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Rows, Wanted
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.policy.noise_gate import (
+    FeatureStats,
+    noise_gate,
+    restore,
+    standardise,
+    update_stats,
+)
+
+
+def thinned(
+    key: Array,
+    saliency_log: Float[Array, "i n"],
+    kept: int,
+    sharpness: Float[Array, "i"],
+    real: Bool[Array, "i n"],
+) -> Int[Array, "i k"]:
+    """Draws visual tokens to keep, in raster order.
+
+    They are drawn without repetition with probabilities proportional to saliency ** sharpness:
+    uniformly for sharpness 0; above, the more likely the more the class token attends to them.
+
+    Args:
+        key: PRNG key; consumed.
+        saliency_log: logarithms of weights, such as those of [CLS] attention.
+        kept: number of tokens.
+        sharpness: one exponent per image.
+        real: which tokens are not padding, which is drawn only where there is nothing else.
+
+    Returns:
+        Distinct indices of tokens, ascending.
+    """
+    score = _scores(key, saliency_log, sharpness)
+    score = jnp.where(real, score, jnp.finfo(score.dtype).min)
+    return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
+
+
+def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
+    """Returns scores whose k largest are such a draw, for any k."""
+    return sharpness[:, None] * saliency_log + jax.random.gumbel(key, saliency_log.shape)
+
+
+def noised(
+    key: Array,
+    features: Float[Array, "i n d"],
+    score: Float[Array, "i n"],
+    real: Bool[Array, "i n"],
+) -> tuple[Float[Array, "i n d"], Bool[Array, "i n"]]:
+    """Mixes tokens with noise, Eq. (13), so that little of most tokens remains.
+
+    Each image keeps the tokens with its k largest scores, k being drawn log-uniformly from 2 to n,
+    with a gate from .6 to 1 per image; the gates of the others are from 0 to .1.
+
+    Args:
+        key: PRNG key; consumed.
+        features: features of the tower.
+        score: score of each token.
+        real: which tokens are not padding.
+
+    Returns:
+        Features of the same mean and variance by channel, and which of them are kept.
+    """
+    images, n = score.shape[0], jnp.sum(real, axis=1, keepdims=True)
+    score = jnp.where(real, score, jnp.finfo(score.dtype).min)
+    count_key, gate_key, noise_key = jax.random.split(key, 3)
+    count = jnp.exp(jax.random.uniform(count_key, (images, 1), maxval=jnp.log(n / 2))) * 2
+    rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
+    inside, outside = jax.random.uniform(gate_key, (2, images, 1))
+    kept = rank < count
+    alpha = jnp.where(kept, 0.6 + 0.4 * inside, 0.1 * outside)
+    stats = update_stats(FeatureStats.start(features.shape[-1]), features, real)
+    return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats), kept
+
+
+class Shown(NamedTuple):
+    """How a step shows an image.
+
+    Attributes:
+        kept: number of visual tokens shown; None shows all.
+        filled: whether those are first of all the patches that show something, so that nothing is
+            lost.
+        noisy: whether to show all, most of them as noise; see `noised`.
+        taste: how strongly the choice depends on the contents of patches; see `_favour`.
+        silence: whether patches may be named by a meaningless token, as noise is.
+    """
+
+    kept: int | None = None
+    filled: bool = False
+    noisy: bool = False
+    taste: float = 2.0
+    silence: bool = False
+
+    @property
+    def all_contents(self) -> bool:
+        """Whether everything that a question may be about is visible."""
+        return not self.noisy and (self.kept is None or self.filled)
+
+
+class Words(NamedTuple):
+    """Contents of patches, as tokens of the vocabulary.
+
+    Attributes:
+        label: class of each patch; or, between two words, the share of the second, NaN where it is
+            undefined.
+        token: token of each class; -1 if it has no word.
+    """
+
+    label: Int[Array, "i n"] | Float[Array, "i n"]
+    token: Int[Array, "c"]
+
+
+def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
+    """Multiplies saliency by a random factor for each class of patches, drawn for each image.
+
+    The logarithm of a factor has the standard deviation `strength`. A policy keeps the patches that
+    a question is about and drops the rest. A model trained only on randomly thinned images mistakes
+    the proportions of the kept patches for those of the image, and miscounts.
+    """
+    factor = jnp.zeros(saliency.shape)
+    for number, named in enumerate(words):
+        if jnp.issubdtype(named.label.dtype, jnp.integer):
+            shape = (saliency.shape[0], named.token.shape[0])
+            taste = jax.random.normal(jax.random.fold_in(key, number), shape)
+            factor += jnp.take_along_axis(taste, named.label, axis=1)
+    return jnp.log(saliency + 1e-9) + strength * factor
+
+
+def _has_place(real: Bool[Array, "i n"], words: Sequence[Words]) -> Bool[Array, "i n"]:
+    """Returns which patches show something that has a place: the share of a word is defined."""
+    found = jnp.zeros_like(real)
+    for named in words:
+        if jnp.issubdtype(named.label.dtype, jnp.floating):
+            found |= jnp.isfinite(named.label)
+    return found & real
+
+
+class Seen(NamedTuple):
+    """Visual tokens that are shown.
+
+    Attributes:
+        tokens: features, or what they are projected to.
+        index: their places among the image's n.
+        real: which are not padding.
+        clear: which are neither padding nor noise.
+        grid: rows and columns of each image.
+    """
+
+    tokens: Float[Array, "i k d"]
+    index: Int[Array, "i k"]
+    real: Bool[Array, "i k"]
+    clear: Bool[Array, "i k"]
+    grid: Int[Array, "i 2"]
+
+
+def _see(params, config, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
+    """Returns visual features of images, thinned or mixed with noise."""
+    taps = () if shown.kept is None and not shown.noisy else (saliency_tap(config),)
+    features, taps = vlm.encode_image(params, config, images.pixels, taps)
+    count, n = features.shape[:2]
+    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(config, images, n)
+    if not taps:
+        return Seen(features, index, real, real, images.grid)
+    attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
+    draw_key, sharp_key, taste_key = jax.random.split(key, 3)
+    # A third of the images uniformly, the others with increasing weight on salient patches.
+    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, (count,), minval=-1, maxval=2))
+    words = [named._replace(label=of_tokens(named.label, n)) for named in words]
+    favour = _favour(taste_key, attention, words, shown.taste)
+    if shown.noisy:
+        score_key, noise_key = jax.random.split(draw_key)
+        score = _scores(score_key, favour, sharpness)
+        mixed, clear = noised(noise_key, features, score, real)
+        return Seen(mixed, index, real, clear, images.grid)
+    if shown.filled:
+        # Far beyond the noise of the draw.
+        favour, sharpness = 1e3 * _has_place(real, words), jnp.ones_like(sharpness)
+    index = thinned(draw_key, favour, shown.kept, sharpness, real)
+    real = jnp.take_along_axis(real, index, axis=1)
+    features = jnp.take_along_axis(features, index[..., None], axis=1)
+    return Seen(features, index, real, real, images.grid)
+
+
+def _alignment_loss(
+    embedding: Float[Array, "v e"],
+    visual: Float[Array, "i k e"],
+    seen: Seen,
+    words: Words,
+    silent: int | None,
+) -> Float[Array, ""]:
+    """Computes the cross-entropy of each patch's word among its kind, by the nearest embedding.
+
+    It moves visual tokens into the space of the words that name them, so that matching words works
+    for both. A share between two words (how far to the right between "left" and "right") is
+    predicted in the same way. Noise is named by the meaningless token `silent`, and its loss l
+    counts as log(1 + l).
+    """
+    # Behind the labels there is only padding.
+    label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
+    clear, named = seen.clear, words.token >= 0
+    if jnp.issubdtype(label.dtype, jnp.floating):
+        known = jnp.isfinite(label) & clear
+        share = jnp.where(jnp.isfinite(label), label, 0.5)
+        target = jnp.stack([1 - share, share], axis=-1)
+        losses = optax.softmax_cross_entropy(visual @ embedding[words.token].T, target)
+    else:
+        tokens = jnp.maximum(words.token, 0)
+        if silent is not None:
+            tokens, named = jnp.append(tokens, silent), jnp.append(named, True)
+            label = jnp.where(clear, label, tokens.shape[0] - 1)
+        logits = jnp.where(named, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
+        known = named[label] & seen.real
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(known, label, jnp.argmax(named))
+        )
+        # Noise is far from its name at first; the rest must not be forgotten over it.
+        losses = jnp.where(clear, losses, jnp.log1p(losses))
+    return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
+
+
+def _normalised(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+    """Hidden states at a root mean square of one."""
+    return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
+
+
+class Inside(NamedTuple):
+    """Hidden states after two thirds of the layers, of four layers two.
+
+    Attributes:
+        words: at the places that were asked for.
+        visual: at the visual tokens.
+    """
+
+    words: Float[Array, "i t e"]
+    visual: Float[Array, "i k e"]
+
+
+def run_packed(
+    params: dict[str, Any],
+    config: ModelConfig,
+    seen: Seen,
+    packed: Packed,
+    slot: Int[Array, "i t"],
+) -> tuple[Float[Array, "i a v"], Inside]:
+    """Runs the language model on all exchanges of an image at once.
+
+    Args:
+        params: the model's weights.
+        config: its shape.
+        seen: visual tokens that are shown, projected.
+        packed: the exchanges.
+        slot: places in `packed.ids` whose hidden state after two thirds of the layers is returned.
+
+    Returns:
+        Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
+    """
+    (images, shown), before = seen.index.shape, packed.prefix.shape[0]
+    prefix = jnp.broadcast_to(packed.prefix, (images, before))
+    prefix_embedding = vlm.embed_text(params, config, prefix)
+    text_embedding = vlm.embed_text(params, config, packed.ids)
+    hidden = jnp.concatenate([prefix_embedding, seen.tokens, text_embedding], axis=1)
+    offset, extent = config.family.image_positions(config, seen.grid, seen.index)
+    axes = offset.shape[1]
+    behind = before + extent[:, None] + packed.offset
+    of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), behind)
+    first, last = (jnp.repeat(part[:, None], axes, axis=1) for part in of_text)
+    position = jnp.concatenate([first, before + offset, last], axis=2)
+    shared = jnp.zeros((images, before), jnp.int32)
+    visual = jnp.where(seen.real, 0, -1)
+    segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
+    middle = Tap("hidden", 2 * config.text.num_layers // 3)
+    rows = Rows(hidden, position, segment >= 0, segment)
+    span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
+    stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
+
+    def at(states: Array, slot: Array) -> Array:
+        return jnp.take_along_axis(states, (before + shown + slot)[..., None], axis=1)
+
+    inside = next(iter(stage.taps.values()))
+    logits = vlm.logits(params, config, at(stage.hidden, packed.target))
+    return logits, Inside(at(inside, slot), inside[:, before : before + shown])
+
+
+class Exchanges(NamedTuple):
+    """Images with their exchanges and labels.
+
+    Attributes:
+        images: the images.
+        packed: their exchanges.
+        mentions: what their questions mention; None without labels.
+        words: contents of their patches; empty without labels.
+    """
+
+    images: Images
+    packed: Packed
+    mentions: PlacedMentions | None
+    words: Sequence[Words]
+
+
+def language_loss(
+    trained: dict[str, Any],
+    frozen: dict[str, Any],
+    config: ModelConfig,
+    key: Array,
+    batch: Exchanges,
+    shown: Shown,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
+
+    With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
+    `mentions` and the whole image, that of `mention_loss`. Where a token has several position ids
+    they alone say where it is, and no projector stands behind the noise: there shares between two
+    words, and noise, are named after two thirds of the layers.
+
+    Args:
+        trained: the trained parts of the model, and with `mentions` their heads.
+        frozen: its other parts.
+        config: the model's shape.
+        key: PRNG key; consumed.
+        batch: images with their exchanges.
+        shown: how images are shown.
+
+    Returns:
+        The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
+        that are right, and those of `mention_loss`.
+    """
+    params, (images, packed, mentions, words) = frozen | trained, batch
+    seen = _see(params, config, images, key, words, shown)
+    seen = seen._replace(tokens=vlm.project(params, config, seen.tokens))
+    # A thinned image may not show what a question mentions.
+    mentions = mentions if shown.all_contents else None
+    slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
+    logits, inside = run_packed(params, config, seen, packed, slot)
+    known = packed.label >= 0
+    label = jnp.where(known, packed.label, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    count = jnp.maximum(jnp.sum(known), 1)
+    right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
+    total = jnp.sum(jnp.where(known, losses, 0)) / count
+    embedding = params["language"]["embed"]["embedding"]
+    silent = (config.pad_token_id or 0) if shown.silence else None
+    aligned = 0.0
+    for named in words:
+        share = jnp.issubdtype(named.label.dtype, jnp.floating)
+        late = config.family.POSITION_AXES > 1 and (share or shown.noisy)
+        visual = _normalised(inside.visual) if late else seen.tokens
+        aligned += _alignment_loss(embedding, visual, seen, named, silent)
+    scalars = {"lm_loss": total, "told": right}
+    if mentions is None:
+        return total + 0.25 * aligned, scalars
+    mentioned, more = mention_loss(trained["mention_heads"], inside.words, mentions)
+    return total + 0.25 * aligned + mentioned, scalars | more

@@ -1,0 +1,335 @@
+"""A small model from scratch, from the settings of a run to a folder in the Hugging Face layout."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from experiments.pretrain.data import (
+    Data,
+    batch_indices,
+    read_data,
+    read_samples,
+    word_tokens,
+)
+from experiments.pretrain.images import real_tokens
+from experiments.pretrain.language import Shown
+from experiments.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions
+from experiments.pretrain.packing import Packed, pack
+from experiments.pretrain.settings import Pretraining, StageSettings
+from experiments.pretrain.small import SMALL, small_of
+from experiments.pretrain.tower import init_heads
+from experiments.pretrain.update import (
+    Recipe,
+    State,
+    everywhere,
+    language_update,
+    start,
+    tower_update,
+)
+from experiments.pretrain.vocabulary import build_tokenizer, take_rows
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.llava import Sample
+from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.user_input import local_path, user_input
+from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.metrics import MetricsLog
+
+_LOG = logging.getLogger(__name__)
+
+MODEL = "model"
+NOISY = "noisy"
+FILLED = "filled"
+MENTION_HEADS = "mention_heads"
+EVERYTHING = Shown()
+
+
+class _Pretrainer(NamedTuple):
+    """Inputs of all stages of a run.
+
+    Attributes:
+        settings: settings of the run.
+        workdir: its folder.
+        model: shape of the model.
+        data: images, conversations and labels.
+        packed: the conversations as tokens.
+        mentions: mentions of their questions; None without labels.
+        tokens: token of each class of patches, by label.
+        interrupt: tells whether to stop.
+    """
+
+    settings: Pretraining
+    workdir: Path
+    model: ModelConfig
+    data: Data
+    packed: Packed
+    mentions: PlacedMentions | None
+    tokens: dict[str, Int[np.ndarray, "c"]]
+    interrupt: Interrupt
+
+    def recipe(self, stage: StageSettings, shown: Shown = EVERYTHING) -> Recipe:
+        """Returns the static part of a stage's updates."""
+        micro_batch = self.settings.micro_batch
+        return Recipe(
+            model=self.model,
+            steps=stage.steps,
+            lr=stage.lr,
+            micro_batch=micro_batch,
+            devices=math.gcd(stage.batch_size // micro_batch, jax.device_count()),
+            muon_lr=stage.muon_lr or 0.0,
+            shown=shown,
+        )
+
+    def train_stage(
+        self,
+        name: str,
+        stage: StageSettings,
+        state: State,
+        update: Callable[[int, State, Int[np.ndarray, " b"]], tuple[State, dict[str, Array]]],
+    ) -> State | None:
+        """Trains a stage to its end, or to an interruption, which returns None.
+
+        Args:
+            name: its name, that of its folder.
+            stage: its settings.
+            state: state before its first update.
+            update: (number of the update, state, rows) -> state and scalars.
+        """
+        run, folder = self.settings, self.workdir / name
+        with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
+            done = 0
+            if checkpoints.latest is not None:
+                done, state, _ = checkpoints.restore(state)
+            if done == stage.steps:
+                return state
+            _LOG.info("%s: step %d of %d", name, done, stage.steps)
+            with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
+                for step in range(done, stage.steps):
+                    rows = batch_indices(run.seed, step, stage.batch_size, self.data.groups)
+                    state, scalars = update(step, state, rows)
+                    if step == done:
+                        jax.block_until_ready(scalars)
+                        log.start_clock(step + 1)
+                    end = step + 1 == stage.steps
+                    if (step + 1) % run.log_every == 0 or end:
+                        log.write(step + 1, scalars)
+                    stopped = self.interrupt.requested
+                    if (step + 1) % run.checkpoint_every == 0 or end or stopped:
+                        checkpoints.save(step + 1, state)
+                    if stopped and not end:
+                        _LOG.info(
+                            "Stopped in %s; the same command resumes after %d", name, step + 1
+                        )
+                        return None
+        return state
+
+    def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
+        """Trains the tower on patch labels; None after an interruption.
+
+        Args:
+            params: the model's weights.
+
+        Returns:
+            The model's weights, unchanged without labels.
+        """
+        stage, labels = self.settings.tower, self.data.labels
+        if not labels or not stage.steps:
+            return params
+        recipe, small = self.recipe(stage), small_of(self.model)
+        others = ("share_",) if self.model.class_token_block is not None else ("share_", "image_")
+        labels = {name: a for name, a in labels.items() if not name.startswith(others)}
+        heads = init_heads(labels, self.model.feature_width)
+        trained = {part: params[part] for part in small.TOWER} | {"heads": heads}
+        state = start(recipe, trained)
+        state, key = everywhere((state, jax.random.key(self.settings.seed)), recipe.devices)
+
+        def update(step, state, rows):
+            batch = {name: array[rows] for name, array in labels.items()}
+            return tower_update(key, state, self.data.images(rows), batch, recipe=recipe)
+
+        state = self.train_stage("tower", stage, state, update)
+        if state is None:
+            return None
+        return params | {part: state.trained[part] for part in small.TOWER}
+
+    def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
+        """Trains the stage "language" or "noise"; None after an interruption.
+
+        Args:
+            name: name of the stage.
+            params: the model's weights, with or without the heads of mentions.
+
+        Returns:
+            All weights, including heads of mentions.
+        """
+        run, packed = self.settings, self.packed
+        stage, number = getattr(run, name), ("language", "noise").index(name)
+        if self.mentions is not None and MENTION_HEADS not in params:
+            heads = init_mention_heads(self.mentions, self.model.text.hidden_size)
+            params = params | {MENTION_HEADS: heads}
+        parts = {small_of(self.model).CONNECTOR, "language"}
+        parts |= {"vision"} if run.language.train_tower else set()
+        parts |= params.keys() & {MENTION_HEADS}
+        trained = {name: params[name] for name in params if name in parts}
+        frozen = {name: params[name] for name in params if name not in parts}
+        options = {"taste": stage.taste, "silence": name == "noise"}
+        views = {k: Shown(k, **options) for k in (None, *run.language.kept)}
+        views[NOISY] = Shown(noisy=True, **options)
+        views[FILLED] = Shown(run.language.filled, filled=True, **options)
+        recipes = {k: self.recipe(stage, shown) for k, shown in views.items()}
+        key = jax.random.fold_in(jax.random.key(run.seed), 2 + number)
+        state = start(recipes[None], trained)
+        state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
+
+        def update(step, state, rows):
+            mentions = self.mentions and PlacedMentions(*(array[rows] for array in self.mentions))
+            labels = {name: _wide(self.data.labels[name][rows]) for name in self.tokens}
+            return language_update(
+                jax.random.fold_in(key, step),
+                state,
+                frozen,
+                self.data.images(rows),
+                Packed(packed.prefix, *(array[rows] for array in packed[1:])),
+                mentions,
+                (labels, self.tokens),
+                recipe=recipes[kept_at(run, name, step)],
+            )
+
+        state = self.train_stage(name, stage, state, update)
+        return None if state is None else frozen | state.trained
+
+
+def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
+    """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
+
+    `FILLED` means as many as `language.filled`, the patches that show something first.
+
+    Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
+    in the stage "language" after its first updates.
+
+    Args:
+        run: settings of the run.
+        stage: "language" or "noise".
+        step: number of the update, from 0.
+    """
+    late = stage == "noise"
+    if late and step % 2:
+        return NOISY
+    random = np.random.default_rng([run.seed, 3 if late else 1, step])
+    whole = not late and step < run.language.whole_steps
+    if whole and run.language.filled:
+        return FILLED
+    if whole or random.random() >= getattr(run, stage).thinned_share:
+        return None
+    return int(random.choice(run.language.kept))
+
+
+def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
+    """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
+    images = data.images(np.arange(min(64, len(data.samples))))
+    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, images.pixels)[0]
+    language = dict(params["language"])
+    language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
+    real = real_tokens(model, images, features.shape[1])
+    return small_of(model).connect(params | {"language": language}, features, real)
+
+
+def _wide(label: np.ndarray) -> np.ndarray:
+    """Converts labels to a dtype for programs."""
+    return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
+
+
+def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelConfig, Any]:
+    """Returns initial weights, shape and tokenizer: random ones, or those of `run.init`.
+
+    The vocabulary of the latter is extended by words of the data that it lacks.
+    """
+    texts = [turn for sample in samples for turn in sample.turns]
+    old = load_vlm(run.init, dtype=np.float32, layers="stacked") if run.init else None
+    small = SMALL[run.model.family]
+    if old is not None:
+        run.require("init", small_of(old.config) is small, f"a folder of {run.model.family!r}")
+        texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
+    tokenizer = build_tokenizer(texts, small.TEMPLATE)
+    key, model = jax.random.key(run.seed), small.model_config(run.model, tokenizer)
+    if old is None:
+        return small.init_params(key, model), model, tokenizer
+    language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
+    _LOG.info("words missing in %s: %s", run.init, ", ".join(new) or "none")
+    text = dataclasses.replace(old.config.text, vocab_size=model.text.vocab_size)
+    ids = {"image_token_id": model.image_token_id, "pad_token_id": model.pad_token_id}
+    model = dataclasses.replace(old.config, text=text, **ids, eos_token_ids=model.eos_token_ids)
+    return old.params | {"language": language}, model, tokenizer
+
+
+def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
+    """Trains a small model on a data folder, or resumes an interrupted run.
+
+    Args:
+        run: settings of the run, from `read_pretraining`.
+        workdir: folder of the run: stages with their metrics and checkpoints, and at the end
+            `model`.
+        folder: data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
+            `train_patches.npz`, and for what questions mention, `train_mentions.npz`.
+
+    Returns:
+        The model's folder, or None after an interruption.
+
+    Raises:
+        FileNotFoundError: data or an image is missing.
+        ValueError: bad data, or a folder of another run.
+    """
+    workdir, folder = local_path(workdir).resolve(), local_path(folder)
+    with user_input():
+        samples = read_samples(folder)
+        params, model, tokenizer = _first_model(run, samples)
+        family, images = model.family, SMALL[run.model.family].image_settings(run.model)
+        data = read_data(run, folder, samples, model, images)
+        claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
+        encoder = ConversationEncoder(tokenizer, family.place_images, family.conversation)
+        packed = pack(encoder, data.samples)
+        mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
+    tokens = word_tokens(tokenizer, data.words)
+    with Interrupt() as interrupt:
+        parts = (run, workdir, model, data, packed, mentions, tokens, interrupt)
+        pretrainer = _Pretrainer(*parts)
+        params = pretrainer.train_tower(params)
+        if params is None:
+            return None
+        # Fetched, as stages may use different devices.
+        params = jax.device_get(params)
+        if not run.init:
+            params = _start_language(params, model, data)
+        for name in ["language"] + ["noise"] * (run.noise.steps > 0):
+            params = pretrainer.train_language(name, params)
+            if params is None:
+                return None
+            params = jax.device_get(params)
+    params.pop(MENTION_HEADS, None)
+    params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
+    saved = _save(VLM(params, model, tokenizer, images), workdir)
+    _LOG.info("Done: %s", saved)
+    return saved
+
+
+def _save(model: VLM, workdir: Path) -> Path:
+    """Writes the model's folder atomically, unless it exists."""
+    folder, partial = workdir / MODEL, workdir / f"{MODEL}.partial"
+    if not folder.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        save_vlm(model, partial)
+        os.replace(partial, folder)
+    return folder

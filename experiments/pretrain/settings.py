@@ -1,0 +1,282 @@
+"""The settings of a pretraining run."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ml_collections import ConfigDict
+
+from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.settings import (
+    Settings,
+    choice,
+    count,
+    group,
+    integer,
+    is_count,
+    number,
+    positive,
+    read,
+    setting,
+    share,
+    switch,
+    text,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings, group="data"):
+    """The data of a pretraining run.
+
+    Attributes:
+        folder: folder of data in LLaVA's format, with or without labels of patches.
+    """
+
+    folder: str = text(free=True)
+
+
+def _integers(what: str) -> Any:
+    """A field that holds some integers from 0, or None."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, tuple) and all(is_count(number, 0) for number in value)
+
+    return setting(f"a tuple of {what}", holds, optional=True)
+
+
+# Fields that a small Qwen2.5-VL needs, and a small LLaVA does not have.
+_OF_QWEN = ("least_size", "window_size", "full_blocks", "rope_sections")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeSettings(Settings, group="model"):
+    """The shape of the model.
+
+    Attributes:
+        family: "llava" or "qwen2_5_vl".
+        image_size: height and width of its images in pixels, of the largest where they differ; a
+            multiple of `token_size`.
+        least_size: of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
+        patch_size: height and width of a patch.
+        vision_width: width of the tower.
+        vision_mlp: hidden width of its MLPs.
+        vision_layers: its blocks.
+        vision_heads: its heads.
+        feature_layer: block whose output is read, counted from 1, or from the end as a negative;
+            LLaVA's alone.
+        window_size: height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
+        full_blocks: blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
+        text_width: width of the language model.
+        text_mlp: hidden width of its MLPs.
+        text_layers: its blocks.
+        text_heads: its heads.
+        text_kv_heads: its heads of keys and values; None for as many.
+        rope_theta: base of its rotary positions.
+        rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
+    """
+
+    family: str = choice(("llava", "qwen2_5_vl"), default="llava")
+    image_size: int = count()
+    least_size: int | None = count(optional=True)
+    patch_size: int = count()
+    vision_width: int = count()
+    vision_mlp: int = count()
+    vision_layers: int = count()
+    vision_heads: int = count()
+    feature_layer: int | None = integer(optional=True)
+    window_size: int | None = count(optional=True)
+    full_blocks: tuple[int, ...] | None = _integers("blocks, counted from 0")
+    text_width: int = count()
+    text_mlp: int = count()
+    text_layers: int = count()
+    text_heads: int = count()
+    text_kv_heads: int | None = count(optional=True)
+    rope_theta: float = positive()
+    rope_sections: tuple[int, ...] | None = _integers("three numbers of pairs of channels")
+
+    def __post_init__(self):
+        super().__post_init__()
+        own = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
+        for family, names in own.items():
+            for name in names:
+                given, mine = getattr(self, name) is not None, family == self.family
+                expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
+                self.require(name, given == mine, expected)
+        for part, divisor, why in (
+            ("vision", 4, "their width holds a code of four channels a frequency"),
+            ("text", 2, "rotary positions turn pairs of channels"),
+        ):
+            width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
+            expected = f"a multiple of {divisor} x {heads} heads ({why})"
+            self.require(f"{part}_width", width % (divisor * heads) == 0, expected)
+        heads, grouped = self.text_heads, self.text_kv_heads or self.text_heads
+        self.require("text_kv_heads", heads % grouped == 0, f"a divisor of {heads} heads")
+        token, layers = self.token_size, self.vision_layers
+        size = "model.patch_size" if token == self.patch_size else f"{token}, a token's pixels"
+        self.require("image_size", self.image_size % token == 0, f"a multiple of {size}")
+        if self.family == "llava":
+            # One that follows a block: images are thinned by that block's attention.
+            expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
+            self.require("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
+            return
+        fits = self.least_size % token == 0 and self.least_size <= self.image_size
+        self.require("least_size", fits, f"a multiple of {size}, up to model.image_size")
+        self.require("window_size", self.window_size >= token, f"{token} pixels at least")
+        blocks = set(self.full_blocks)
+        fits = layers - 1 in blocks and blocks <= {*range(layers)}
+        expected = f"some of 0 to {layers - 1}, with the last: images are thinned by its attention"
+        self.require("full_blocks", fits, expected)
+        pairs = self.text_width // heads // 2
+        fits = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
+        self.require("rope_sections", fits, f"three numbers that add up to {pairs}")
+
+    def language(self, vocab_size: int, **own: Any) -> LlamaConfig:
+        """Returns the configuration of the language model; `own` are fields of the family's."""
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.text_width,
+            intermediate_size=self.text_mlp,
+            num_layers=self.text_layers,
+            num_heads=self.text_heads,
+            num_kv_heads=self.text_kv_heads or self.text_heads,
+            head_dim=self.text_width // self.text_heads,
+            max_positions=2048,
+            rope_theta=self.rope_theta,
+            **own,
+        )
+
+    @property
+    def token_size(self) -> int:
+        """Height and width in pixels of what becomes a visual token."""
+        return self.patch_size * (1 if self.family == "llava" else 2)
+
+    @property
+    def grid(self) -> int:
+        """Visual tokens along an edge of the largest images."""
+        return self.image_size // self.token_size
+
+    @property
+    def least_grid(self) -> int:
+        """Visual tokens along an edge of the smallest images."""
+        return (self.least_size or self.image_size) // self.token_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSettings(Settings):
+    """Settings common to the stages of a pretraining run.
+
+    Attributes:
+        steps: updates.
+        batch_size: images of an update; a multiple of `micro_batch`.
+        lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
+    """
+
+    steps: int = count(0)
+    batch_size: int = count()
+    lr: float = positive()
+    muon_lr: float | None = number(optional=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerSettings(StageSettings, group="tower"):
+    """The first stage, in which the tower learns to label patches; 0 steps skip it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageSettings(StageSettings, group="language"):
+    """The second stage, in which projector or merger and language model learn to answer.
+
+    Attributes:
+        steps: updates, at least one.
+        whole_steps: updates before images are thinned.
+        filled: visual tokens that those updates show, first of all the patches with something whose
+            place is known (`share_` labels); None for all tokens.
+        thinned_share: share of the later updates that show only some of the tokens.
+        kept: possible numbers of shown tokens.
+        taste: how strongly the choice depends on the contents of patches.
+        train_tower: whether the tower is trained, too.
+    """
+
+    steps: int = count()
+    whole_steps: int = count(0)
+    filled: int | None = count(optional=True)
+    thinned_share: float = share()
+    kept: tuple[int, ...] = setting(
+        "numbers of visual tokens", lambda kept: isinstance(kept, tuple)
+    )
+    taste: float = number()
+    train_tower: bool = switch()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoiseSettings(StageSettings, group="noise"):
+    """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
+
+    Attributes:
+        thinned_share: share of the other updates that show only some of the tokens.
+        taste: how strongly the choice depends on the contents of patches.
+    """
+
+    thinned_share: float = share()
+    taste: float = number()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretraining(Settings):
+    """The settings of a pretraining run; configs/pretrain_shapes.py describes each field.
+
+    Attributes:
+        method: "pretrain".
+        seed: seed of weights and of the order of samples.
+        init: model folder to start from; empty for random weights.
+        micro_batch: images whose gradient is computed at once.
+        cpu_devices: CPU devices; 0 leaves their number to jax.
+        log_every: updates between lines of metrics.
+        checkpoint_every: updates between checkpoints.
+        dtype: dtype of the saved weights.
+        data: the data.
+        model: the shape of the model.
+        tower: the first stage.
+        language: the second stage.
+        noise: the third stage.
+    """
+
+    _added: ClassVar[Mapping[str, Any]] = {"model.family": "llava"}
+
+    method: str = choice(("pretrain",))
+    seed: int = count(0)
+    init: str = text()
+    micro_batch: int = count()
+    cpu_devices: int = count(0, free=True)
+    log_every: int = count(free=True)
+    checkpoint_every: int = count(free=True)
+    dtype: str = choice(("float16", "bfloat16", "float32"))
+    data: DataSettings = group(DataSettings)
+    model: ShapeSettings = group(ShapeSettings)
+    tower: TowerSettings = group(TowerSettings)
+    language: LanguageSettings = group(LanguageSettings)
+    noise: NoiseSettings = group(NoiseSettings)
+
+    def __post_init__(self):
+        super().__post_init__()
+        expected = f"a multiple of micro_batch ({self.micro_batch})"
+        for stage in (self.tower, self.language, self.noise):
+            stage.require("batch_size", stage.batch_size % self.micro_batch == 0, expected)
+        n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
+        self.language.require("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
+        if self.language.thinned_share or self.noise.thinned_share:
+            fits = bool(kept) and all(is_count(k) and k <= n for k in kept)
+            self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
+
+
+def read_pretraining(config: ConfigDict) -> Pretraining:
+    """Reads the settings of a pretraining run from its configuration.
+
+    Args:
+        config: configuration from a file, with changes of the command line.
+
+    Raises:
+        ValueError: a field is unknown, missing, or has a bad value; the message names it.
+    """
+    return read(Pretraining, config.to_dict())

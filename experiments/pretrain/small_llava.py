@@ -1,0 +1,75 @@
+"""The small LLaVA: its shape, its vocabulary, and where it starts; see `small.Small`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from experiments.pretrain.settings import ShapeSettings
+from experiments.pretrain.structure import init_tower, standardising_projector
+from experiments.pretrain.vocabulary import Template
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import tower
+from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
+from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.llava.prompts import conversation
+
+TEMPLATE = Template(
+    special=("<unk>", "<s>", "</s>"),
+    start="<s>",
+    end="</s>",
+    words="USER: ASSISTANT:",
+    system=conversation([None]).partition(" USER:")[0],
+    added=(IMAGE_MARK,),
+)
+TOWER = ("vision",)
+CONNECTOR = "projector"
+
+
+def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
+    """Returns the configuration of a model of this shape and vocabulary."""
+    vision = ClipConfig(
+        hidden_size=shape.vision_width,
+        intermediate_size=shape.vision_mlp,
+        num_layers=shape.vision_layers,
+        num_heads=shape.vision_heads,
+        image_size=shape.image_size,
+        patch_size=shape.patch_size,
+    )
+    return LlavaConfig(
+        vision=vision,
+        text=shape.language(len(tokenizer)),
+        feature_layer=shape.feature_layer,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_MARK),
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        pad_token_id=0,
+    )
+
+
+def image_settings(shape: ShapeSettings) -> ImageSettings:
+    """Returns the settings of an image processor that resizes to the shape's size."""
+    side = shape.image_size
+    return ImageSettings(resize_to=side, crop_to=(side, side))
+
+
+def init_params(key: Array, config: LlavaConfig) -> dict[str, Any]:
+    """Draws weights whose tower looks at neighbouring patches from the start."""
+    return vlm.init_params(key, config) | {"vision": init_tower(key, config.vision)}
+
+
+def states(
+    params: dict[str, Any], config: LlavaConfig, pixels: Float[Array, "i 3 H W"]
+) -> tuple[Float[Array, "i n d"], Float[Array, "i d"]]:
+    """Returns what LLaVA reads of the patches, and the class token."""
+    hidden, _ = tower.encode(params["vision"], config.vision, pixels, config.feature_layer)
+    return hidden[:, 1:], hidden[:, 0]
+
+
+def connect(
+    params: dict[str, Any], features: Float[Array, "i n d"], real: Bool[Array, "i n"]
+) -> dict[str, Any]:
+    """Folds the standardisation of features into the projector's first layer."""
+    features = features[jnp.asarray(real)][None]
+    return params | {"projector": standardising_projector(params["projector"], features)}

@@ -1,0 +1,81 @@
+"""First stage: the tower learns the contents of every patch, from patch labels.
+
+Labels are arrays over the training images: `class_*` int [i, n] are predicted by a softmax head at
+every visual token, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or
+1 [i, p] by a head on the class token. The heads are discarded afterwards. The labels of a smaller
+image come first, followed by padding of any value.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.small import small_of
+from stepprune_jax.models.family import ModelConfig
+
+Labels = dict[str, Array]
+
+
+def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
+    """Returns zero heads for labels; the number of classes is that of the largest label."""
+    heads = {}
+    for name, array in labels.items():
+        size = int(array.max()) + 1 if name.startswith("class_") else array.shape[-1]
+        heads[name] = jnp.zeros((width + 1, size))
+    return heads
+
+
+def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c"]:
+    """Applies a linear head [d + 1, c] to normalised features, with a bias."""
+    mean = jnp.mean(hidden, -1, keepdims=True)
+    normal = (hidden - mean) * jax.lax.rsqrt(jnp.var(hidden, -1, keepdims=True) + 1e-5)
+    return normal @ head[:-1] + head[-1]
+
+
+def tower_loss(
+    trained: dict[str, Any], config: ModelConfig, images: Images, labels: Labels
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Sums the heads' losses at the visual tokens, before a projector.
+
+    Args:
+        trained: the tower, and its "heads".
+        config: the model's shape.
+        images: the images.
+        labels: labels of these images.
+
+    Returns:
+        The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
+        mean absolute error.
+    """
+    tokens, whole = small_of(config).states(trained, config, images.pixels)
+    n = tokens.shape[1]
+    real = real_tokens(config, images, n)
+    total, scalars = jnp.zeros(()), {}
+
+    def mean(values):
+        return jnp.sum(jnp.where(real, values, 0)) / jnp.sum(real)
+
+    for name, label in labels.items():
+        head = trained["heads"][name]
+        if name.startswith("image_"):
+            logit = linear_head(head, whole)
+            total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
+            continue
+        output, label = linear_head(head, tokens), of_tokens(label, n)
+        if name.startswith("class_"):
+            label = label.astype(jnp.int32)
+            total += mean(optax.softmax_cross_entropy_with_integer_labels(output, label))
+            scalars[name] = mean(jnp.argmax(output, -1) == label)
+        else:
+            label = label.astype(jnp.float32)
+            known = jnp.isfinite(label) & real[..., None]
+            error = jnp.where(known, output - jnp.where(known, label, 0), 0)
+            count = jnp.maximum(jnp.sum(known), 1)
+            total += 4 * jnp.sum(error**2) / count
+            scalars[name] = jnp.sum(jnp.abs(error)) / count
+    return total, scalars

@@ -1,0 +1,152 @@
+"""Writes small GQA, MME and POPE in LLaVA's folder layout, with questions of the shapes world.
+
+    python -m experiments.studies.example --out example
+
+They serve to try the stages of an evaluation without the real benchmarks. The formats are the
+official ones; the questions are not, and lack LLaVA's request for a short answer, which the model
+of the shapes world has not learned. The scores cannot be compared with published ones.
+"""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.shapes import write_world
+from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
+from stepprune_jax.benchmarks.pope import SPLITS
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.json_files import write_json_lines
+from stepprune_jax.data.llava import read_answers, read_questions
+
+_POPE_STEP = 10**7  # distance between ids of POPE's splits in LLaVA's list
+
+
+class Known(NamedTuple):
+    """A question of the shapes world, its image and the correct answer."""
+
+    text: str
+    image: Path
+    kind: str
+    answer: str
+
+
+def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
+    """Writes the three benchmarks.
+
+    Args:
+        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the images.
+        scenes: number of scenes of the shapes world, with eight questions each.
+        seed: seed of the scenes.
+
+    Returns:
+        out/eval.
+
+    Raises:
+        FileExistsError: out/eval already exists.
+        ValueError: too few scenes for MME's tasks.
+    """
+    root = Path(out) / "eval"
+    if root.exists():
+        raise FileExistsError(f"{root} exists: remove it, or give another --out")
+    world = write_world(Path(out) / "world", seed=seed, train=0, validation=0, test=scenes)
+    asked = read_questions(world / "test.jsonl", world / "images")
+    answers = read_answers(world / "test_answers.jsonl", asked)
+    pairs = zip(asked, answers, strict=True)
+    known = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
+    both = _pairs(known)
+    tasks = (*PERCEPTION, *COGNITION)
+    if len(both) < len(tasks):
+        raise ValueError(
+            f"{scenes} scenes have {len(both)} images with a yes and a no, MME needs "
+            f"{len(tasks)}: more --scenes"
+        )
+    _write_gqa(root / "gqa", [row for row in known if row.kind != "existence"])
+    _write_pope(root / "pope", [row for row in known if row.kind == "existence"])
+    _write_mme(root / "MME", dict(zip(tasks, both, strict=False)))
+    return root
+
+
+def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
+    """Returns a yes and a no question of each image that has both."""
+    found: dict[Path, dict[str, Known]] = defaultdict(dict)
+    for row in known:
+        if row.answer in ("yes", "no"):
+            found[row.image].setdefault(row.answer, row)
+    return [(rows["yes"], rows["no"]) for rows in found.values() if len(rows) == 2]
+
+
+def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
+    """Writes LLaVA's list and the official questions of test-dev."""
+    lines, official = [], {}
+    for number, row in enumerate(known):
+        _copy(row.image, folder / "data" / "images" / row.image.name)
+        name = str(number)
+        lines.append({"question_id": name, "image": row.image.name, "text": row.text})
+        official[name] = {
+            "question": row.text,
+            "imageId": row.image.stem,
+            "answer": row.answer,
+            "isBalanced": True,
+            "types": {"structural": row.kind, "semantic": row.kind},
+            "semantic": [],
+            "groups": {"global": None, "local": row.kind},
+        }
+    write_json_lines(folder / "llava_gqa_testdev_balanced.jsonl", lines)
+    path = folder / "data" / "testdev_balanced_questions.json"
+    path.write_text(json.dumps(official), encoding="utf-8")
+
+
+def _write_pope(folder: Path, known: Sequence[Known]) -> None:
+    """Writes LLaVA's list and the labels of the splits, to which questions are assigned in turn."""
+    lines = []
+    (folder / "coco").mkdir(parents=True)
+    for place, split in enumerate(SPLITS):
+        labels = []
+        for number, row in enumerate(known[place :: len(SPLITS)], start=1):
+            _copy(row.image, folder / "val2014" / row.image.name)
+            asked = {"image": row.image.name, "text": row.text}
+            name = place * _POPE_STEP + number
+            lines.append({"question_id": name, **asked, "category": split})
+            labels.append({"question_id": number, **asked, "label": row.answer})
+        write_json_lines(folder / "coco" / f"coco_pope_{split}.json", labels)
+    write_json_lines(folder / "llava_pope_test.jsonl", lines)
+
+
+def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
+    """Writes LLaVA's list and the authors' release, one image per task."""
+    lines = []
+    for task, rows in pairs.items():
+        place = folder / "MME_Benchmark_release_version" / task
+        _copy(rows[0].image, place / "1.png")
+        text = [f"{row.text} Please answer yes or no.\t{row.answer.title()}" for row in rows]
+        (place / "1.txt").write_text("\n".join(text), encoding="utf-8")
+        name = f"{task}/1.png"
+        head = {"question_id": name, "image": name}
+        lines += [{**head, "text": row.text, "category": task} for row in rows]
+    write_json_lines(folder / "llava_mme.jsonl", lines)
+
+
+def _copy(image: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(image, target)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    parser = Parser(prog="experiments.studies.example", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--scenes", type=int, default=60, help="scenes of the shapes world")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes")
+    arguments = parser.parse_args(argv)
+    try:
+        root = write_example(arguments.out, scenes=arguments.scenes, seed=arguments.seed)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {root}: pass it as --data, or as --config.eval.data")
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.example", main)

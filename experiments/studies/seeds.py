@@ -1,0 +1,363 @@
+r"""Trains and evaluates every trained row on several seeds; means and standard deviations.
+
+    python -m experiments.studies.seeds --config configs/shapes.py --workdir runs/seeds \
+        --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
+
+Each run is in WORKDIR/ROW-SEED. The same command resumes after an interruption. All trained rows
+are evaluated; `--set eval.methods=all,random` selects the others.
+
+`--rows default default+fast` also trains the default with a trial, a change of `variants.TRIALS`.
+With `--set data.folder=FOLDER`, the questions can be others than those of the published results.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from experiments.studies.processes import Job, run_jobs
+from experiments.studies.spread import (
+    budget_table,
+    differences,
+    own_stop_table,
+    pack,
+    summarise,
+)
+from experiments.studies.variants import (
+    TRIALS,
+    VARIANTS,
+    VariantConfig,
+    load_config,
+    variant_configs,
+)
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.frozen import model_folders, model_source
+from stepprune_jax.checkpoints.identity import file_identity, model_identity
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.json_files import read_json_object, write_json
+from stepprune_jax.data.source import TRAIN_FILE
+from stepprune_jax.evaluation import report as report_folder
+from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
+from stepprune_jax.evaluation.generate_stage import answer_benchmarks, shapes_benchmark
+from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.settings import (
+    POLICY_FILE,
+    SHAPES,
+    EvalSettings,
+    EvaluationRun,
+    check_policies,
+    read_evaluation,
+)
+from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
+from stepprune_jax.evaluation.sources import load_model, split_folders
+from stepprune_jax.evaluation.split import Split, read_split
+from stepprune_jax.evaluation.statistics import stop_figures
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import Policy
+from stepprune_jax.training import read_run, train
+from stepprune_jax.visualize.accuracy import draw_accuracy
+from stepprune_jax.workdir.checkpoints import claim
+from stepprune_jax.workdir.lock import locked
+
+RESULTS = "results.json"
+
+
+class Run(NamedTuple):
+    """One training run.
+
+    Attributes:
+        key: its row on the command line.
+        method: its row in tables.
+        config: its configuration, with its seed.
+        folder: its working directory.
+    """
+
+    key: str
+    method: str
+    config: ConfigDict
+    folder: Path
+
+    @property
+    def seed(self) -> int:
+        """Of training."""
+        return self.config.seed
+
+    @property
+    def policy_file(self) -> Path:
+        """The file that training writes at its end."""
+        return self.folder / POLICY_FILE
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains missing runs and evaluates; reports user errors in one line, with status 2."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the default row's, a name or a file")
+    parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    rows = parser.add_argument("--rows", nargs="+", default=list(VARIANTS))
+    rows.help = f"some of {', '.join(VARIANTS)}; or trials of them, with +{', +'.join(TRIALS)}"
+    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
+    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
+    change.metavar = "FIELD=VALUE"
+    change.help = "fields to change in every configuration, such as steps=100"
+    # For child processes: only train, on these processors.
+    parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    try:
+        run_seeds(**vars(options))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def run_seeds(
+    config: str,
+    workdir: str | Path,
+    seeds: Sequence[int],
+    rows: Sequence[str],
+    *,
+    processes: int = 1,
+    changes: Sequence[str] = (),
+    train_only: bool = False,
+    cpus: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Trains every row on every seed, unless already done, and evaluates all of them.
+
+    Args:
+        config: name or path of the default row's configuration.
+        workdir: folder for runs, data and report.
+        seeds: seeds of the runs.
+        rows: names of `variants.VARIANTS`, or of trials, as in `variant_configs`.
+        processes: runs trained at a time, each on its share of the processors.
+        changes: "field=value" for every configuration.
+        train_only: whether to train in this process without evaluation.
+        cpus: processors to run on.
+
+    Returns:
+        The contents of report/seeds.json: "rows" and "differences". Empty if only trained.
+
+    Raises:
+        FileNotFoundError: a configuration, a model or data are missing.
+        ValueError: bad arguments, or a run that failed.
+    """
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+    workdir = Path(workdir).resolve()
+    if processes < 1:
+        raise ValueError(f"--processes is {processes}, expected at least 1")
+    base = load_config(config, changes)
+    evaluation = read_evaluation(base)
+    planned = variant_configs(config, rows, changes)
+    # Child processes only write to the folders of their own runs.
+    with contextlib.nullcontext() if train_only else locked(workdir):
+        places = split_folders(evaluation, workdir)
+        runs = plan(planned, workdir, seeds, places["validation"])
+        if processes > 1 and not train_only:
+            shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
+            shared += ["--set", *changes] if changes else []
+            todo = [run for run in runs if not run.policy_file.is_file()]
+            run_jobs([_job(run, shared) for run in todo], processes)
+        else:
+            for run in runs:
+                _train(run)
+        return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
+
+
+def plan(
+    variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
+) -> list[Run]:
+    """Plans every run, seed by seed, all on the same data.
+
+    Args:
+        variants: the variants to train.
+        workdir: folder of all runs.
+        seeds: seeds of the runs.
+        data: folder with the training file.
+
+    Raises:
+        FileNotFoundError: the model or the data are missing.
+        ValueError: bad seeds, or a run's folder belongs to another run.
+    """
+    if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
+        raise ValueError(f"--seeds is {list(seeds)}, expected distinct non-negative numbers")
+    runs, identity = [], file_identity(data / TRAIN_FILE)
+    models: dict[Any, str] = {}
+    for seed in seeds:
+        for variant in variants:
+            config = variant.config.copy_and_resolve_references()
+            config.seed, config.data.folder = seed, str(data)
+            run = Run(variant.key, variant.method, config, workdir / f"{variant.key}-{seed}")
+            settings = read_run(config)
+            place = model_folders(settings)
+            if place not in models:
+                models[place] = model_identity(inspect_folder(*place))
+            # Checked before training: a finished run with other settings must not be reused.
+            claim(run.folder, settings, models[place], identity)
+            runs.append(run)
+    return runs
+
+
+def _job(run: Run, shared: list[str]) -> Job:
+    """Describes the run as a separate process."""
+    own = ["--rows", run.key, "--seeds", str(run.seed)]
+    command = [sys.executable, "-m", "experiments.studies.seeds", *shared, *own]
+    return Job(run.folder.name, command, run.folder / "train.log", run.policy_file)
+
+
+def _train(run: Run) -> None:
+    """Trains one run in this process, unless it has finished."""
+    if run.policy_file.is_file():
+        return
+    print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
+    train(read_run(run.config), run.folder)
+    if not run.policy_file.is_file():
+        raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
+
+
+def evaluate_runs(
+    base: EvaluationRun, workdir: Path, runs: Sequence[Run], places: dict[str, Path]
+) -> dict[str, Any]:
+    """Evaluates finished runs on one test split; existing results are kept.
+
+    Args:
+        base: the settings of the evaluation, from the default row's configuration.
+        workdir: folder of all runs.
+        runs: finished runs.
+        places: result of `split_folders`.
+
+    Returns:
+        What report/seeds.json holds; seeds.md shows it as tables, seeds.png as a figure.
+    """
+    settings, report = base.eval, report_folder.open_folder(workdir / "report")
+    test = read_split(places["test"], "test")
+    marks = [_mark(run, test, settings) for run in runs]
+    first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
+    todo = [
+        (run, mark)
+        for run, mark in zip(runs, marks, strict=True)
+        if _known(run.folder / RESULTS, mark) is None
+    ]
+    if todo or _known(*first) is None:
+        _evaluate_missing(base, places, test, todo, first)
+    tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
+    result = {
+        "seeds": sorted({run.seed for run in runs}),
+        "questions": len(test.questions),
+        "rows": summarise(_known(*first), tables),
+        "differences": differences(tables),
+    }
+    write_json(report / "seeds.json", result)
+    gaps = result["differences"]
+    parts = [own_stop_table(result["rows"]), budget_table(result["rows"])]
+    parts = [part for part in (*parts, markdown_table(gaps) if gaps else "") if part]
+    (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
+    print("\n".join(parts), end="")
+    most = max(row["mean_k"] for row in result["rows"])
+    draw_accuracy(report / "seeds.png", result["rows"], round(most))
+    return result
+
+
+def _evaluate_missing(
+    base: EvaluationRun,
+    places: dict[str, Path],
+    test: Split,
+    todo: Sequence[tuple[Run, str]],
+    first: tuple[Path, str],
+) -> None:
+    """Evaluates runs without results, and untrained rows if needed; saves each at once."""
+    settings = base.eval
+    model, source = load_model(base), model_source(base)
+    policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
+    for run, _ in todo:
+        check_policies({run.method: policies[run.folder]}, model.config, settings)
+    benchmark = shapes_benchmark(places, settings, stops=bool(todo))
+
+    def records(
+        path: Path,
+        mark: str,
+        seed: int,
+        policies: dict[str, Policy],
+        chosen: EvalSettings = settings,
+    ) -> list[Records]:
+        # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
+        folder = path.parent / f"{ANSWERS}_{mark}"
+        answers = answer_benchmarks(
+            dataclasses.replace(base, seed=seed, eval=chosen),
+            [benchmark],
+            policies,
+            source,
+            folder,
+            untrained=not policies,
+            model=model,
+        )
+        files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
+        return [read_records(file, places["test"], test.questions) for file in files]
+
+    path, mark = first
+    untrained = records(path, mark, base.seed, {})
+    if _known(path, mark) is None:
+        _save(path, mark, _table(untrained, untrained, base.seed))
+    for run, mark in todo:
+        print(f"evaluating {run.method}, seed {run.seed}", flush=True)
+        path = run.folder / RESULTS
+        policy = policies[run.folder]
+        # The learned stop of a trial is evaluated where its variant's is. What `methods` leaves out
+        # are rows without training.
+        stops = (run.method,) if VARIANTS[run.key.partition("+")[0]].stop else ()
+        chosen = dataclasses.replace(settings, methods="", adaptive=stops, own_stops=stops)
+        trained = records(path, mark, run.seed, {run.method: policy}, chosen)
+        table = _table(trained, untrained, run.seed)
+        if isinstance(policy.config, PolicyConfig):
+            n = model.config.max_image_tokens
+            bounds = policy.config.min_tokens, policy.config.steps(n)
+            stops = [stop_figures(row, test.scenes, *bounds) for row in trained]
+            table = [row | stop for row, stop in zip(table, stops, strict=True)]
+        _save(path, mark, table)
+
+
+def _table(
+    rows: Sequence[Records], untrained: Sequence[Records], seed: int
+) -> list[dict[str, Any]]:
+    """Builds the `accuracy_table` of some rows, with the correctness of each answer."""
+    table = accuracy_table([full_row(untrained), *rows], seed)[1:]
+    return [line | {"correct": pack(row.correct)} for line, row in zip(table, rows, strict=True)]
+
+
+def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
+    """Hashes everything that determines a result: questions, settings and the policy's bytes."""
+    pairs = zip(test.questions, test.answers, strict=True)
+    parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
+    free = {"rows": {}, "ablations": {}, "batch_size": 1}
+    if run is not None:
+        free["methods"] = ""
+    parts.append(repr(dataclasses.replace(settings, **free)))
+    if run is not None:
+        parts.append(hashlib.sha256(run.policy_file.read_bytes()).hexdigest())
+    return digest(parts)
+
+
+def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
+    """Returns a saved table, if it has the same questions, settings and policy."""
+    if not path.is_file():
+        return None
+    saved = read_json_object(path)
+    whole = all("correct" in row for row in saved["table"])  # of an earlier version
+    return saved["table"] if whole and saved["mark"] == mark else None
+
+
+def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"mark": mark, "table": table})
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.seeds", main)

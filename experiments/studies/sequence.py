@@ -1,0 +1,387 @@
+r"""Tells whether choosing step by step pays, family by family: docs/experiments.md.
+
+    python -m experiments.studies.sequence --config shapes_hard --workdir runs/shapes_hard \
+        --scorer runs/shapes_hard_autoselect/policy.safetensors --json sequence.json
+
+The policy's step-by-step selection is compared with the best tokens of its own first step, with
+one-shot scorers, and with an oracle that keeps the tokens an answer depends on, all at exact
+budgets. The answers are those of eval.py and are kept in the same place.
+
+`--workdir` takes several runs, and `--scorer` a file for each: the result has means over runs.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax import policy as functions
+from stepprune_jax.benchmarks.answer_files import read_files
+from stepprune_jax.checkpoints.frozen import model_source
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.command_line import Parser, exit_with, file_to_write
+from stepprune_jax.configurations import load_config
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.data.llava import Scene
+from stepprune_jax.evaluation.accuracy import families, percent
+from stepprune_jax.evaluation.cells import markdown_rows
+from stepprune_jax.evaluation.encode import Encoded, encode_chunks
+from stepprune_jax.evaluation.generate_stage import (
+    answer_benchmarks,
+    answers_folder,
+    read_policies,
+    shapes_benchmark,
+)
+from stepprune_jax.evaluation.names import ALL, DEFAULT, FIRST_STEP, ORACLE
+from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.settings import (
+    SHAPES,
+    EvaluationRun,
+    check_policies,
+    read_evaluation,
+)
+from stepprune_jax.evaluation.shapes_report import read_records
+from stepprune_jax.evaluation.sources import load_model, split_folders
+from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
+from stepprune_jax.evaluation.statistics import image_numbers, paired_difference
+from stepprune_jax.inference.pipeline import place_method, see
+from stepprune_jax.inference.sets import batches
+from stepprune_jax.models.stack import Execution
+from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import Method, Policy, View, make_method
+from stepprune_jax.workdir.lock import locked
+
+SCORER = "AutoSelect-like"
+EVERY = "all"
+
+
+def compare(
+    run: EvaluationRun,
+    workdir: str | Path,
+    *,
+    policy: str | Path | None = None,
+    limit: int = 0,
+) -> dict[str, Any]:
+    """Compares ways of choosing on the test split of the shapes world, or of data in its format.
+
+    Args:
+        run: the settings of the evaluation; its further trained rows are compared, too.
+        workdir: folder of the run; answers go where those of eval.py do, apart if there is a limit.
+        policy: a policy for the default row, instead of the run's own.
+        limit: most questions, spread over the split; 0 for all.
+
+    Returns:
+        "questions", "accuracy", "differences" and "choices": lists of objects with a family, a
+        budget and figures in percent or points, and those of `describe_choices`; "entropy", by
+        family, that of the policy's first step in nats.
+
+    Raises:
+        FileNotFoundError: a policy, the model or data are missing.
+        ValueError: bad settings, a policy without steps, or data without relevant patches.
+    """
+    workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
+    if shares:
+        raise ValueError(f"config.eval.budgets holds {shares[0]}, expected numbers of tokens")
+    scorers = [*run.eval.rows, *run.eval.ablations]
+    methods = ",".join([ALL, *scorers, FIRST_STEP, DEFAULT, ORACLE])
+    settings = dataclasses.replace(run.eval, benchmarks=SHAPES, methods=methods, adaptive=())
+    run = dataclasses.replace(run, eval=settings)
+    policies, source = read_policies(settings, workdir, policy), model_source(run)
+    check_policies(policies, source.config, settings)
+    places = split_folders(run, workdir)
+    test = read_split(places["test"], "test")
+    benchmark, folder = shapes_benchmark(places, settings, False), answers_folder(run, workdir)
+    if limit:
+        chosen = spread_over(len(test.questions), limit)
+        relevant = benchmark.relevant and [benchmark.relevant[at] for at in chosen]
+        asked = [benchmark.questions[at] for at in chosen]
+        benchmark = benchmark._replace(questions=asked, relevant=relevant)
+        folder = folder.with_name(f"{folder.name}_of_{limit}")
+        test = thin(test, limit)
+    model = load_model(run)
+    answers = answer_benchmarks(run, [benchmark], policies, source, folder, model=model)
+    wanted = {ALL, ORACLE, *policies}
+    records = [
+        read_records(file, places["test"], test.questions)
+        for file in read_files(answers[SHAPES])
+        if file.provenance.method in wanted and file.provenance.mode == "exact"
+    ]
+    records = [row for row in records if row.method == ALL or row.budget in settings.budgets]
+    rows = {(row.method, row.budget): row for row in records}
+    family = {EVERY: np.ones(len(test.questions), bool)} | families(test.questions)
+    choices, entropy = describe_choices(
+        model, policies[DEFAULT], test, records, run.model.execution, settings.batch_size
+    )
+    pairs = [(DEFAULT, other) for other in (FIRST_STEP, *(n for n in scorers if n in policies))]
+    image = image_numbers(test.questions)
+    return {
+        "questions": {name: int(at.sum()) for name, at in family.items()},
+        "accuracy": [
+            {"family": name, "method": m, "budget": b, "accuracy": percent(row.correct[at])}
+            for name, at in family.items()
+            for (m, b), row in rows.items()
+        ],
+        "differences": [
+            {"family": name, "budget": budget, "first": one, "second": two}
+            | paired_difference(
+                rows[one, budget].correct[at], rows[two, budget].correct[at], image[at]
+            )
+            for name, at in family.items()
+            for budget in settings.budgets
+            for one, two in [*pairs, (ORACLE, DEFAULT)]
+        ],
+        "choices": [
+            {"family": name, "method": row.method, "budget": row.budget}
+            | {field: _mean(values[at]) for field, values in described.items()}
+            for name, at in family.items()
+            for row, described in zip(records, choices, strict=True)
+        ],
+        "entropy": {name: _mean(entropy[at]) for name, at in family.items()},
+    }
+
+
+def _mean(values: Float[np.ndarray, "q"]) -> float | None:
+    """Averages what is defined; None if nothing is."""
+    values = values[np.isfinite(values)]
+    return round(float(values.mean()), 4) if len(values) else None
+
+
+_KEYS = ("family", "method", "budget", "first", "second")
+
+
+def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Averages the comparisons of several runs on the same questions.
+
+    Args:
+        results: results of `compare`, at least two.
+
+    Returns:
+        What `compare` returns, as means over runs. "accuracy" also has "standard_deviation" over
+        runs, and "differences" have "standard_error_over_runs" in place of other errors.
+
+    Raises:
+        ValueError: the runs answered different questions, or differ in their rows.
+    """
+
+    def rows(part: str, field: str = "", error: str = "", divisor: float = 1.0) -> list[dict]:
+        merged = []
+        for same in zip(*(result[part] for result in results), strict=True):
+            key = {name: same[0][name] for name in _KEYS if name in same[0]}
+            if any(row[name] != key[name] for row in same for name in key):
+                raise ValueError("the runs to compare differ in their rows")
+            fields = [field] if field else [name for name in same[0] if name not in key]
+            values = {name: np.array([row[name] for row in same], float) for name in fields}
+            row = key | {name: _mean(found) for name, found in values.items()}
+            if error:
+                row[error] = round(float(values[field].std(ddof=1)) / divisor, 3)
+            merged.append(row)
+        return merged
+
+    asked, runs = results[0]["questions"], len(results)
+    if any(result["questions"] != asked for result in results):
+        raise ValueError("the runs to compare answered different questions")
+    error = "standard_error_over_runs"
+    return {
+        "runs": runs,
+        "questions": asked,
+        "accuracy": rows("accuracy", "accuracy", "standard_deviation"),
+        "differences": rows("differences", "difference", error, math.sqrt(runs)),
+        "choices": rows("choices"),
+        "entropy": {name: _mean(np.array([r["entropy"][name] for r in results])) for name in asked},
+    }
+
+
+def describe_choices(
+    model: VLM,
+    policy: Policy,
+    test: Split,
+    records: Sequence[Records],
+    execution: Execution,
+    size: int,
+) -> tuple[list[dict[str, Float[np.ndarray, "q"]]], Float[np.ndarray, "q"]]:
+    """Describes what is kept for each question, and how sharp the policy's first step is.
+
+    Args:
+        model: the frozen model.
+        policy: the policy, whose statistics standardise features.
+        test: the questions.
+        records: selections, for each row.
+        execution: how the layers of the model are run.
+        size: questions per batch.
+
+    Returns:
+        For each row, the figures of `_describe` for each question; and the entropy of the policy's
+        first pointer distribution in nats.
+    """
+    method = place_method(model, make_method(policy=policy))
+    described: list[list[dict[str, float]]] = [[] for _ in records]
+    entropies = []
+    scenes = test.scenes or [Scene(0, ())] * len(test.questions)
+    chunks = encode_chunks(model, test.questions, batch_size=size, execution=execution)
+    for first, encoded in chunks:
+        entropies.append(_entropies(model, method, encoded, size))
+        images = _directions(encoded.images.features, policy.stats)
+        for at, image in enumerate(encoded.prompts.image_of[:, 0].tolist()):
+            number = first + at
+            for into, row in zip(described, records, strict=True):
+                order = row.order[number][: row.count[number]]
+                into.append(_describe(images[image], order, scenes[number]))
+    columns = [
+        {name: np.array([line[name] for line in lines]) for name in lines[0]} for lines in described
+    ]
+    return columns, np.concatenate(entropies)
+
+
+def _directions(
+    features: Float[np.ndarray, "i n d"], stats: FeatureStats | None
+) -> Float[np.ndarray, "i n d"]:
+    """Returns standardised features of length one."""
+    standard = np.asarray(functions.standardise(jnp.asarray(features, jnp.float32), stats))
+    return standard / np.maximum(np.linalg.norm(standard, axis=-1, keepdims=True), 1e-9)
+
+
+def _describe(
+    image: Float[np.ndarray, "n d"], order: Int[np.ndarray, "k"], scene: Scene
+) -> dict[str, float]:
+    """Describes the tokens kept for one question; NaN where a figure is undefined.
+
+    Args:
+        image: directions of the image's tokens.
+        order: the kept tokens.
+        scene: what is known about the image.
+
+    Returns:
+        "similarity", the mean over kept tokens of the largest cosine with another; "relevant", the
+        percentage of the relevant tokens that are kept; "looks", the number of different looks
+        among the kept objects; "repeats", the percentage of kept tokens that repeat a look.
+    """
+    kept, similarity = image[order], np.nan
+    if len(order) > 1:
+        cosine = kept @ kept.T
+        np.fill_diagonal(cosine, -np.inf)
+        similarity = float(cosine.max(axis=1).mean())
+    relevant = np.isin(scene.relevant, order).mean() if scene.relevant else np.nan
+    shown = [int(np.isin(group, order).sum()) for group in scene.alike]
+    looks = sum(count > 0 for count in shown) if scene.alike else np.nan
+    repeats = (sum(shown) - looks) / max(1, len(order))
+    return {
+        "similarity": similarity,
+        "relevant": 100 * float(relevant),
+        "looks": float(looks),
+        "repeats": 100 * float(repeats),
+    }
+
+
+def _entropies(model: VLM, method: Method, encoded: Encoded, size: int) -> Float[np.ndarray, "q"]:
+    """Computes the entropy of a policy's first pointer distribution for each question, in nats."""
+    run, parts = jax.jit(_first_entropy, static_argnums=1), []
+    for rows, count in batches(len(encoded.prompts.length), size):
+        view = see(model, method.pruner, encoded.prompts.take(rows), encoded.images)
+        parts.append(np.asarray(fetch(run(method.params, method.pruner, view)))[:count])
+    return np.concatenate(parts)
+
+
+def _first_entropy(params: Any, pruner: Any, view: View) -> Float[Array, "r"]:
+    memory = pruner.memory(params, view)
+    steps = functions.select(
+        params.weights, pruner.config, memory, image_mask=view.valid, max_steps=1, min_tokens=1
+    )
+    log_prob = jax.nn.log_softmax(steps.log_prob[:, 0].astype(jnp.float32))
+    return -jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1)
+
+
+def as_markdown(result: Mapping[str, Any]) -> str:
+    """Formats the tables of a comparison.
+
+    Args:
+        result: result of `compare` or of `over_runs`.
+    """
+    found = {(r["family"], r["method"], r["budget"]): _shown(r) for r in result["accuracy"]}
+    methods = list(dict.fromkeys(row["method"] for row in result["accuracy"]))
+    methods.sort(key=lambda name: (name != ALL, name == ORACLE))
+    whole = next(row["budget"] for row in result["accuracy"] if row["method"] == ALL)
+    gaps: dict[Any, dict[str, str]] = {}
+    for row in result["differences"]:
+        error = row.get("standard_error_over_runs", row.get("standard_error_by_image"))
+        shown = f"{row['difference']:+.1f} +- " + ("?" if error is None else f"{error:.1f}")
+        name = f"{row['first']} - {row['second']}"
+        gaps.setdefault((row["family"], row["budget"]), {})[name] = shown
+    parts = []
+    for budget in dict.fromkeys(row["budget"] for row in result["differences"]):
+        lines = []
+        for name, questions in result["questions"].items():
+            own = [found[name, m, whole if m == ALL else budget] for m in methods]
+            entropy = result["entropy"][name]
+            lines.append([name, questions, entropy, *own, *gaps[name, budget].values()])
+        header = ["family", "questions", "entropy", *methods, *gaps[EVERY, budget]]
+        parts.append(f"Accuracy in percent at {budget} tokens\n\n{markdown_rows(header, lines)}")
+    kept = [row for row in result["choices"] if row["family"] == EVERY and row["method"] != ALL]
+    fields = ["budget", "method", "similarity", "relevant", "looks", "repeats"]
+    kept.sort(key=lambda row: (-row["budget"], methods.index(row["method"])))
+    lines = [[row[field] for field in fields] for row in kept]
+    parts.append(f"What is kept\n\n{markdown_rows(fields, lines)}")
+    return "\n".join(parts)
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """An accuracy, with its standard deviation over runs, if there are several."""
+    deviation = row.get("standard_deviation")
+    return f"{row['accuracy']:.1f}" + ("" if deviation is None else f" +- {deviation:.1f}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="configuration, a name or a file")
+    parser.add_argument(
+        "--workdir", required=True, nargs="+", help="folder of the run that trained the policy"
+    )
+    parser.add_argument("--policy", help="another policy for the row StepPrune")
+    parser.add_argument(
+        "--scorer", nargs="+", help=f"policy file of the one-shot row {SCORER!r}, for each folder"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="most questions; 0 for all")
+    parser.add_argument("--json", help="file for all figures")
+    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
+    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
+    options = parser.parse_args(argv)
+    try:
+        if options.limit < 0:
+            raise ValueError(f"--limit is {options.limit}, expected a number >= 0")
+        if len({*options.workdir}) != len(options.workdir):
+            raise ValueError(f"--workdir is {options.workdir}, expected distinct folders")
+        scorers = options.scorer or [None] * len(options.workdir)
+        if len(scorers) != len(options.workdir):
+            raise ValueError(
+                f"--scorer has {len(scorers)} files, expected one for each of the "
+                f"{len(options.workdir)} folders of --workdir"
+            )
+        json_file = file_to_write("--json", options.json) if options.json else None
+        config = load_config(options.config, options.changes)
+        distributed.use_cores(config.get("cpu_devices", 0))
+        run = read_evaluation(config)
+        results = []
+        for workdir, scorer in zip(options.workdir, scorers, strict=True):
+            rows = {**run.eval.rows, **({SCORER: scorer} if scorer else {})}
+            one = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
+            with locked(Path(workdir)):
+                results.append(compare(one, workdir, policy=options.policy, limit=options.limit))
+        result = over_runs(results) if len(results) > 1 else results[0]
+        if json_file:
+            write_json(json_file, result)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(as_markdown(result), end="")
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.sequence", main)

@@ -1,0 +1,160 @@
+"""Variants of training as configurations: the default, ablations, baselines, and trials of each."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from stepprune_jax.configurations import load_config
+from stepprune_jax.evaluation.names import DEFAULT
+
+_RATES = ("lr", "final_lr", "muon_lr")
+
+
+class Variant(NamedTuple):
+    """A variant of training a policy.
+
+    Attributes:
+        method: name in tables.
+        argument: argument of the configuration file.
+        changes: changes to the configuration, each "field=value".
+        rates: factor on the configuration's learning rates.
+        stop: whether its learned stop is evaluated, too.
+    """
+
+    method: str
+    argument: str = ""
+    changes: tuple[str, ...] = ()
+    rates: float = 1.0
+    stop: bool = False
+
+
+# By their names on the command line.
+VARIANTS = {
+    "default": Variant(DEFAULT, stop=True),
+    "literal": Variant("StepPrune literal", ":literal", stop=True),
+    "literal_raw": Variant(
+        "StepPrune literal, raw features", ":literal", ("data.stats_images=0",), stop=True
+    ),
+    # With the text gate and the learning rates that serve it better: docs/experiments.md.
+    "autoselect": Variant(
+        "AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1"), rates=0.5
+    ),
+    "causal": Variant("causal encoder", changes=("policy.encoder_attention=causal",)),
+    "last": Variant("last step's score", changes=("policy.aggregation=last",)),
+    "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
+    "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
+    "blind": Variant("no question", changes=("policy.text=False",)),
+    "two_layers": Variant("two decoder layers", changes=("policy.decoder_layers=2",)),
+    "straight_through": Variant(
+        "straight-through estimator", changes=("policy.estimator=straight_through",)
+    ),
+    "scale_gate": Variant("scaling gate", changes=("policy.gate=scale",)),
+    "aligned_stop": Variant("stop as a slot", changes=("policy.stop=aligned",), stop=True),
+    "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
+    "group4": Variant("4 tokens a step", changes=("policy.group=4",)),
+    "group8": Variant("8 tokens a step", changes=("policy.group=8",)),
+}
+
+
+def _scale_rates(factor: float) -> Callable[[ConfigDict], None]:
+    def change(config: ConfigDict) -> None:
+        for name in _RATES:
+            config.optimizer[name] *= factor
+
+    return change
+
+
+def _scale_temperature(factor: float) -> Callable[[ConfigDict], None]:
+    """Of the noise gate, at the end of its annealing."""
+
+    def change(config: ConfigDict) -> None:
+        if config.method == "autoselect":
+            config.autoselect.temperature_end *= factor
+        else:
+            config.policy.polarisation_temperature *= factor
+
+    return change
+
+
+def _loosen_bound(config: ConfigDict) -> None:
+    config.optimizer.clip *= 3
+
+
+def _switch_text(config: ConfigDict) -> None:
+    config.text_gate_anneal = 0.0 if config.text_gate_anneal else 0.1
+
+
+class Trial(NamedTuple):
+    """A change that is tried on every variant alike, so that all have been tuned as much.
+
+    Attributes:
+        label: what it changes, for tables.
+        change: changes a variant's configuration in place.
+    """
+
+    label: str
+    change: Callable[[ConfigDict], None]
+
+
+# By their names on the command line, after the variant's and "+".
+TRIALS = {
+    "slow": Trial("learning rates x 1/2", _scale_rates(0.5)),
+    "fast": Trial("learning rates x 2", _scale_rates(2.0)),
+    "hard": Trial("gate's temperature x 1/2", _scale_temperature(0.5)),
+    "soft": Trial("gate's temperature x 2", _scale_temperature(2.0)),
+    "loose": Trial("bound of the gradient x 3", _loosen_bound),
+    "text": Trial("text gate open or closed at first, the other way", _switch_text),
+}
+
+
+class VariantConfig(NamedTuple):
+    """A variant with its configuration.
+
+    Attributes:
+        key: name on the command line and of the run's folder.
+        method: name in tables.
+        config: its configuration.
+    """
+
+    key: str
+    method: str
+    config: ConfigDict
+
+
+def variant_configs(
+    config: str, keys: Sequence[str], changes: Sequence[str]
+) -> list[VariantConfig]:
+    """Loads the configurations of variants.
+
+    Args:
+        config: name or path of the default configuration.
+        keys: names of `VARIANTS`; one of `TRIALS` may follow, as in "default+fast".
+        changes: changes to each of them, as in `load_config`, before a trial's.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: an unknown or repeated variant, or a bad change.
+    """
+    known = {key: (key, None) for key in VARIANTS}
+    known |= {f"{key}+{trial}": (key, trial) for key in VARIANTS for trial in TRIALS}
+    if not keys or len({*keys}) != len(keys) or any(key not in known for key in keys):
+        raise ValueError(
+            f"--rows is {list(keys)}, expected distinct ones of {', '.join(VARIANTS)}, "
+            f"alone or with one of +{', +'.join(TRIALS)}"
+        )
+    configs = []
+    for key in keys:
+        name, trial = known[key]
+        variant = VARIANTS[name]
+        path, of_variant = f"{config}{variant.argument}", [*variant.changes]
+        if variant.rates != 1:
+            optimizer = load_config(path, of_variant).optimizer
+            of_variant += [f"optimizer.{name}={variant.rates * optimizer[name]}" for name in _RATES]
+        loaded = load_config(path, [*of_variant, *changes])
+        method = variant.method
+        if trial is not None:
+            TRIALS[trial].change(loaded)
+            method = f"{method}, {TRIALS[trial].label}"
+        configs.append(VariantConfig(key, method, loaded))
+    return configs

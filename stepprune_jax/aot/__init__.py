@@ -1,1 +1,0 @@
-"""Compiling for GPUs and TPUs on a machine that has neither: `python -m stepprune_jax.aot`."""

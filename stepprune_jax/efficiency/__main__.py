@@ -1,0 +1,317 @@
+"""Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
+
+    python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
+    python -m stepprune_jax.efficiency --model qwen-mid --rows all --transformers --json OUT
+
+Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
+the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
+measurement starts with pixels in host memory and ends when the first token is known.
+`tools.bench.efficiency_page` turns such results into a section of the documentation.
+
+Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
+grows steeply with their number, and the bias is calibrated on the images of the batch, as on
+validation questions after training. This measures the cost of deciding, not how much the counts of
+different images vary.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.efficiency import first_token, torch_reference
+from stepprune_jax.efficiency.first_token import Batch, Bench, Row
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.efficiency.peaks import device_peak
+from stepprune_jax.efficiency.timing import environment, free_memory, peak_memory
+from stepprune_jax.efficiency.weights import random_weights
+from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.pruning import PRUNERS, Policy, make_method
+from stepprune_jax.training import selectors
+
+UNPRUNED, REFERENCE = "all", "transformers"
+# Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
+_ONE_IN = (3, 4.5, 9)
+# Power of the count with which the price of a token grows; see above.
+_PRICE_GROWTH = 30.0
+
+
+def with_square_images(config: QwenConfig, tokens: int) -> QwenConfig:
+    """Bounds images so that the largest one is a square of so many visual tokens.
+
+    Raises:
+        ValueError: not a square number, or so small that narrow images have more.
+    """
+    area = config.vision.factor**2
+    config = config.family.bound_images(config, None, area, tokens * area)
+    if config.max_image_tokens != tokens or math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(f"--tokens is {tokens}, expected a square number from 225")
+    return config
+
+
+def default_rows(config: ModelConfig) -> list[str]:
+    """Returns all tokens, every pruner at the paper's budgets, and learned stops at these means.
+
+    Budgets that a pruner cannot keep on this model are left out, with a line on stderr.
+    """
+    budgets = [round(config.max_image_tokens / share) for share in _ONE_IN]
+    pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
+    rows = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
+    rows += [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
+    kept = [UNPRUNED]
+    for name in rows:
+        try:
+            read_rows([name], config, decoder_layers=1, dtype="float32")
+        except ValueError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+        else:
+            kept.append(name)
+    return kept
+
+
+def read_rows(
+    names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
+) -> list[Row]:
+    """Builds the methods of rows, without trained parameters.
+
+    Args:
+        names: "all", or a pruner and its budget, such as "cls@64" or "stepprune@mean:64".
+        config: the model's configuration.
+        decoder_layers: decoder layers of StepPrune's policy.
+        dtype: compute dtype of policies.
+
+    Returns:
+        A row for each name; the first is that of all tokens.
+
+    Raises:
+        ValueError: an unknown pruner, an unsupported budget, or a repeated row.
+    """
+    rows = []
+    for name in dict.fromkeys([UNPRUNED, *names]):
+        pruner, _, budget = name.partition("@")
+        kind = getattr(PRUNERS.get(pruner), "config_type", None)
+        learned = None
+        if kind is not None:
+            fields = {"decoder_layers": decoder_layers, "price_growth": _PRICE_GROWTH}
+            shape = kind(
+                feature_width=config.feature_width,
+                text_width=config.text.hidden_size,
+                dtype=dtype,
+                **(fields if kind is PolicyConfig else {}),
+            )
+            learned = Policy({}, shape, None)
+        # A mean is calibrated once weights and images are there.
+        bias = 0.0 if learned and budget.startswith("mean") else None
+        method = make_method(pruner, budget or None, policy=learned, stop_bias=bias)
+        method.pruner.check(config, config.max_image_tokens)
+        rows.append(Row(name, method))
+    return rows
+
+
+def draw_learned(row: Row) -> Row:
+    """Draws random parameters of a row's method."""
+    if not row.method.params:
+        return row
+    pruner = row.method.pruner
+    weights, stats = _drawn(pruner.config)
+    learned = row.method.params._replace(weights=pruner.prepare(weights), stats=stats)
+    return row._replace(method=row.method._replace(params=learned))
+
+
+@functools.cache  # the budgets of a method share one policy
+def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
+    """Draws random weights of a policy, and statistics that leave features unchanged."""
+    weights = jax.jit(selectors.init, static_argnums=1)(jax.random.key(1), shape)
+    return weights, FeatureStats.start(shape.feature_width)
+
+
+def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[Row]) -> None:
+    """Checks that the benchmark fits in free memory, before anything is allocated.
+
+    Raises:
+        ValueError: it does not fit; the message has required and free memory and a remedy.
+    """
+    dtype, text = jnp.dtype(flags.dtype), config.text
+    itemsize = dtype.itemsize
+    shapes = {row.method.pruner.config for row in rows if row.method.params}
+    key = jax.random.key(0)
+    policies = [jax.eval_shape(functools.partial(selectors.init, selector=s), key) for s in shapes]
+    leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), policies))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    length = config.max_image_tokens + flags.text + flags.new_tokens
+    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
+    # The residual stream, an MLP's two activations, and one layer's scores in float32.
+    layer = itemsize * (2 * text.hidden_size + 2 * text.intermediate_size)
+    each = length * (cache + layer + 4 * text.num_heads * length)
+    needed = (1 + flags.transformers) * weights + max(flags.batch) * each
+    free, device = free_memory(), jax.devices()[0].device_kind
+    if needed > free:
+        changes = ["--model mid"] if flags.model in MODELS and flags.model != "mid" else []
+        changes += ["--dtype bfloat16"] if flags.dtype != "bfloat16" else []
+        changes += ["a smaller --batch"] if max(flags.batch) > 1 else []
+        changes += ["no --transformers"] if flags.transformers else []
+        if jax.default_backend() == "cpu":
+            changes.append("jax for an accelerator (pip install 'stepprune-jax[cuda]' or '[tpu]')")
+        raise ValueError(
+            f"--model {flags.model} in {flags.dtype} at --batch {max(flags.batch)} needs "
+            f"{needed / 1e9:.1f} GB at least, and {device} has {free / 1e9:.1f} GB free: choose "
+            + " or ".join(changes or ["a smaller --model"])
+        )
+
+
+def torch_device() -> str:
+    """Returns the torch device that matches jax's.
+
+    Raises:
+        ValueError: `transformers` cannot run there; the message gives a remedy.
+    """
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise ValueError(f"--transformers needs {name}: pip install it")
+    device = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
+    if device is None:
+        raise ValueError(f"--transformers runs on a CPU or GPU, jax uses {jax.default_backend()}")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--transformers: torch sees no GPU, install its CUDA build")
+    return device
+
+
+def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
+    """Builds the model of `transformers` with SDPA and our weights.
+
+    Returns:
+        A function from a batch to a call that returns its first logits.
+    """
+    theirs = torch_reference.build_vlm(model.params, model.config, device)
+
+    def on(batch: Batch) -> Callable[[], Any]:
+        return functools.partial(
+            torch_reference.first_tokens,
+            theirs,
+            batch.prompts.ids,
+            jax.tree.map(np.asarray, batch.images.pixels),
+            model.config,
+        )
+
+    return on
+
+
+def _said(row: dict[str, Any]) -> str:
+    """Returns a row's time to the first token, and how long the others take in comparison."""
+    others = (
+        f"; {other} takes {median:.2f} ({least:.2f} to {most:.2f}) times as long"
+        for other, (median, least, most) in row["speed_up"].items()
+    )
+    return f"{row['ms']['whole'][0]:,.0f} ms to the first token{''.join(others)}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = Parser(prog="stepprune_jax.efficiency", description=__doc__.split("\n")[0])
+    known = ", ".join(MODELS | QWEN_MODELS)
+    parser.add_argument("--model", default="mid", help=f"{known}, or a config.json")
+    parser.add_argument(
+        "--tokens",
+        type=integer_from(1),
+        default=576,
+        help="visual tokens of an image, for Qwen2.5-VL",
+    )
+    parser.add_argument("--json", required=True, help="file for the results")
+    parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
+    )
+    parser.add_argument(
+        "--text", type=integer_from(1), default=64, help="tokens of a prompt besides its image"
+    )
+    parser.add_argument(
+        "--new_tokens", type=integer_from(1), default=16, help="tokens after the first"
+    )
+    parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
+    parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
+    parser.add_argument(
+        "--transformers", action="store_true", help="compare with `transformers` and SDPA as well"
+    )
+    flags = parser.parse_args(arguments)
+    flags.parser = parser
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    flags = parse(arguments)
+    try:
+        config = model_config(flags.model)
+        if isinstance(config, QwenConfig):
+            config = with_square_images(config, flags.tokens)
+        names = flags.rows or default_rows(config)
+        execution = Execution(attention=flags.attention)
+        execution.check_backend()
+        rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+        device = torch_device() if flags.transformers else None
+        check_memory(flags, config, rows)
+        out = Path(flags.json)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        flags.parser.error(" ".join(str(error).split()))
+    dtype = jnp.dtype(flags.dtype)
+    # The same layout as in `load_vlm`.
+    model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
+    rows = [draw_learned(row) for row in rows]
+    rows = [row._replace(method=place_method(model, row.method)) for row in rows]
+    theirs = reference(model, device) if device else None
+    peak = device_peak(dtype)
+    options = RunOptions("own", execution, max_tokens=flags.new_tokens + 1)
+    bench = Bench(model, options, peak, flags.rounds)
+    result = {
+        "model": flags.model,
+        "layers": config.text.num_layers,
+        "width": config.text.hidden_size,
+        "tokens": config.max_image_tokens,
+        **{
+            name: getattr(flags, name)
+            for name in ("dtype", "policy_dtype", "decoder_layers", "text", "new_tokens", "rounds")
+        },
+        "execution": str(execution),
+        "environment": environment(),
+        "peak": peak._asdict(),
+        "batches": {},
+    }
+    for size in flags.batch:
+        batch = first_token.draw_batch(config, size, flags.text)
+        references = {REFERENCE: theirs(batch)} if theirs else {}
+        result["batches"][str(size)] = first_token.measure(bench, rows, batch, references)
+        for row in result["batches"][str(size)]:
+            print(f"batch {size}, {row['row']}: {_said(row)}", flush=True)
+        result["peak_bytes"] = peak_memory()
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    # `transformers` shares the card, so jax may not preallocate all of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    exit_with("stepprune_jax.efficiency", main)

@@ -1,5 +1,0 @@
-"""A small model from scratch: first a tower from patch labels, then the language model."""
-
-from stepprune_jax.pretrain.run import pretrain
-
-__all__ = ["pretrain"]

@@ -1,0 +1,120 @@
+import json
+
+import pytest
+from PIL import Image
+
+from experiments.datasets import easy_vqa
+from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
+
+TRAIN = [
+    [question, answer, number]
+    for number in range(6)
+    for question, answer in (
+        ("what is the blue shape?", "circle"),
+        ("what color is the circle?", "blue"),
+        ("is there not a red shape?", "yes"),
+    )
+]
+TEST = [["what is the color of the shape?", "teal", 0], ["what shape is present?", "circle", 9]]
+
+
+@pytest.fixture
+def source(tmp_path):
+    for split, rows in (("train", TRAIN), ("test", TEST)):
+        images = tmp_path / "easy" / split / "images"
+        images.mkdir(parents=True)
+        for number in {row[2] for row in rows}:
+            Image.new("RGB", (4, 4), (number, 0, 0)).save(images / f"{number}.png")
+        write(tmp_path / "easy", split, rows)
+    return tmp_path / "easy"
+
+
+def write(source, split, rows):
+    (source / split / "questions.json").write_text(json.dumps(rows))
+
+
+def test_the_folder_is_read_back_as_it_was(source, tmp_path):
+    out = tmp_path / "out"
+    counts = easy_vqa.convert(source, out, validation_share=0.3)
+    assert counts == {"train": 12, "validation": 6, "test": 2}
+    samples = read_conversations(out / "train.json", out / "images")
+    asked = read_questions(out / "validation.jsonl", out / "images")
+    assert [len(sample.turns) for sample in samples] == [6] * 4
+    assert samples[0].turns[:2] == ("what is the blue shape?", "circle")
+    assert [question.category for question in asked[:3]] == ["shape", "color", "yes-no"]
+    assert read_answers(out / "validation_answers.jsonl", asked)[:3] == ["circle", "blue", "yes"]
+    trained, held = {s.image for s in samples}, {q.image for q in asked}
+    assert len(trained) == 4 and len(held) == 2 and not trained & held
+    asked = read_questions(out / "test.jsonl", out / "images")
+    assert read_answers(out / "test_answers.jsonl", asked) == ["teal", "circle"]
+    assert [question.category for question in asked] == ["color", "shape"]
+    # Pictures of both splits are numbered from 0; each went to its own place.
+    assert asked[1].image.read_bytes() == (source / "test/images/9.png").read_bytes()
+    again = easy_vqa.convert(source, out, validation_share=0.3)
+    assert again == counts
+    fewer = easy_vqa.convert(source, tmp_path / "fewer", validation_share=0.3, test_images=1)
+    assert fewer == {"train": 12, "validation": 6, "test": 1}
+    asked = read_questions(tmp_path / "fewer/test.jsonl", tmp_path / "fewer/images")
+    assert [question.image.name for question in asked] == ["0.png"]
+    other = tmp_path / "other"
+    easy_vqa.convert(source, other, validation_share=0.3, seed=3)
+    assert (other / "train.json").read_text() != (out / "train.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, image., got"),
+        ([TRAIN[0], ["a?", "", 1]], 'entry 1: "answer" is empty'),
+        ([[3, "b", 1]], 'entry 0: "question" must be a string, got a number'),
+        ([["a?", "b", "1"]], "entry 0: expected the number of an image, got '1'"),
+        ([["a?", "b", -1]], "entry 0: expected the number of an image, got -1"),
+        ([], "expected at least one question"),
+        ({}, "expected a JSON list, got an object"),
+    ],
+)
+def test_bad_entries_are_refused_before_anything_is_written(source, tmp_path, rows, message):
+    write(source, "test", rows)
+    with pytest.raises(ValueError, match=rf"questions\.json: {message}"):
+        easy_vqa.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_files_are_named(source, tmp_path):
+    (source / "test" / "images" / "9.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"questions\.json: entry 1: no image at .*9\.png"):
+        easy_vqa.convert(source, tmp_path / "out")
+    with pytest.raises(
+        FileNotFoundError, match=r"has no train/questions\.json; expected the folder"
+    ):
+        easy_vqa.convert(source / "train", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (0.0, "expected between 0 and 1"),
+        (float("nan"), "expected between 0 and 1"),
+        (0.01, "leaves the validation split without an image"),
+        (0.99, "leaves the training split without an image"),
+    ],
+)
+def test_shares_that_leave_nothing_are_refused(source, tmp_path, share, message):
+    with pytest.raises(ValueError, match=message):
+        easy_vqa.convert(source, tmp_path / "out", validation_share=share)
+
+
+@pytest.mark.parametrize("images", [-1, 3])
+def test_test_images_that_do_not_exist_are_refused(source, tmp_path, images):
+    with pytest.raises(ValueError, match=f"test_images is {images}, expected 0 to 2"):
+        easy_vqa.convert(source, tmp_path / "out", test_images=images)
+
+
+def test_the_command_converts_and_reports_mistakes_in_one_line(source, tmp_path, capsys):
+    arguments = ["--source", str(source), "--out", str(tmp_path / "out")]
+    easy_vqa.main([*arguments, "--validation_share", "0.5"])
+    assert capsys.readouterr().out.endswith("out: 9 train, 9 validation, 2 test questions\n")
+    with pytest.raises(SystemExit) as exit:
+        easy_vqa.main([*arguments, "--validation_share", "2"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and "validation_share is 2.0" in error

@@ -1,0 +1,59 @@
+"""The example is three benchmarks in their official forms, and every answer has its place."""
+
+import json
+
+import pytest
+
+from experiments.studies import example
+from stepprune_jax.benchmarks import BENCHMARKS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("example")
+    example.main(["--out", str(out), "--scenes", "30"])
+    return out
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def truths(folder):
+    """Right answers by the picture's content and the question."""
+    world, found = folder / "world", {}
+    right = {row["question_id"]: row["answer"] for row in lines(world / "test_answers.jsonl")}
+    for row in lines(world / "test.jsonl"):
+        picture = (world / "images" / row["image"]).read_bytes()
+        found[picture, row["text"]] = right[row["question_id"]]
+    return found
+
+
+@pytest.mark.parametrize(("name", "best"), [("gqa", 100.0), ("mme", 2800.0), ("pope", 100.0)])
+def test_right_answers_score_all_points_and_wrong_ones_none(folder, tmp_path, name, best):
+    right = truths(folder)
+    benchmark, root = BENCHMARKS[name], folder / "eval"
+    questions = benchmark.read_questions(root)
+    assert len(questions) >= 10
+    for change, expected in ((lambda text: text, best), (other, 0.0)):
+        with (tmp_path / "answers.jsonl").open("w") as out:
+            for question in questions:
+                text = change(right[question.image.read_bytes(), question.text])
+                line = {"question_id": question.question_id, "prompt": question.prompt}
+                out.write(json.dumps(line | {"text": text}) + "\n")
+        assert benchmark.score(root, tmp_path / "answers.jsonl").headline == expected
+
+
+def other(text):
+    return {"yes": "no", "no": "yes"}.get(text, "nothing")
+
+
+def test_mistakes_are_told_in_one_line(folder, tmp_path, capsys):
+    for arguments, message in (
+        (["--out", str(folder)], "eval exists: remove it, or give another --out"),
+        (["--out", str(tmp_path), "--scenes", "2"], "MME needs 14: more --scenes"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            example.main(arguments)
+        error = capsys.readouterr().err
+        assert left.value.code == 2 and message in error and error.count("\n") == 1

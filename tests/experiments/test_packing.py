@@ -1,0 +1,291 @@
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from visual import visual_of
+
+from experiments.pretrain.images import Images
+from experiments.pretrain.language import (
+    Exchanges,
+    Seen,
+    Shown,
+    Words,
+    _alignment_loss,
+    _favour,
+    _see,
+    language_loss,
+    noised,
+    run_packed,
+    thinned,
+)
+from experiments.pretrain.packing import pack
+from experiments.pretrain.small_llava import TEMPLATE
+from experiments.pretrain.vocabulary import build_tokenizer
+from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.llava import Sample
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.testing import llava_encoder
+
+TURNS = (
+    ("Red?", "yes", "What color is it?", "blue", "Which?", "the red one"),
+    ("How many?", "two"),
+    ("What color is it?", "blue", "Red?", "yes"),
+)
+SAMPLES = [
+    Sample(f"s{number}", pathlib.Path("a.png"), turns, number) for number, turns in enumerate(TURNS)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer((text for turns in TURNS for text in turns), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return llava_encoder(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    config = LlavaConfig(
+        vision=ClipConfig(16, 16, 1, 2, 24, 8),
+        text=LlamaConfig(len(tokenizer), 16, 24, 2, 2, 2, 8, max_positions=64),
+        feature_layer=-1,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    return vlm.init_params(jax.random.key(0), config), config
+
+
+def test_a_row_by_hand(encoder):
+    packed = pack(encoder, SAMPLES)
+    first = encoder.encode(TURNS[0][:2], 1).ids[5:]  # red ? assistant : yes </s>
+    second = encoder.encode(TURNS[0][2:4], 1).ids[5:]
+    assert (len(first), len(second)) == (6, 9)
+    assert packed.prefix.tolist() == encoder.encode(TURNS[0][:2], 1).ids[:4]
+    assert packed.ids[0, :15].tolist() == first + second
+    assert packed.segment[0, :16].tolist() == [1] * 6 + [2] * 9 + [3]
+    assert packed.offset[0, :16].tolist() == [*range(6), *range(9), 0]
+    assert packed.target[0, :4].tolist() == [3, 4, 12, 13]
+    assert packed.label[0, :4].tolist() == [*first[4:], *second[7:]]
+    assert packed.segment[1].tolist() == [1] * 7 + [-1] * (packed.ids.shape[1] - 7)
+    assert (
+        IMAGE_TOKEN not in packed.ids
+        and packed.ids.shape[1] % 8 == 0
+        and packed.label[1, 2:].max() == -1
+    )
+
+
+def test_each_exchange_is_tokenised_once(encoder, monkeypatch):
+    seen, encode = [], ConversationEncoder.encode
+
+    def spy(self, turns, images):
+        seen.append(turns)
+        return encode(self, turns, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversationEncoder, "encode", spy)
+        again = pack(encoder, SAMPLES)
+    assert len(seen) == len(set(seen)) == 4
+    alone = [pack(encoder, [sample]) for sample in SAMPLES]
+    for row, one in enumerate(alone):
+        width = one.ids.shape[1]
+        np.testing.assert_array_equal(again.ids[row, :width], one.ids[0])
+
+
+def test_what_does_not_fit_is_left_out(encoder):
+    packed = pack(encoder, SAMPLES, most=10)
+    assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
+
+
+@pytest.mark.parametrize("kept", [4, pytest.param(None, marks=pytest.mark.slow)])
+def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
+    params, config = model
+    packed = pack(encoder, SAMPLES)
+    features = jax.random.normal(jax.random.key(1), (3, 9, 16))
+    index = jnp.broadcast_to(jnp.arange(9), (3, 9))
+    if kept:
+        index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
+        features = jnp.take_along_axis(features, index[..., None], axis=1)
+    visual = vlm.project(params, config, features)
+    nothing = jnp.zeros((3, 0), jnp.int32)
+    run = jax.jit(run_packed, static_argnums=1)
+    ours, _ = run(params, config, seen_at(visual, index), packed, nothing)
+    single = jax.jit(functools.partial(prompt_logits, config=config))
+    for row, turns in enumerate(TURNS):
+        at = 0
+        for number in range(0, len(turns), 2):
+            encoded = encoder.encode(turns[number : number + 2], 1)
+            ids = np.zeros(24, np.int32)
+            ids[: len(encoded.ids)] = encoded.ids
+            logits = single(params, ids[None], len(encoded.ids), visual[row], index[row])
+            shown = index.shape[1]
+            for place, label in enumerate(encoded.labels):
+                if label >= 0:
+                    # One place before its own; the image takes `shown` places and not one.
+                    expected = logits[place - 1 + shown - 1]
+                    np.testing.assert_allclose(ours[row, at], expected, atol=1e-5)
+                    assert packed.label[row, at] == label
+                    at += 1
+        assert (packed.label[row, at:] == -1).all()
+
+
+def seen_at(visual, index):
+    """Visual tokens of images of 3 x 3, none of them padding or noise."""
+    every = jnp.ones(index.shape, bool)
+    return Seen(visual, index, every, every, jnp.full((len(index), 2), 3))
+
+
+def prompt_logits(params, ids, length, visual, index, config):
+    visual = visual_of(config, visual[None, None], index)
+    sequence = vlm.assemble(params, config, ids, jnp.array([length]), visual)
+    return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
+
+
+def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
+    params, config = model
+    packed = jax.tree.map(jnp.asarray, pack(encoder, SAMPLES))
+    pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
+    trained = {name: params[name] for name in ("projector", "language")}
+    # Three classes, of which the first has no word.
+    token = np.array([-1, *encoder.tokenizer.convert_tokens_to_ids(["red", "blue"])])
+    shown = np.arange(27).reshape(3, 9) % 3
+    loss, scalars = jax.jit(language_loss, static_argnums=(2, 5))(
+        trained,
+        {"vision": params["vision"]},
+        config,
+        jax.random.key(0),
+        Exchanges(
+            Images(pixels, jnp.full((3, 2), 3)),
+            packed,
+            None,
+            [Words(jnp.asarray(shown), jnp.asarray(token))],
+        ),
+        Shown(),
+    )
+    visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
+        params, pixels
+    )
+    index = jnp.broadcast_to(jnp.arange(9), (3, 9))
+    nothing = jnp.zeros((3, 0), jnp.int32)
+    logits, _ = jax.jit(run_packed, static_argnums=1)(
+        params, config, seen_at(visual, index), packed, nothing
+    )
+    log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
+    pairs = list(zip(*np.nonzero(label >= 0), strict=True))
+    mean = np.mean([-log[(*pair, label[pair])] for pair in pairs])
+    np.testing.assert_allclose(scalars["lm_loss"], mean, rtol=1e-5)
+    right = [log[pair].argmax() == label[pair] for pair in pairs]
+    np.testing.assert_allclose(scalars["told"], np.mean(right), rtol=1e-6)
+    embedding = np.asarray(params["language"]["embed"]["embedding"])
+    words = embedding[token[1:]]
+    near = np.asarray(visual)[shown > 0] @ words.T
+    named = near[np.arange(18), shown[shown > 0] - 1]
+    naming = np.mean(np.log(np.exp(near).sum(1)) - named)
+    np.testing.assert_allclose(loss, mean + 0.25 * naming, rtol=1e-5)
+
+
+def test_thinning_keeps_different_tokens_in_raster_order():
+    saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
+    every = jnp.ones((50, 30), bool)
+    sharpness = jnp.linspace(0, 2, 50)
+    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, sharpness, every))
+    assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
+    assert index.min() >= 0 and index.max() < 30
+    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50), every)
+    np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
+
+
+@pytest.mark.parametrize(
+    ("sharpness", "shares"), [(0, [1, 1, 1, 1]), (1, [1, 2, 3, 4]), (2, [1, 4, 9, 16])]
+)
+def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
+    count = 20000
+    saliency = jnp.broadcast_to(jnp.array([0.1, 0.2, 0.3, 0.4]), (count, 4))
+    every = jnp.ones((count, 4), bool)
+    drawn = jnp.full(count, float(sharpness))
+    index = thinned(jax.random.key(5), jnp.log(saliency), 1, drawn, every)
+    found = np.bincount(np.asarray(index)[:, 0], minlength=4) / count
+    np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.015)
+
+
+def test_noise_leaves_the_largest_scores_and_each_channels_moments():
+    images, n = 400, 64
+    scale = jnp.array([0.1, 1.0, 30.0])
+    features = 5 + scale * jax.random.normal(jax.random.key(0), (images, n, 3))
+    score = jax.random.normal(jax.random.key(1), (images, n))
+    seen, kept = map(np.asarray, noised(jax.random.key(2), features, score, score < 9))
+    assert all((score[row][kept[row]].min() > score[row][~kept[row]].max()) for row in range(9))
+    np.testing.assert_allclose(seen.mean((0, 1)), features.mean((0, 1)), atol=0.01 * 30)
+    np.testing.assert_allclose(seen.std((0, 1)), features.std((0, 1)), rtol=0.02)
+    normal = (np.asarray(features) - 5) / np.asarray(scale)
+    other = (seen - 5) / np.asarray(scale)
+    by_rank = np.argsort(-np.asarray(score), axis=1)[..., None]
+    ranked = np.take_along_axis(normal * other, by_rank, axis=1).mean((0, 2))
+    # sqrt of gates: .6 to 1 has mean .89, 0 to .1 has mean .21; 2 to 64 kept, log-uniformly.
+    np.testing.assert_allclose(ranked[:2], 0.89, atol=0.06)
+    np.testing.assert_allclose(ranked[8], 0.21 + 0.68 * np.log(64 / 8) / np.log(32), atol=0.1)
+    np.testing.assert_allclose(ranked[-8:].mean(), 0.21 + 0.68 * 0.02, atol=0.05)
+
+
+def test_a_taste_is_one_factor_for_each_class_of_an_image():
+    label = jnp.asarray(np.random.default_rng(0).integers(0, 3, (4, 20)))
+    words = [Words(label, jnp.array([-1, 5, 6])), Words(jnp.full((4, 20), 0.5), jnp.array([7, 8]))]
+    found = np.asarray(_favour(jax.random.key(0), jnp.ones((4, 20)), words, 3.0))
+    for row, classes in zip(found, np.asarray(label), strict=True):
+        assert all(np.ptp(row[classes == k]) < 1e-6 for k in range(3))
+    assert np.unique(found.round(5)).size == 12  # three classes in four images, all different
+
+
+def test_an_image_of_mostly_empty_patches_is_shown_by_those_that_show_something(model):
+    params, config = model
+    n, side = config.max_image_tokens, config.vision.image_size
+    pixels = jax.random.normal(jax.random.key(0), (3, 3, side, side))
+    share = np.full((3, n), np.nan, np.float32)
+    share[0, [1, 5]], share[2, [0, 3, 8]] = 0.2, 0.9
+    words = [
+        Words(jnp.asarray(share), jnp.array([0, 1])),
+        Words(jnp.ones((3, n), int), jnp.ones(2)),
+    ]
+    images = Images(pixels, jnp.full((3, 2), 3))
+    seen = _see(params, config, images, jax.random.key(2), words, Shown(3, filled=True))
+    assert {1, 5} < {*seen.index[0].tolist()} and seen.index[2].tolist() == [0, 3, 8]
+    assert Shown(3, filled=True).all_contents and not Shown(3).all_contents
+
+
+def test_a_share_between_two_words_is_learned_as_their_log_odds():
+    # Embeddings (1, 0) and (0, 1); a visual token (a, b) says the second with odds e^(b - a).
+    embedding = jnp.eye(2)
+    share = 1 / (1 + np.exp(-0.7))
+    words = Words(jnp.array([[share, jnp.nan]]), jnp.array([0, 1]))
+    index = jnp.array([[0, 1]])
+
+    def at(b):
+        visual = jnp.array([[[0.0, b], [9.0, 9.0]]])
+        return _alignment_loss(embedding, visual, seen_at(visual, index), words, None)
+
+    np.testing.assert_allclose(jax.grad(at)(0.7), 0, atol=1e-6)
+    # H(share) = -.668 ln .668 - .332 ln .332 = .6356
+    np.testing.assert_allclose(at(0.7), 0.6356, atol=1e-3)
+
+
+def test_noise_is_named_by_the_token_that_says_nothing():
+    """Words are tokens 1 and 2; the picture shows the second, no word, and two tokens of noise."""
+    embedding = jnp.eye(3)
+    words = Words(jnp.array([[2, 0, 1, 0]]), jnp.array([-1, 1, 2]))
+    visual = jnp.array([[[1.0, 2.0, 4.0], [5.0, 5.0, 5.0], [3.0, 0.0, 0.0], [0.0, 2.0, 0.0]]])
+    clear = jnp.array([[True, True, False, False]])
+    seen = seen_at(visual, jnp.arange(4)[None])._replace(clear=clear)
+    found = _alignment_loss(embedding, visual, seen, words, 0)
+
+    def loss(logits, label):
+        return np.log(np.exp(logits).sum()) - logits[label]
+
+    noise = [loss([3.0, 0.0, 0.0], 0), loss([0.0, 2.0, 0.0], 0)]
+    expected = [loss([1.0, 2.0, 4.0], 2), *np.log1p(noise)]
+    np.testing.assert_allclose(found, np.mean(expected), rtol=1e-6)

@@ -1,0 +1,87 @@
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from experiments.studies.paper_tables import (
+    PrintedRow,
+    follows,
+    main,
+    page,
+    read_paper,
+)
+from stepprune_jax.evaluation.table import average_retention
+
+PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
+
+
+def decimals(*values):
+    return [Decimal(value) for value in values]
+
+
+def test_average_retention_by_hand():
+    # 1/2, 3/4 and 1.25: values above the upper bound are kept.
+    assert average_retention([1, 30, 5.0], [2, 40, 4.0]) == pytest.approx(100 * 2.5 / 3)
+    with pytest.raises(ValueError, match="at least one score"):
+        average_retention([], [])
+    with pytest.raises(ValueError, match="shorter"):
+        average_retention([1, 2], [1])
+
+
+@pytest.mark.parametrize(
+    "average, yes",
+    [
+        # 50.0 / 100.0 may be anything from 49.95/100.05 to 50.05/99.95, that is 49.925 to 50.075:
+        # what is printed with one decimal can be 49.9 (to 49.95), 50.0 or 50.1 (from 50.05).
+        ("49.8", False),
+        ("49.9", True),
+        ("50.0", True),
+        ("50.1", True),
+        ("50.2", False),
+        # A figure without decimals says less.
+        ("50", True),
+        ("49", False),
+    ],
+)
+def test_a_figure_follows_if_some_rounding_gives_it(average, yes):
+    row = PrintedRow("any", decimals("50.0"), Decimal(average))
+    assert follows(row, decimals("100.0")) is yes
+
+
+def test_the_averages_that_do_not_follow():
+    llava, qwen = read_paper()["retention"]
+    found = {
+        (label.split()[0], row.method)
+        for label, block in llava.blocks.items()
+        for row in block
+        if not follows(row, llava.upper_bound)
+    }
+    assert found == {
+        ("192", "PDrop"),
+        ("128", "FastV"),
+        ("128", "SparseVLM"),
+        ("128", "PDrop"),
+        ("64", "FastV"),
+        ("64", "SparseVLM"),
+        ("64", "PDrop"),
+    }
+    assert all(follows(row, qwen.upper_bound) for block in qwen.blocks.values() for row in block)
+
+
+def test_every_row_has_a_score_for_each_benchmark():
+    for table in read_paper()["retention"]:
+        assert len(table.upper_bound) == len(table.benchmarks)
+        for block in table.blocks.values():
+            assert all(len(row.scores) == len(table.benchmarks) for row in block)
+
+
+def test_the_page_is_what_the_data_give():
+    assert PAGE.read_text(encoding="utf-8") == page(read_paper())
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    main(["--out", str(tmp_path / "page.md")])
+    assert (tmp_path / "page.md").read_text(encoding="utf-8").startswith("# The paper's tables")
+    with pytest.raises(SystemExit) as left:
+        main(["--out", str(tmp_path / "none" / "page.md")])
+    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1

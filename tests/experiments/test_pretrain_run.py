@@ -1,0 +1,288 @@
+"""Pretraining as a whole: interrupted, continued, saved, loaded by others; bad input refused."""
+
+import gc
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from experiments.pretrain.data import batch_indices, word_tokens
+from experiments.pretrain.run import FILLED, NOISY, kept_at, pretrain
+from experiments.pretrain.settings import read_pretraining
+from experiments.pretrain.small_llava import TEMPLATE
+from experiments.pretrain.vocabulary import build_tokenizer
+from experiments.shapes import write_world
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
+from stepprune_jax.inference import generate
+from stepprune_jax.models.llava.images import preprocess
+from stepprune_jax.models.llava.prompts import conversation, place_images
+from stepprune_jax.workdir.metrics import MetricsLog
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+
+
+def make_config(**changes):
+    spec = importlib.util.spec_from_file_location("a_config", CONFIGS / "pretrain_shapes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    config.seed, config.micro_batch, config.dtype = 1, 2, "float32"
+    config.log_every, config.checkpoint_every = 1, 2
+    config.model.update(
+        {
+            "image_size": 24,
+            "patch_size": 8,
+            "vision_width": 16,
+            "vision_mlp": 16,
+            "vision_layers": 1,
+            "vision_heads": 2,
+            "text_width": 16,
+            "text_mlp": 16,
+            "text_layers": 1,
+            "text_heads": 2,
+        }
+    )
+    config.tower.steps, config.tower.batch_size = 3, 4
+    config.language.steps, config.language.batch_size = 4, 4
+    config.language.kept = (4,)
+    config.language.thinned_share = config.noise.thinned_share = 0.6
+    config.language.lr, config.language.whole_steps = 0.05, 1
+    config.noise.steps, config.noise.batch_size = 2, 4
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def make_run(**changes):
+    return read_pretraining(make_config(**changes))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "w"
+    return write_world(folder, seed=1, train=6, validation=0, test=0, patches=True, side=24, grid=3)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole")
+    assert pretrain(make_run(), workdir, data) == workdir / "model"
+    return workdir
+
+
+def metrics(workdir):
+    """Lines of both stages without what depends on the machine."""
+    return {
+        stage: [
+            {k: v for k, v in json.loads(line).items() if k != "images_per_s"}
+            for line in (workdir / stage / "metrics.jsonl").read_text().splitlines()
+        ]
+        for stage in ("tower", "language", "noise")
+    }
+
+
+def at_line(monkeypatch, number, act):
+    """Calls `act` after the line of this number, over both stages, was written."""
+    write, calls = MetricsLog.write, []
+
+    def spy(log, step, scalars):
+        write(log, step, scalars)
+        calls.append(step)
+        if len(calls) == number:
+            act()
+
+    monkeypatch.setattr(MetricsLog, "write", spy)
+
+
+def test_the_steps_show_whole_and_thinned_images():
+    run = make_run()
+    assert {kept_at(run, "language", step) for step in range(4)} == {None, 4}
+    late = [kept_at(run, "noise", step) for step in range(12)]
+    assert late[1::2] == [NOISY] * 6 and {*late[::2]} == {None, 4}
+    run = make_run(**{"language.filled": 5, "language.whole_steps": 2})
+    shown = [kept_at(run, "language", step) for step in range(9)]
+    assert shown[:2] == [FILLED] * 2 and {*shown[2:]} == {None, 4}
+
+
+def test_each_epoch_is_a_permutation():
+    rows = [batch_indices(3, step, 2, np.zeros(7, int)) for step in range(6)]
+    for epoch in (rows[:3], rows[3:]):
+        assert len(set(np.concatenate(epoch).tolist())) == 6
+    assert np.concatenate(rows[:3]).tolist() != np.concatenate(rows[3:]).tolist()
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_logs(whole):
+    found = metrics(whole)
+    assert [row["step"] for row in found["tower"]] == [1, 2, 3]
+    assert [row["step"] for row in found["language"]] == [1, 2, 3, 4]
+    shown = {"step", "loss", "lm_loss", "told"}
+    assert set(found["noise"][0]) == shown and len(found["noise"]) == 2
+    assert set(found["language"][0]) == shown | {"mention_number", "mention_error"}
+    assert {"class_kind", "class_color", "value_place"} < set(found["tower"][0])
+    assert found["language"][-1]["loss"] < found["language"][0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_bit_for_bit(data, whole, tmp_path, monkeypatch, capsys):
+    for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
+        with monkeypatch.context() as patched:
+            at_line(patched, line, lambda: os.kill(os.getpid(), signal.SIGINT))
+            assert pretrain(make_run(), tmp_path, data) is None
+        assert f"Stopped in {stage}" in capsys.readouterr().out
+        assert not (tmp_path / "model").exists()
+    pretrain(make_run(), tmp_path, data)
+    shown = capsys.readouterr().out
+    assert "told" in shown and not any(word in shown for word in ("nan", "alpha", "IoU", "grad"))
+    assert metrics(tmp_path) == metrics(whole)
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_closes_its_files_and_resumes(data, whole, tmp_path, monkeypatch):
+    def die():
+        raise MemoryError
+
+    (tmp_path / "model.partial").mkdir()  # as one leaves that died while it saved
+    (tmp_path / "model.partial" / "model.safetensors").write_bytes(b"half")
+    with monkeypatch.context() as patched:
+        at_line(patched, 6, die)
+        with pytest.raises(MemoryError):
+            pretrain(make_run(), tmp_path, data)
+    gc.collect()  # a file left open would warn here
+    made = pretrain(make_run(), tmp_path, data)
+    assert metrics(tmp_path) == metrics(whole)
+    assert not (tmp_path / "model.partial").exists()
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert pretrain(make_run(), tmp_path, data) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_another_configuration_is_refused(data, whole):
+    with pytest.raises(ValueError, match=r"config.language.lr: 0.05 -> 0.1"):
+        pretrain(make_run(**{"language.lr": 0.1}), whole, data)
+
+
+@pytest.mark.slow
+def test_the_model_answers_as_in_transformers(data, whole):
+    ours = load_vlm(whole / "model", dtype=jnp.float32, progress=False)
+    assert ours.config.max_image_tokens == 9
+    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(whole / "model").eval()
+    questions = ["What is the background?", "Is there a red circle?", "How many shapes are there?"]
+    pictures = [data / "images" / f"train_{number:06d}.png" for number in range(3)]
+    answers = generate(ours, questions, [[p] for p in pictures], max_tokens=4, warm_up=False)
+    for question, picture, answer in zip(questions, pictures, answers, strict=True):
+        prompt = conversation([place_images(question, 1)])
+        ids = tokenize_with_images(ours.tokenizer, prompt, 1)
+        image = theirs.config.image_token_index
+        ids = [t for x in ids for t in ([image] * 9 if x == IMAGE_TOKEN else [x])]
+        pixels = preprocess(ours.config, ours.image_settings, [open_image(picture)])
+        with torch.no_grad():
+            told = theirs.generate(
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones((1, len(ids)), dtype=int),
+                pixel_values=torch.tensor(np.array(pixels)),
+                do_sample=False,
+                max_new_tokens=4,
+            )
+        told = [token for token in told[0, len(ids) :].tolist() if token != 2]
+        assert [token for token in answer.token_ids if token != 2] == told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch": 0}, "config.micro_batch is 0, expected an integer from 1"),
+        (
+            {"language.batch_size": 5},
+            r"language.batch_size is 5, expected a multiple of micro_batc",
+        ),
+        ({"tower.steps": -1}, "config.tower.steps is -1, expected an integer from 0"),
+        ({"language.lr": 0.0}, "config.language.lr is 0.0, expected a number above 0"),
+        ({"language.muon_lr": -0.1}, "config.language.muon_lr is -0.1, expected a number from 0"),
+        ({"model.rope_theta": 0.0}, "config.model.rope_theta is 0.0, expected a number above 0"),
+        ({"dtype": "int8"}, "config.dtype is 'int8', expected one of float16"),
+        ({"model.vision_heads": 3}, r"config.model.vision_width is 16, expected a multiple of 4 x"),
+        ({"model.text_heads": 16}, r"config.model.text_width is 16, expected a multiple of 2 x 16"),
+        ({"model.image_size": 25}, "image_size is 25, expected a multiple of model.patch_size"),
+        ({"model.feature_layer": 0}, "config.model.feature_layer is 0, expected the state after"),
+        ({"noise.taste": -1}, "noise.taste is -1.0, expected a number from 0"),
+        ({"language.thinned_share": 1.5}, "thinned_share is 1.5, expected a share from 0 to 1"),
+        ({"language.filled": 10}, "language.filled is 10, expected at most the 9 visual tokens"),
+        ({"language.kept": (4, 10)}, r"language.kept is \(4, 10\), expected numbers .* 1 to 9"),
+    ],
+)
+def test_bad_fields_are_named(change, message):
+    make_run()
+    with pytest.raises(ValueError, match=message):
+        make_run(**change)
+
+
+def with_labels(data, folder, **arrays):
+    """The same data with other labels of patches."""
+    folder.mkdir()
+    (folder / "train.json").write_bytes((data / "train.json").read_bytes())
+    (folder / "images").symlink_to(data / "images")
+    if arrays:
+        np.savez(folder / "train_patches.npz", **arrays)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (
+            {"class_kind": np.zeros((6, 144), int)},
+            r"class_kind is \[6, 144\], expected \[6, 9\]: train",
+        ),
+        ({"value_at": np.zeros((5, 9, 2))}, r"value_at is \[5, 9, 2\], expected \[6, 9, any\]"),
+        ({"kind": np.zeros((6, 9))}, r"unknown label 'kind', expected class_, value_, image_"),
+        (
+            {"class_a": np.full((6, 9), 2), "words_a": np.array(["x", "y"])},
+            r"words of class_a are \[2\], and class_a has classes up to 2",
+        ),
+        ({"words_b": np.array(["x"])}, r"words of class_b are \[1\], and class_b is not there"),
+        ({"class_kind": np.zeros((6, 9))}, r"class_kind holds float64, expected integers"),
+        ({"value_at": np.full((6, 9, 2), np.inf)}, r"value_at holds .*, expected finite numbers"),
+        ({"value_at": np.array(None)}, r"npz: not a readable .npz file: .*allow_pickle=False"),
+        ({}, r"nothing would train the tower: .* has no train_patches.npz, and config.language"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(data, tmp_path, arrays, message):
+    folder = with_labels(data, tmp_path / "d", **arrays)
+    with pytest.raises(ValueError, match=message):
+        pretrain(make_run(), tmp_path / "run", folder)
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_that_has_a_place_must_fit_into_what_is_shown(data, tmp_path):
+    bare = with_labels(data, tmp_path / "d", class_kind=np.zeros((6, 9), int))
+    for folder, message in (
+        (data, r"language.filled is 1, expected at least \d: so many patches of an image have"),
+        (bare, r"language.filled is 1, expected none, as .*train_patches.npz has no labels share_"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretrain(make_run(**{"language.filled": 1}), tmp_path / "run", folder)
+    assert not (tmp_path / "run").exists()
+
+
+def test_words_become_tokens():
+    tokenizer = build_tokenizer(["red blue"], TEMPLATE)
+    found = word_tokens(tokenizer, {"class_color": np.array(["", "blue", "red", "mauve"])})
+    red, blue = tokenizer.convert_tokens_to_ids(["red", "blue"])
+    assert found["class_color"].tolist() == [-1, blue, red, -1]
+
+
+def test_a_batch_larger_than_the_data_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match=r"tower.batch_size is 8, expected at most the 6 samples"):
+        pretrain(make_run(**{"tower.batch_size": 8}), tmp_path / "run", data)

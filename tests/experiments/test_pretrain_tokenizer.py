@@ -1,0 +1,76 @@
+import jax
+import numpy as np
+import pytest
+import transformers
+
+from experiments.pretrain.small_llava import TEMPLATE
+from experiments.pretrain.vocabulary import build_tokenizer, take_rows
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
+from stepprune_jax.models.llava.prompts import conversation
+
+TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(TEXTS, TEMPLATE)
+
+
+def test_words_go_in_and_come_out(tokenizer):
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids[0] == tokenizer.bos_token_id == 1
+        assert tokenizer.decode(ids[1:]).replace(" ", "") == text.lower().replace(" ", "")
+        assert 0 not in ids
+    assert tokenizer("RED").input_ids == tokenizer("red").input_ids
+    assert len(tokenizer("12").input_ids) == 3
+
+
+def test_words_that_no_text_held_become_unknown(tokenizer):
+    known = tokenizer("the circle?").input_ids
+    assert tokenizer("the elephant?").input_ids == [*known[:2], 0, known[3]]
+
+
+def test_the_system_sentence_is_one_token(tokenizer):
+    system = conversation([None]).partition(" USER:")[0]
+    assert len(tokenizer(system).input_ids) == 2
+    prompt = conversation(["<image>\nWhat color is the circle?", "red"])
+    ids = tokenize_with_images(tokenizer, prompt, 1)
+    # <s> system user : IMAGE six words and a sign, assistant : red </s>
+    assert len(ids) == 4 + 1 + 6 + 2 + 2 and ids.index(IMAGE_TOKEN) == 4
+    assert ids[-1] == tokenizer.eos_token_id == 2 and 0 not in ids
+
+
+def test_ids_depend_on_the_words_and_not_on_their_order():
+    one, two = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
+    assert one.get_vocab() == two.get_vocab()
+    few = build_tokenizer(TEXTS, TEMPLATE, most_words=3)
+    assert len(few) == 3 + 3 + 2
+    assert few("the").input_ids != [1, 0]
+
+
+def test_it_is_the_same_after_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt = conversation(["<image>\nIs the RED elephant left of 12?", "a"])
+    assert again(prompt).input_ids == tokenizer(prompt).input_ids
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert (again.bos_token_id, again.eos_token_id, again.unk_token_id) == (1, 2, 0)
+    assert again.decode([5, 2], skip_special_tokens=True) == tokenizer.decode([5])
+
+
+def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():
+    old, new = (build_tokenizer(t, TEMPLATE) for t in (["red blue"], ["blue green", "red blue"]))
+    size = len(old)
+    table = np.arange(4.0 * size, dtype=np.float32).reshape(size, 4)
+    params = {"embed": {"embedding": table}, "head": {"kernel": -table.T}, "norm": "as it was"}
+    found, lacking = take_rows(jax.random.key(0), params, old, new)
+    assert lacking == ["green"] and found["norm"] == "as it was"
+    assert found["embed"]["embedding"].shape == (size + 1, 4)
+    for word, token in new.get_vocab().items():
+        if word != "green":
+            row = table[old.get_vocab()[word]]
+            np.testing.assert_array_equal(found["embed"]["embedding"][token], row)
+            np.testing.assert_array_equal(found["head"]["kernel"][:, token], -row)
+    fresh = found["embed"]["embedding"][new.get_vocab()["green"]]
+    assert np.isfinite(fresh).all() and np.abs(fresh).max() > 0

@@ -1,0 +1,185 @@
+"""Rows on request, and the comparison of step-by-step selection with its first step."""
+
+import json
+
+import numpy as np
+import pytest
+from small_world import (
+    changed,
+    one_shot,
+    save_all,
+    small_run,
+    stepprune,
+    tiny_model,
+    write_split,
+)
+
+from experiments.studies.sequence import _describe, as_markdown, compare, main, over_runs
+from stepprune_jax.benchmarks.answer_files import read_files
+from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.data.llava import Scene, read_questions
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.generate_stage import generate_answers, read_policies
+from stepprune_jax.evaluation.shapes_report import read_records
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    base = tmp_path_factory.mktemp("base")
+    model = tiny_model(base / "model")
+    write_split(base / "data", "test", 3, 0)
+    save_all(base / "run")
+    rows = {"AutoSelect-like": str(save_policy(one_shot(), base / "one.safetensors"))}
+    run = small_run(model.folder, base / "data", rows=rows, max_new_tokens=2)
+    return model, run, base
+
+
+@pytest.fixture(scope="module")
+def result(world):
+    _, run, base = world
+    return compare(run, base / "run")
+
+
+def records(world, method):
+    _, _, base = world
+    files = read_files(base / "run" / "answers" / "shapes")
+    questions = read_questions(base / "data" / "test.jsonl", base / "data" / "images")
+    (row,) = [
+        read_records(file, base / "data", questions)
+        for file in files
+        if (file.provenance.method, file.provenance.budget) == (method, 4)
+    ]
+    return row
+
+
+def test_the_oracle_keeps_the_known_tokens_first_in_their_order(world, result):
+    row = records(world, "oracle")
+    lines = (world[2] / "data" / "test_scenes.jsonl").read_text().splitlines()
+    for order, line in zip(row.order, lines, strict=True):
+        known = json.loads(line)["relevant"]
+        assert order[: len(known)].tolist() == known and len({*order.tolist()}) == 4
+    assert len({tuple(order) for order in row.order.tolist()}) > 4  # the others are random
+
+
+def test_the_first_step_keeps_the_best_of_one_distribution(world, result):
+    model, _, base = world
+    questions = read_questions(base / "data" / "test.jsonl", base / "data" / "images")
+    encoded = encode_questions(model, questions, batch_size=3)
+    policy = stepprune()
+    row, rollout = records(world, "first step"), records(world, "StepPrune")
+    assert (row.order[:, 0] == rollout.order[:, 0]).all()
+    assert (row.order != rollout.order).any()
+    words, length = encoded.prompts.words, encoded.prompts.num_words
+    embedding = np.asarray(model.params["language"]["embed"]["embedding"])
+    for at, image in enumerate(encoded.prompts.image_of[:, 0]):
+        text = embedding[words[at : at + 1, : length[at]]]
+        best = policy.prune(encoded.images.features[image][None], text, budget=4, group=4)
+        assert sorted(row.order[at].tolist()) == np.asarray(best.index)[0].tolist()
+
+
+def test_differences_and_figures_are_those_of_the_rows(world, result):
+    families = {"all", "long", "short"}
+    assert {*result["questions"]} == families == {*result["entropy"]}
+    assert result["questions"]["all"] == 9
+    found = {(r["family"], r["method"], r["budget"]): r["accuracy"] for r in result["accuracy"]}
+    methods = {"all tokens", "AutoSelect-like", "first step", "StepPrune", "oracle"}
+    assert {method for _, method, _ in found} == methods
+    pairs = [(row["first"], row["second"]) for row in result["differences"][:3]]
+    assert pairs == [
+        ("StepPrune", "first step"),
+        ("StepPrune", "AutoSelect-like"),
+        ("oracle", "StepPrune"),
+    ]
+    for row in result["differences"]:
+        one, two = (found[row["family"], row[n], row["budget"]] for n in ("first", "second"))
+        assert row["difference"] == pytest.approx(one - two, abs=0.02)
+    kept = {(r["family"], r["method"], r["budget"]): r for r in result["choices"]}
+    assert kept["all", "oracle", 4]["relevant"] == 100 > kept["all", "StepPrune", 2]["relevant"]
+    assert kept["all", "oracle", 4]["looks"] is None  # these data do not tell
+    assert all(0 < entropy <= np.log(9) + 1e-6 for entropy in result["entropy"].values())
+    shown = as_markdown(result)
+    assert (
+        "Accuracy in percent at 2 tokens\n\n| family | questions | entropy | all tokens |" in shown
+    )
+    assert "| StepPrune - first step | StepPrune - AutoSelect-like | oracle - StepPrune |" in shown
+
+
+def test_means_over_runs_by_hand(result):
+    other = json.loads(json.dumps(result))
+    other["accuracy"][0]["accuracy"] += 4
+    other["differences"][0]["difference"] += 2
+    other["entropy"]["all"] += 1
+    merged = over_runs([result, other])
+    assert merged["runs"] == 2 and merged["questions"] == result["questions"]
+    first = merged["accuracy"][0]
+    assert first["accuracy"] == pytest.approx(result["accuracy"][0]["accuracy"] + 2)
+    assert first["standard_deviation"] == 2.828  # 4 / sqrt(2)
+    gap = merged["differences"][0]
+    assert gap["difference"] == pytest.approx(result["differences"][0]["difference"] + 1)
+    assert gap["standard_error_over_runs"] == 1  # sqrt(2) / sqrt(2)
+    assert merged["entropy"]["all"] == pytest.approx(result["entropy"]["all"] + 0.5)
+    assert merged["choices"] == result["choices"]
+    assert " +- 0.0 |" in as_markdown(merged)  # runs that agree are runs, too
+    assert f"{first['accuracy']:.1f} +- 2.8 |" in as_markdown(merged)
+    other["accuracy"][0]["budget"] = 99
+    with pytest.raises(ValueError, match=r"differ in their rows"):
+        over_runs([result, other])
+    other["questions"] = {"all": 1}
+    with pytest.raises(ValueError, match=r"answered different questions"):
+        over_runs([result, other])
+
+
+def test_figures_of_kept_tokens_by_hand():
+    image = np.array([[1, 0], [0, 1], [0.6, 0.8], [1, 0]], np.float32)
+    scene = Scene(5, (2, 3), ((0, 3), (1,), (2,)))
+    found = _describe(image, np.array([0, 3, 1]), scene)
+    # The first and the last are the same; the second has no part in either.
+    assert found["similarity"] == pytest.approx((1 + 1 + 0) / 3)
+    assert found["relevant"] == 50 and found["looks"] == 2
+    assert found["repeats"] == pytest.approx(100 / 3)
+    alone = _describe(image, np.array([2]), scene)
+    assert np.isnan(alone["similarity"]) and (alone["looks"], alone["repeats"]) == (1, 0)
+    assert np.isnan(_describe(image, np.array([2]), Scene(0, ()))["looks"])
+
+
+def test_these_rows_are_answered_on_request_only(world):
+    settings = world[1].eval
+    assert not settings.wants("oracle") and not settings.wants("first step")
+    named = changed(world[1], methods="oracle,first step").eval
+    assert [label for label in named.labels if named.wants(label)] == [
+        "all tokens",
+        "oracle",
+        "first step",
+    ]
+    assert [*read_policies(named, world[2] / "run")] == ["first step"]
+    with pytest.raises(ValueError, match=r"rows and ablations name oracle twice"):
+        changed(world[1], rows={"oracle": "x"})
+
+
+def test_data_that_lack_what_is_relevant_are_refused(world, tmp_path):
+    model, run, _ = world
+    write_split(tmp_path / "data", "test", 1, 0, scenes=False)
+    bare = small_run(model.folder, tmp_path / "data", methods="oracle")
+    with pytest.raises(ValueError, match=r"the row 'oracle' needs the patches .* 'shapes' lack"):
+        generate_answers(bare, tmp_path / "run")
+    alone = save_policy(one_shot(), tmp_path / "one" / "policy.safetensors").parent
+    with pytest.raises(ValueError, match=r"'first step' needs a policy with steps, not 'autosel"):
+        generate_answers(changed(run, methods="first step"), alone)
+    with pytest.raises(ValueError, match=r"config.eval.budgets holds 1/3, expected numbers"):
+        compare(changed(run, budgets=("1/3",)), tmp_path / "run")
+
+
+def test_the_command_reports_mistakes_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--config", "shapes_hard", "--workdir", str(tmp_path / "run"), "--limit", "-1"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "--limit is -1, expected a number >= 0" in error
+    with pytest.raises(SystemExit):
+        main(["--config", "shapes_hard", "--workdir", "a", "b", "--scorer", "x"])
+    with pytest.raises(SystemExit):
+        main(["--config", "shapes_hard", "--workdir", "a", "a"])
+    written = capsys.readouterr().err
+    assert "--workdir is ['a', 'a'], expected distinct folders" in written
+    assert "--scorer has 1 files, expected one for each of the 2 folders" in written

@@ -1,0 +1,370 @@
+import hashlib
+import json
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import shapes_oracle
+from PIL import Image
+
+from experiments.shapes import FAMILIES, patch_labels, render, scene_at, world, write_world
+from experiments.shapes.__main__ import main
+from experiments.shapes.scene import COLORS, SHAPES
+from stepprune_jax.data.llava import read_answers, read_conversations, read_questions, read_scenes
+
+SMALL = {"seed": 4, "train": 3, "validation": 2, "test": 2}
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return [scene_at(11, "train", number) for number in range(320)]
+
+
+@pytest.fixture(scope="module")
+def queries(scenes):
+    return [(scene, query) for scene, asked in scenes for query in asked]
+
+
+def files(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_answers_are_those_of_brute_force_for_every_family(queries):
+    seen = Counter()
+    for scene, query in queries:
+        family, answer, _ = shapes_oracle.answer(scene, query.text)
+        assert (query.family, query.answer) == (family, answer), (query, scene)
+        seen[family] += 1
+    assert set(seen) == set(FAMILIES) and min(seen.values()) > 40
+
+
+@pytest.mark.parametrize("grid", [12, 24])
+def test_relevant_patches_hold_the_middle_of_what_is_asked_about(grid):
+    cell = 96 / grid
+    for number in range(80):
+        scene, asked = scene_at(11, "train", number, grid)
+        for query in asked:
+            assert list(query.relevant) == sorted(set(query.relevant))
+            assert all(0 <= patch < grid * grid for patch in query.relevant)
+            _, _, things = shapes_oracle.answer(scene, query.text)
+            middles = {int(t.y / cell) * grid + int(t.x / cell) for t in things}
+            if query.answer == "zero":
+                # That there is none shows where it might have been.
+                middles = {int(t.y / cell) * grid + int(t.x / cell) for t in scene.shapes}
+            if query.family == "existence" and query.answer == "yes":
+                assert len(query.relevant) == 1 and set(query.relevant) <= middles
+            elif query.family == "background":
+                (patch,) = query.relevant
+                assert patch_labels(scene, grid)["class_kind"][patch] == 0
+            else:
+                assert middles <= set(query.relevant)
+            if query.family not in ("size", "existence", "background"):
+                assert middles == set(query.relevant)
+
+
+def test_the_grid_changes_nothing_but_the_patches():
+    for number in range(60):
+        (one, few), (two, many) = (scene_at(2, "test", number, grid) for grid in (12, 24))
+        assert one == two
+        assert [q[:3] for q in few] == [q[:3] for q in many]
+
+
+def test_every_answer_is_about_as_frequent_and_none_follows_from_the_question(queries):
+    by_text, by_family = defaultdict(Counter), defaultdict(Counter)
+    told = defaultdict(list)
+    for number, (_, query) in enumerate(queries):
+        if number % 2:
+            by_text[query.text][query.answer] += 1
+            by_family[query.family][query.answer] += 1
+    for _, query in queries[::2]:
+        known = by_text[query.text] or by_family[query.family]
+        told[query.family].append(known.most_common(1)[0][0] == query.answer)
+    for family, right in told.items():
+        counts = by_family[family]
+        if set(counts) == {"yes", "no"}:
+            # Four standard deviations of so many tosses of a coin.
+            assert abs(counts["yes"] - counts["no"]) < 4 * counts.total() ** 0.5, (family, counts)
+        # A coin's half, and what a small sample lets one learn by heart.
+        assert np.mean(right) < 0.65, (family, np.mean(right))
+    assert np.mean([hit for right in told.values() for hit in right]) < 0.5
+
+
+def test_absent_pairs_share_a_colour_or_a_kind_with_what_is_there(queries):
+    mixed = absent = 0
+    for scene, query in queries:
+        if query.family == "existence" and query.answer == "no":
+            color, kind = query.text.removesuffix("?").split()[-2:]
+            same_color = any(shape.color == color for shape in scene.shapes)
+            same_kind = any(shape.kind == kind for shape in scene.shapes)
+            assert same_color or same_kind
+            mixed, absent = mixed + (same_color and same_kind), absent + 1
+    assert mixed > 0.4 * absent
+
+
+def test_seeds_splits_and_numbers_give_other_scenes():
+    drawn = [
+        scene_at(seed, split, number)[0]
+        for seed in (0, 1, 1000)
+        for split in ("train", "validation", "test")
+        for number in range(30)
+    ]
+    assert len({repr(scene) for scene in drawn}) == len(drawn)
+
+
+def test_shapes_keep_apart_and_inside(scenes):
+    for scene, _ in scenes:
+        for i, a in enumerate(scene.shapes):
+            assert a.radius < min(a.x, a.y, 96 - a.x, 96 - a.y)
+            # Clear of the edges of patches of 8 and of 4 pixels.
+            assert all(1 - 1e-9 <= place % 4 <= 3 + 1e-9 for place in (a.x, a.y))
+            for b in scene.shapes[:i]:
+                assert np.hypot(a.x - b.x, a.y - b.y) > a.radius + b.radius
+
+
+def painted(picture, side, grid):
+    """For each patch the pixels that are too colourful for a background, as palette indices."""
+    pixels = np.asarray(picture, np.int32)
+    step = side // grid
+    patches = pixels.reshape(grid, step, grid, step, 3).transpose(0, 2, 1, 3, 4)
+    patches = patches.reshape(grid * grid, -1, 3)
+    palette = np.array(list(COLORS.values()))
+    nearest = np.abs(patches[:, :, None] - palette).sum(-1).argmin(-1)
+    colourful = np.ptp(patches, axis=-1) > 70
+    return [row[found] for row, found in zip(nearest, colourful, strict=True)]
+
+
+@pytest.mark.parametrize(("side", "grid"), [(96, 12), (192, 24)])
+def test_labels_of_patches_are_what_the_pixels_show(scenes, side, grid):
+    right, labelled, stray = 0, 0, []
+    for scene, _ in scenes[:60]:
+        labels = patch_labels(scene, grid)
+        for color, kind, seen in zip(
+            labels["class_color"],
+            labels["class_kind"],
+            painted(render(scene, side), side, grid),
+            strict=True,
+        ):
+            assert (color == 0) == (kind == 0)
+            if color:
+                labelled += 1
+                right += len(seen) > 0 and np.bincount(seen).argmax() == color - 1
+            else:
+                stray.append(len(seen) / (side // grid) ** 2)
+    assert right > 0.985 * labelled
+    # Nothing is seldom more than the rim of a shape or, on the fine grid, of a dot.
+    assert np.mean(stray) < (0.01 if grid == 12 else 0.06)
+
+
+@pytest.mark.parametrize("grid", [12, 24])
+def test_labels_name_the_shape_under_the_middle_of_a_patch(scenes, grid):
+    middle = (np.arange(grid) + 0.5) * 96 / grid
+    for scene, _ in scenes[:40]:
+        labels = patch_labels(scene, grid)
+        background = ("plain", "striped", "checkered", "speckled").index(scene.background)
+        assert set(labels["class_background"]) == {background}
+        for shape in scene.shapes:
+            inside = np.hypot(middle - shape.x, middle[:, None] - shape.y) < 0.35 * shape.radius
+            hit = inside.ravel()
+            assert set(labels["class_kind"][hit]) <= {SHAPES.index(shape.kind) + 1}
+            place = labels["value_place"][hit].astype(float)
+            expected = (shape.x / 48 - 1, shape.y / 48 - 1, shape.radius / 10)
+            np.testing.assert_allclose(place, np.tile(expected, (hit.sum(), 1)), atol=2e-3)
+        middles = [int(s.y * grid / 96) * grid + int(s.x * grid / 96) for s in scene.shapes]
+        assert np.flatnonzero(labels["class_middle"]).tolist() == sorted(middles)
+        bare = labels["class_kind"] % (len(SHAPES) + 1) == 0
+        assert np.isnan(labels["value_place"][bare]).all()
+
+
+def test_a_finer_picture_is_the_same_picture(scenes):
+    for background in ("plain", "striped", "checkered", "speckled"):
+        scene = next(scene for scene, _ in scenes if scene.background == background)
+        coarse = np.asarray(render(scene), float)
+        fine = np.asarray(render(scene, 192).reduce(2), float)
+        # Stripes have hard edges: half a pixel of them moves.
+        assert np.abs(fine - coarse).mean() < 4, background
+        assert render(scene, 336).size == (336, 336)
+
+
+def test_a_world_is_ordinary_data_and_the_same_every_time(tmp_path):
+    one = write_world(tmp_path / "a" / "b", patches=True, **SMALL)
+    two = write_world(tmp_path / "c", patches=True, **SMALL)
+    assert files(one) == files(two)
+    samples = read_conversations(one / "train.json", one / "images")
+    assert len(samples) == 3
+    for number, sample in enumerate(samples):
+        _, asked = scene_at(4, "train", number)
+        said = tuple(part for query in asked for part in (query.text, query.answer))
+        assert sample.turns == said
+    questions = read_questions(one / "test.jsonl", one / "images")
+    answers = read_answers(one / "test_answers.jsonl", questions)
+    facts = read_scenes(one / "test_scenes.jsonl", questions)
+    expected = [
+        (query, scene.complexity)
+        for scene, asked in (scene_at(4, "test", n) for n in range(2))
+        for query in asked
+    ]
+    assert [q.text for q in questions] == [query.text for query, _ in expected]
+    assert [q.category for q in questions] == [query.family for query, _ in expected]
+    assert answers == [query.answer for query, _ in expected]
+    assert [tuple(fact) for fact in facts] == [(n, query.relevant, ()) for query, n in expected]
+    with np.load(one / "train_patches.npz") as labels:
+        assert labels["class_kind"].shape == (3, 144) and labels["image_presence"].shape == (3, 30)
+
+
+def test_the_test_seed_changes_the_test_split_alone(tmp_path):
+    one = files(write_world(tmp_path / "a", **SMALL))
+    two = files(write_world(tmp_path / "b", test_seed=5, **SMALL))
+    assert {n for n in one if one[n] != two[n]} == {
+        "images/test_000000.png",
+        "images/test_000001.png",
+        "test.jsonl",
+        "test_answers.jsonl",
+        "test_scenes.jsonl",
+        "world.json",
+    }
+
+
+def test_the_default_questions_stay_what_trained_policies_were_tested_on():
+    asked = [scene_at(0, "test", number)[1] for number in range(40)]
+    text = json.dumps([query[:4] for row in asked for query in row])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "fdc7f882011fd1e8"
+
+
+def test_size_and_grid_are_written_down_and_used(tmp_path):
+    folder = write_world(tmp_path / "w", patches=True, side=48, grid=6, **SMALL)
+    manifest = json.loads((folder / "world.json").read_text())
+    assert (manifest["side"], manifest["grid"]) == (48, 6)
+    with Image.open(folder / "images" / "train_000000.png") as picture:
+        assert picture.size == (48, 48)
+    with np.load(folder / "train_patches.npz") as labels:
+        assert labels["class_color"].shape == (3, 36)
+    facts = [json.loads(line) for line in (folder / "test_scenes.jsonl").read_text().splitlines()]
+    assert max(patch for fact in facts for patch in fact["relevant"]) < 36
+
+
+def test_what_is_written_is_left_alone_and_other_settings_are_refused(tmp_path):
+    folder = write_world(tmp_path / "w", **SMALL)
+    (folder / "test.jsonl").write_text("mine")
+    write_world(folder, **SMALL)
+    assert (folder / "test.jsonl").read_text() == "mine"
+    with pytest.raises(ValueError, match=r"other settings \(train is 3, not 4; side is 96, not 48"):
+        write_world(folder, **{**SMALL, "train": 4}, side=48)
+    older = json.loads((folder / "world.json").read_text())
+    del older["side"], older["grid"]
+    (folder / "world.json").write_text(json.dumps(older))
+    write_world(folder, **SMALL)
+    (folder / "world.json").write_text("{")
+    with pytest.raises(ValueError, match=r"world.json is damaged"):
+        write_world(folder, **SMALL)
+
+
+def test_an_interrupted_world_is_completed(tmp_path, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world, "_write_questions", die)
+        with pytest.raises(KeyboardInterrupt):
+            write_world(tmp_path / "a", **SMALL)
+    with pytest.raises(ValueError, match="seed is 4, not 5"):
+        write_world(tmp_path / "a", **{**SMALL, "seed": 5})
+    assert files(write_world(tmp_path / "a", **SMALL)) == files(
+        write_world(tmp_path / "b", **SMALL)
+    )
+
+
+def test_a_folder_of_someone_elses_data_is_not_touched(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "train.json").write_text("[]")
+    with pytest.raises(FileExistsError, match=r"holds images, and no world\.json"):
+        write_world(tmp_path, **SMALL)
+    assert (tmp_path / "train.json").read_text() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": -1}, "train of the shapes world is -1, expected a number >= 0"),
+        ({"seed": -3}, "seed of the shapes world is -3"),
+        ({"side": 100}, r"side of the shapes world is 100, expected a positive multiple of grid"),
+        ({"grid": 0}, "multiple of grid"),
+        ({"side": 0}, "side of the shapes world is 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
+    tmp_path, change, message
+):
+    with pytest.raises(ValueError, match=message):
+        write_world(tmp_path / "w", **{**SMALL, **change})
+    assert not (tmp_path / "w").exists()
+
+
+def test_the_command_writes_and_reports_mistakes_in_one_line(tmp_path, capsys):
+    arguments = ["--out", str(tmp_path / "w"), "--train", "2", "--validation", "0", "--test", "1"]
+    main([*arguments, "--preview", "2", "--side", "24"])
+    assert "preview.png" in capsys.readouterr().out
+    with Image.open(tmp_path / "w" / "preview.png") as sheet:
+        assert sheet.size == (400, 200)
+    for wrong in (["--side", "50"], ["--train", "-2"], ["--preview", "-1"], ["--seed", "x"], []):
+        with pytest.raises(SystemExit) as exit:
+            main([*arguments, *wrong])
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and error.count("\n") == 1 and "error:" in error, wrong
+
+
+SIZED = {**SMALL, "train": 4, "sizes": (48, 64, 96)}
+
+
+def test_images_take_turns_in_size_and_show_the_same_scenes(tmp_path):
+    plain = write_world(tmp_path / "plain", **{**SMALL, "train": 4}, patches=True)
+    mixed = write_world(tmp_path / "mixed", **SIZED, patches=True)
+    for name in ("train.json", "test.jsonl", "test_answers.jsonl", "train_mentions.npz"):
+        assert (plain / name).read_bytes() == (mixed / name).read_bytes()
+    sides = [96, 48, 64, 96, 48]
+    for number, side in zip((2, 3, 1, 2, 0), sides, strict=True):
+        with Image.open(mixed / "images" / f"train_{number:06d}.png") as picture:
+            assert picture.size == (side, side)
+    # The third image is that of the plain world.
+    name = "images/train_000002.png"
+    assert (plain / name).read_bytes() == (mixed / name).read_bytes()
+    facts = (mixed / "test_scenes.jsonl").read_text().splitlines()
+    _, asked = scene_at(4, "test", 0, 6)
+    relevant = [json.loads(line)["relevant"] for line in facts[: len(asked)]]
+    assert relevant == [list(query.relevant) for query in asked]
+    with np.load(plain / "train_patches.npz") as one, np.load(mixed / "train_patches.npz") as two:
+        assert {*one} - {*two} == {"value_place"} and {*two} - {*one} == {"value_offset"}
+        assert two["class_kind"].shape == (4, 144)
+        assert not two["class_kind"][0, 36:].any() and two["class_kind"][0, :36].any()
+        np.testing.assert_array_equal(one["class_kind"][2], two["class_kind"][2])
+        np.testing.assert_array_equal(one["image_presence"], two["image_presence"])
+        assert np.isnan(two["share_across"][0, 36:]).all()
+
+
+def test_relative_places_lead_from_the_patch_to_the_shape(scenes):
+    for scene, _ in scenes[:20]:
+        label = patch_labels(scene, 8, relative=True)["value_offset"].astype(float)
+        told = np.isfinite(label[:, 0])
+        assert (told == np.isin(patch_labels(scene, 8)["class_kind"], range(1, 6))).all()
+        for patch in np.flatnonzero(told):
+            # 12 pixels a patch of 8 along 96.
+            row, column = divmod(int(patch), 8)
+            x, y = column + 0.5 + label[patch, 0], row + 0.5 + label[patch, 1]
+            near = [s for s in scene.shapes if np.hypot(s.x - 12 * x, s.y - 12 * y) < 0.2]
+            assert len(near) == 1, patch
+            np.testing.assert_allclose(12 * label[patch, 2], near[0].radius, atol=0.05)
+
+
+def test_sizes_are_written_down_and_checked(tmp_path):
+    folder = write_world(tmp_path / "w", **SIZED)
+    assert json.loads((folder / "world.json").read_text())["sizes"] == [48, 64, 96]
+    write_world(folder, **SIZED)
+    for other in ({"sizes": (48, 96)}, {"sizes": None}):
+        with pytest.raises(ValueError, match=r"other settings \(sizes is \[48, 64, 96\], not"):
+            write_world(folder, **{**SIZED, **other})
+    for sizes in ((50,), (), (0,)):
+        with pytest.raises(ValueError, match=r"sizes of the shapes world are .* of the 8 pixels"):
+            write_world(tmp_path / "x", **{**SIZED, "sizes": sizes})

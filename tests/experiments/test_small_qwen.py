@@ -1,0 +1,273 @@
+"""A small Qwen2.5-VL from scratch, on images that differ in their number of tokens."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from experiments.pretrain import small_qwen
+from experiments.pretrain.data import batch_indices
+from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.language import (
+    Exchanges,
+    Seen,
+    Shown,
+    Words,
+    language_loss,
+    noised,
+    run_packed,
+    thinned,
+)
+from experiments.pretrain.packing import pack
+from experiments.pretrain.run import pretrain
+from experiments.pretrain.settings import read_pretraining
+from experiments.pretrain.tower import init_heads, tower_loss
+from experiments.pretrain.vocabulary import build_tokenizer
+from experiments.shapes import write_world
+from stepprune_jax import configurations
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.llava import Sample
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
+from stepprune_jax.inference import generate
+from stepprune_jax.models import qwen2_5_vl, vlm
+from stepprune_jax.models.layers import attention_weights
+from stepprune_jax.models.qwen2_5_vl import tower
+
+TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
+GRIDS = np.array([[2, 2], [3, 3]])
+
+
+def tiny_config(**changes):
+    config = configurations.load("pretrain_shapes_qwen")
+    config.micro_batch, config.dtype = 2, "float32"
+    config.log_every, config.checkpoint_every = 1, 2
+    config.model.update(
+        {
+            "image_size": 24,
+            "least_size": 16,
+            "window_size": 16,
+            "full_blocks": (1,),
+            "vision_width": 16,
+            "vision_mlp": 16,
+            "vision_layers": 2,
+            "vision_heads": 2,
+            "text_width": 16,
+            "text_mlp": 16,
+            "text_layers": 2,
+            "text_heads": 2,
+            "text_kv_heads": 1,
+            "rope_sections": (1, 1, 2),
+        }
+    )
+    for stage in (config.tower, config.language, config.noise):
+        stage.steps, stage.batch_size = 2, 4
+    config.language.kept, config.language.whole_steps = (4,), 1
+    config.language.thinned_share = config.noise.thinned_share = 1.0
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def tiny_run(**changes):
+    return read_pretraining(tiny_config(**changes))
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = build_tokenizer((text for turns in TURNS for text in turns), small_qwen.TEMPLATE)
+    config = small_qwen.model_config(tiny_run().model, tokenizer)
+    return small_qwen.init_params(jax.random.key(0), config), config, tokenizer
+
+
+@pytest.fixture(scope="module")
+def images(model):
+    """One image of 2 x 2 tokens, one of 3 x 3, padded to 16."""
+    values = jax.random.normal(jax.random.key(1), (2, 64, 48))
+    real = jnp.arange(64) < 4 * GRIDS.prod(1)[:, None]
+    return Images(qwen2_5_vl.images.Patches(values * real[..., None], GRIDS), GRIDS)
+
+
+def test_prompts_are_those_of_the_family(model):
+    _, config, tokenizer = model
+    prompt = qwen2_5_vl.conversation([qwen2_5_vl.place_images("Red?", 1), "yes"])
+    ids = tokenize_with_images(tokenizer, prompt, 1)
+    # system, start, user, vision start, IMAGE, vision end, two of text, end, start, role, answer
+    assert len(ids) == 13 and ids.index(IMAGE_TOKEN) == 4 and 0 not in ids
+    assert ids[-1] == tokenizer.eos_token_id == config.eos_token_ids[0] == 2
+    assert tokenizer.convert_ids_to_tokens(ids[1]) == "<|im_start|>"
+    assert config.image_token_id == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert config.pad_token_id == 1
+
+
+def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
+    run = tiny_run(**{"model.vision_heads": 4, "model.vision_width": 64, "model.window_size": 64})
+    config = small_qwen.model_config(run.model, build_tokenizer([], small_qwen.TEMPLATE))
+    params = small_qwen.init_params(jax.random.key(3), config)
+    side = 6
+    layout = tower.lay_out_windows(jnp.array([[side, side]]), config.vision.window, side**2)
+    context = tower._context(config.vision, layout)
+    weights = jax.tree.map(lambda leaf: leaf[0], params["vision"]["layers"]["attention"])
+    x = jax.random.normal(jax.random.key(4), (1, 4 * side**2, 64))
+    block = tower.QwenVisionAttention(config.vision)
+    found = block.apply({"params": weights}, x, context, False)
+    keys = [tower.Segment(found.key, found.value, None)]
+    looked = np.asarray(attention_weights(found.query, keys)[0]).argmax(-1)
+    # Of each patch, in the order of the tower: merged patches row by row, and rows in them.
+    row, column = np.divmod(np.arange(side**2), side)
+    within = np.divmod(np.arange(4), 2)
+    at = np.stack([2 * row[:, None] + within[0], 2 * column[:, None] + within[1]]).reshape(2, -1)
+    around = [(-1, -1), (-1, 0), (-1, 1), (0, -1)]
+    inner = ((at > 0) & (at < 2 * side - 1)).all(0)
+    right = [
+        (at[:, looked[head]] == at + np.array(step)[:, None]).all(0)[inner].mean()
+        for head, step in enumerate(around)
+    ]
+    assert min(right) > 0.9
+
+
+def test_packed_logits_are_those_of_each_prompt_alone(model, images):
+    params, config, tokenizer = model
+    encoder = ConversationEncoder(tokenizer, qwen2_5_vl.place_images, qwen2_5_vl.conversation)
+    packed = pack(encoder, [Sample(f"{n}", None, turns, n) for n, turns in enumerate(TURNS)])
+    features, _ = jax.jit(vlm.encode_image, static_argnums=1)(params, config, images.pixels)
+    # The smaller image has two of its tokens and padding, the larger three.
+    index = jnp.array([[0, 3, 5], [1, 5, 8]])
+    real = index < GRIDS.prod(1)[:, None]
+    tokens = jnp.take_along_axis(features, index[..., None], axis=1)
+    seen, none = Seen(tokens, index, real, real, GRIDS), jnp.zeros((2, 0), jnp.int32)
+    ours, halfway = jax.jit(run_packed, static_argnums=1)(params, config, seen, packed, none)
+    assert halfway.visual.shape == (2, 3, 16)
+
+    @jax.jit
+    def alone(ids, length, tokens, index, real, grid):
+        parts = (tokens, real, index, index, grid)
+        visual = vlm.Visual(*(part[None, None] for part in parts))
+        sequence = vlm.assemble(params, config, ids[None], length[None], visual)
+        return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
+
+    for row, turns in enumerate(TURNS):
+        at = 0
+        for number in range(0, len(turns), 2):
+            encoded = encoder.encode(turns[number : number + 2], 1)
+            ids = np.zeros(24, np.int32)
+            ids[: len(encoded.ids)] = encoded.ids
+            shown = int(real[row].sum())
+            logits = alone(ids, np.int32(len(encoded.ids)), *(x[row] for x in seen[:3]), GRIDS[row])
+            for place, label in enumerate(encoded.labels):
+                if label >= 0:
+                    np.testing.assert_allclose(ours[row, at], logits[place + shown - 2], atol=1e-4)
+                    assert packed.label[row, at] == label
+                    at += 1
+        assert (packed.label[row, at:] == -1).all()
+
+
+def test_padding_changes_no_loss(model, images):
+    """Of an image of 2 x 2 tokens, and of the same with rows for 16."""
+    params, config, tokenizer = model
+    encoder = ConversationEncoder(tokenizer, qwen2_5_vl.place_images, qwen2_5_vl.conversation)
+    packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample("a", None, TURNS[0], 0)]))
+    padded = jax.tree.map(lambda x: x[:1], images)
+    bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
+    assert np.asarray(real_tokens(config, padded, 16)).sum() == 4
+    tokens = jnp.asarray(tokenizer.convert_tokens_to_ids(["red", "blue"]))
+    kind, share = np.array([[0, 1, 1, 0]]), np.array([[0.2, np.nan, 0.9, 0.5]], np.float32)
+    junk = np.array([[1] * 5])  # behind the labels of a smaller image
+    loss = jax.jit(language_loss, static_argnums=(2, 5))
+    found = []
+    for seen, labels in ((bare, kind), (padded, np.concatenate([kind, junk], axis=1))):
+        words = [Words(jnp.asarray(labels), tokens), Words(jnp.asarray(share), tokens)]
+        batch = Exchanges(seen, packed, None, words)
+        found.append(loss(params, {}, config, jax.random.key(0), batch, Shown())[0])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    labels = {"class_a": kind, "value_b": np.ones((1, 4, 2))}
+    heads = jax.tree.map(lambda x: x + 0.1, init_heads(labels, 16))
+    trained, learn = params | {"heads": heads}, jax.jit(tower_loss, static_argnums=1)
+    longer = {name: of_tokens(jnp.asarray(label), 9) for name, label in labels.items()}
+    one, two = (learn(trained, config, *x)[0] for x in ((bare, labels), (padded, longer)))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def test_padding_is_neither_drawn_nor_kept_in_noise():
+    real = jnp.arange(12) < jnp.array([[5], [12]])
+    for sharpness in (0.0, 2.0):
+        drawn = thinned(jax.random.key(0), jnp.zeros((2, 12)), 5, jnp.full(2, sharpness), real)
+        assert drawn[0].tolist() == [0, 1, 2, 3, 4]
+    features, score = jax.random.normal(jax.random.key(1), (2, 12, 3)), jnp.zeros((2, 12))
+    _, clear = noised(jax.random.key(2), features, score, real)
+    assert not clear[0, 5:].any() and 2 <= clear[0].sum() <= 5
+
+
+def test_the_batches_of_an_epoch_have_images_of_one_size():
+    groups = np.array([0, 1, 0, 0, 1, 1, 0, 2, 1])
+    epoch = [batch_indices(5, step, 2, groups) for step in range(4)]
+    assert all(len(set(groups[rows])) == 1 for rows in epoch)
+    assert len({*np.concatenate(epoch).tolist()}) == 8  # 2 has too few
+    assert sorted(groups[rows[0]] for rows in epoch) == [0, 0, 1, 1]
+    later = [batch_indices(5, step, 2, groups) for step in range(4, 8)]
+    assert np.concatenate(epoch).tolist() != np.concatenate(later).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.feature_layer": -1}, "feature_layer is -1, expected none where family is 'qwen"),
+        ({"model.window_size": None}, "window_size is None, expected a value where family is"),
+        ({"model.image_size": 20}, "image_size is 20, expected a multiple of 8, a token's pixels"),
+        ({"model.least_size": 32}, "least_size is 32, expected a multiple of 8, a token's pixels"),
+        ({"model.full_blocks": (0,)}, r"full_blocks is \(0,\), expected some of 0 to 1, with the"),
+        ({"model.rope_sections": (1, 1, 1)}, "expected three numbers that add up to 4"),
+        ({"model.text_heads": 2, "model.text_kv_heads": 3}, "text_kv_heads is 3, expected a divis"),
+        ({"language.kept": (5,)}, r"kept is \(5,\), expected numbers of visual tokens from 1 to 4"),
+    ],
+)
+def test_bad_fields_are_named(change, message):
+    config = tiny_config()
+    with config.unlocked(), config.ignore_type():
+        for name, value in change.items():
+            group, field = name.split(".")
+            config[group][field] = value
+    with pytest.raises(ValueError, match=message):
+        read_pretraining(config)
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_all_stages_and_transformers_gives_the_same_answers(tmp_path):
+    run = tiny_run()
+    sizes = {"train": 8, "validation": 0, "test": 0, "sizes": (16, 24)}
+    data = write_world(tmp_path / "data", seed=1, patches=True, **sizes)
+    made = pretrain(run, tmp_path / "run", data)
+    for stage, shown in (("tower", "class_kind"), ("language", "lm_loss"), ("noise", "told")):
+        lines = (tmp_path / "run" / stage / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
+        assert all(np.isfinite(json.loads(line)[shown]) for line in lines)
+    ours = load_vlm(made, dtype=jnp.float32, progress=False)
+    assert (ours.config.min_pixels, ours.config.max_pixels) == (256, 576)
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(made).eval()
+    processor = transformers.Qwen2VLImageProcessor.from_pretrained(made)
+    for number in range(2):  # of 2 x 2 and of 3 x 3 tokens
+        path = data / "images" / f"train_{number:06d}.png"
+        question = "What is the background?"
+        answer = generate(ours, [question], [[path]], max_tokens=4, warm_up=False)[0]
+        pixels = processor(transformers.image_utils.load_image(str(path)), return_tensors="pt")
+        count = int(pixels["image_grid_thw"].prod()) // 4
+        assert count == (4, 9)[number] == len(answer.kept_indices[0])
+        prompt = qwen2_5_vl.conversation([qwen2_5_vl.place_images(question, 1)])
+        ids = tokenize_with_images(ours.tokenizer, prompt, 1)
+        pad = ours.config.image_token_id
+        ids = torch.tensor([[t for x in ids for t in ([pad] * count if x == IMAGE_TOKEN else [x])]])
+        with torch.no_grad():
+            told = theirs.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=(ids == pad).int(),
+                **pixels,
+                do_sample=False,
+                max_new_tokens=4,
+            )
+        ends = ours.config.eos_token_ids
+        expected = [token for token in told[0, ids.shape[1] :].tolist() if token not in ends]
+        assert [token for token in answer.token_ids if token not in ends] == expected

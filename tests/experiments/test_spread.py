@@ -1,0 +1,126 @@
+import math
+
+import numpy as np
+import pytest
+
+from experiments.studies.spread import (
+    budget_table,
+    differences,
+    own_stop_table,
+    pack,
+    summarise,
+)
+
+
+def row(method, mode, rate, accuracy, seed, mean_k=3.0, correct=(1, 0, 1)):
+    return {
+        "correct": pack(np.array(correct, bool)),
+        "method": method,
+        "mode": mode,
+        "pruning_rate": rate,
+        "accuracy": accuracy,
+        "retention": accuracy + 1,
+        "mean_k": mean_k,
+        "questions": 3,
+        "seed": seed,
+    }
+
+
+UNTRAINED = [row("all tokens", "exact", 0.0, 80.0, 0, 9.0)]
+TABLES = [
+    [
+        row("StepPrune", "exact", 66.7, 70.0, 0),
+        row("StepPrune", "exact", 77.8, 60.0, 0),
+        row("StepPrune", "adaptive", 66.7, 71.0, 0),
+        row("StepPrune, own stop", "adaptive", 50.0, 76.0, 0),
+    ],
+    [
+        row("StepPrune", "exact", 66.7, 74.0, 1),
+        row("StepPrune", "exact", 77.8, 66.0, 1),
+        row("StepPrune", "adaptive", 66.7, 77.0, 1),
+        row("StepPrune, own stop", "adaptive", 40.0, 78.0, 1),
+    ],
+    [row("AutoSelect-like", "exact", 66.7, 71.0, 0)],
+    [row("AutoSelect-like", "exact", 66.7, 69.0, 1)],
+]
+
+
+def test_means_and_deviations_worked_by_hand():
+    found = summarise(UNTRAINED, TABLES)
+    assert [(r["method"], r["mode"], r["pruning_rate"], r["seeds"]) for r in found] == [
+        ("all tokens", "exact", 0.0, 1),
+        ("StepPrune", "exact", 66.7, 2),
+        ("StepPrune", "exact", 77.8, 2),
+        ("StepPrune", "adaptive", 66.7, 2),
+        ("StepPrune, own stop", "adaptive", 45.0, 2),
+        ("AutoSelect-like", "exact", 66.7, 2),
+    ]
+    assert found[0]["accuracy"] == 80.0 and found[0]["accuracy_std"] is None
+    assert found[1]["accuracy"] == 72.0
+    assert found[1]["accuracy_std"] == round(math.sqrt(8), 2)  # of 70 and 74
+    assert found[1]["retention"] == 73.0 and found[1]["mean_k_std"] == 0.0
+
+
+def test_what_is_said_of_stops_is_averaged_where_there_is_one():
+    own = [
+        table[3] | {"at_bounds": share} for table, share in zip(TABLES, (2.0, 5.0), strict=False)
+    ]
+    found = summarise(UNTRAINED, [[one] for one in own])
+    assert [row["at_bounds"] for row in found] == [None, 3.5]
+
+
+def test_a_missing_retention_has_no_mean():
+    table = [row("StepPrune", "exact", 66.7, 0.0, 0) | {"retention": None}]
+    assert summarise(UNTRAINED, [table])[1]["retention"] is None
+
+
+def test_differences_worked_by_hand():
+    found = {(d["first"], d["second"]): d for d in differences(TABLES)}
+    adaptive = found["StepPrune, adaptive", "StepPrune, exact"]
+    # 1 and 3 points on two seeds: mean 2, deviation sqrt(2), error 1.
+    assert adaptive["difference"] == 2.0 and adaptive["runs_error"] == 1.0
+    assert adaptive["p"] == round(1 - 2 / math.pi * math.atan(2), 2)  # Student's t, 1 degree
+    against = found["StepPrune, exact", "AutoSelect-like, exact"]
+    # Means 72 and 70; variances 8 and 2 over two seeds each.
+    assert against["difference"] == 2.0
+    assert against["runs_error"] == pytest.approx(math.sqrt(8 / 2 + 2 / 2), abs=0.01)
+    # Means 74 and 70.
+    assert found["StepPrune, adaptive", "AutoSelect-like, exact"]["difference"] == 4.0
+    assert len(found) == 3
+    single = differences([TABLES[0], TABLES[2]])
+    assert {d["runs_error"] for d in single} == {d["p"] for d in single} == {None}
+
+
+def test_runs_without_any_spread_have_no_p():
+    kinds = (("StepPrune", "exact"), ("StepPrune", "adaptive"), ("AutoSelect-like", "exact"))
+    alike = [[row(*kind, 66.7, 70.1, seed) for kind in kinds] for seed in (0, 1)]
+    assert [d["p"] for d in differences(alike)] == [None] * 3
+
+
+def test_the_error_of_the_questions_is_that_of_paired_answers():
+    tables = [
+        [row("StepPrune", "exact", 66.7, 70.0, 0, correct=(1, 1, 0, 1, 1, 0, 0, 1, 1))],
+        [row("AutoSelect-like", "exact", 66.7, 71.0, 0, correct=(1, 0, 0, 1, 1, 1, 0, 1, 0))],
+    ]
+    for (line,) in tables:
+        line["questions"] = 9
+    (found,) = differences(tables)
+    gaps = [0, 1, 0, 0, 0, -1, 0, 0, 1]
+    assert found["questions_error"] == round(100 * np.std(gaps, ddof=1) / 3, 2)
+
+
+def test_tables_have_a_line_for_each_method():
+    stop = {"at_bounds": 2.0, "spearman_relevant": 0.5}
+    tables = [[*table[:3], *(row | stop for row in table[3:])] for table in TABLES]
+    rows = summarise(UNTRAINED, tables)
+    assert budget_table(rows).splitlines() == [
+        "| method | mode | runs | 3 | 3 |",
+        "| --- | --- | --- | --- | --- |",
+        "| StepPrune | exact | 2 | 73.0 +- 2.8 | 64.0 +- 4.2 |",
+        "| StepPrune | adaptive | 2 | 75.0 +- 4.2 (K 3.0) |",
+        "| AutoSelect-like | exact | 2 | 71.0 +- 1.4 |",
+    ]
+    assert own_stop_table(rows).splitlines()[2:] == [
+        "| StepPrune, own stop | 2 | 3.0 +- 0.0 | 78.0 +- 1.4 | 2.0 | 0.5 |"
+    ]
+    assert own_stop_table(rows[:1]) == ""

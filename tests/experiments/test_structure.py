@@ -1,0 +1,101 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.pretrain.structure import (
+    fourier_code,
+    init_tower,
+    shift,
+    standardising_projector,
+)
+from stepprune_jax.models.llava import tower as clip
+from stepprune_jax.models.llava.config import ClipConfig
+
+CONFIG = ClipConfig(128, 16, 3, 8, 48, 8)
+
+
+def test_the_code_is_cosines_and_sines_of_odd_multiples_of_the_place():
+    # Two rows and two columns, one frequency each: pi / 2 a step.
+    expected = [[1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 0, 1]]
+    np.testing.assert_allclose(fourier_code(2, 4), expected, atol=1e-7)
+    third = fourier_code(4, 8)[4 * 1 + 3]  # row 1 and column 3 of 4, frequencies 1 and 3
+    angles = [math.pi / 4, 3 * math.pi / 4, 3 * math.pi / 4, 9 * math.pi / 4]
+    expected = [f(angle) for angle in angles for f in (math.cos, math.sin)]
+    np.testing.assert_allclose(third, expected, atol=1e-7)
+
+
+def test_a_shift_by_hand():
+    # One row further: (1, 0) of the row turns by pi / 2 to (0, 1); the column stays.
+    turned = np.array([1, 0, 0, 1]) @ shift((1, 0), 2, 4)
+    np.testing.assert_allclose(turned, [0, 1, 0, 1], atol=1e-7)
+
+
+@pytest.mark.parametrize("offset", [(-1, -1), (0, 1), (1, -1), (2, 0), (-2, 2)])
+def test_a_shift_turns_a_code_into_that_of_the_neighbour(offset):
+    side, width = 6, 16
+    code = fourier_code(side, width)
+    matrix = shift(offset, side, width)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(width), atol=1e-6)
+    for row in range(side):
+        for column in range(side):
+            r, c = row + offset[0], column + offset[1]
+            if 0 <= r < side and 0 <= c < side:
+                np.testing.assert_allclose(
+                    code[row * side + column] @ matrix, code[r * side + c], atol=1e-6
+                )
+
+
+def test_a_code_is_nearest_to_itself():
+    code = fourier_code(24, 48)
+    likeness = code @ code.T
+    assert (likeness.argmax(1) == np.arange(24 * 24)).all()
+
+
+def test_heads_of_the_first_block_begin_as_looks_at_one_neighbour():
+    side, heads, width = 6, CONFIG.num_heads, 16
+    params = init_tower(jax.random.key(3), CONFIG)
+    pixels = jax.random.normal(jax.random.key(4), (1, 3, 8 * side, 8 * side))
+    x = np.asarray(clip.embed_patches(params, CONFIG, pixels)[0])
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    attention = jax.tree.map(lambda leaf: np.asarray(leaf[0]), params["layers"]["attention"])
+    query, key = ((x @ attention[n]["kernel"]).reshape(-1, heads, width) for n in ("query", "key"))
+    looked = np.einsum("qhc,khc->hqk", query, key)[:, 1:].argmax(-1)
+    around = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
+    right = [
+        looked[head, row * side + column] == 1 + (row + r) * side + column + c
+        for head, (r, c) in enumerate(around)
+        for row in range(1, side - 1)
+        for column in range(1, side - 1)
+    ]
+    assert np.mean(right) > 0.98
+
+
+def test_later_blocks_leave_half_of_their_heads_as_they_were():
+    plain, local = (make(jax.random.key(0), CONFIG) for make in (clip.init_vision, init_tower))
+    for name in ("query", "key"):
+        before, after = (t["layers"]["attention"][name]["kernel"] for t in (plain, local))
+        changed = [
+            [bool(jnp.any(before[layer, :, s] != after[layer, :, s])) for s in heads_of(8, 16)]
+            for layer in range(3)
+        ]
+        assert changed == [[True] * 8, [True] * 8, [True] * 4 + [False] * 4]
+
+
+def heads_of(count, width):
+    return [slice(head * width, (head + 1) * width) for head in range(count)]
+
+
+def test_the_projector_takes_features_as_they_are():
+    random = np.random.default_rng(0)
+    scale, mean = np.array([1.0, 30, 0.2]), np.array([4.0, -7, 0])
+    features = (random.standard_normal((5, 40, 3)) * scale + mean).astype(np.float32)
+    up = {"kernel": jnp.asarray(random.standard_normal((3, 2)), jnp.float32), "bias": jnp.ones(2)}
+    made = standardising_projector({"up": up, "down": {}}, jnp.asarray(features))
+    standard = (features - features.mean((0, 1))) / features.std((0, 1))
+    expected = standard @ np.asarray(up["kernel"]) + 1
+    found = features @ np.asarray(made["up"]["kernel"]) + np.asarray(made["up"]["bias"])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert made["down"] == {}

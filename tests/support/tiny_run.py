@@ -1,0 +1,100 @@
+"""A run on a tiny LLaVA and a few images, the same shapes in every test."""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.json_files import write_json_lines
+from stepprune_jax.data.source import training_source
+from stepprune_jax.training import read_run
+from stepprune_jax.training.batches import open_batches
+from stepprune_jax.training.optimizer import OptimizerSettings
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
+ANSWERS = ("red", "dog", "two", "yes", "no")
+# For validation.
+ASKED = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "two ?")
+RIGHT = ("red", "no", "two", "yes dog", "no")
+
+
+def load_config(name, *arguments):
+    places = (ROOT / "configs", ROOT / "experiments" / "configs")
+    file = next(place / f"{name}.py" for place in places if (place / f"{name}.py").is_file())
+    spec = importlib.util.spec_from_file_location("a_config", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(*arguments)
+
+
+def write_data(folder, count=6, side=24, entries=()):
+    random = np.random.default_rng(0)
+    (folder / "images").mkdir(parents=True)
+    samples = []
+    for i in range(count):
+        pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
+        turns = []
+        for j in range(2):
+            mark = "" if turns else "<image>\n"
+            turns.append({"from": "human", "value": mark + QUESTIONS[(i + j) % 3]})
+            turns.append({"from": "gpt", "value": ANSWERS[(i + 2 * j) % 5]})
+        samples.append({"id": f"s{i}", "image": f"{i}.png", "conversations": turns})
+    (folder / "train.json").write_text(json.dumps([*samples, *entries]))
+    return folder
+
+
+def write_questions(folder):
+    """Five questions about three of the images."""
+    asked = [
+        {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
+        for i, text in enumerate(ASKED)
+    ]
+    right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(RIGHT)]
+    for name, lines in (("validation", asked), ("validation_answers", right)):
+        write_json_lines(folder / f"{name}.jsonl", lines)
+    return folder
+
+
+def make_config(model, data, **changes):
+    config = load_config("shapes")
+    config.model.folder, config.model.rows_at_once = str(model), 4
+    config.data.folder, config.data.length_multiple = str(data), 64
+    config.policy.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
+    config.autoselect.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
+    config.update({"steps": 6, "batch_size": 8, "log_every": 1, "checkpoint_every": 2})
+    config.mesh, config.policy.min_tokens = "single", 1  # of nine tokens
+    config.optimizer.warmup, config.validation.calibrate = 2, 0
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def make_run(model, data, **changes):
+    return read_run(make_config(model, data, **changes))
+
+
+def optimizer_settings(**changes):
+    fields = {"lr": 1e-3, "final_lr": 1e-4, "warmup": 40, "weight_decay": 1e-4, "clip": 1.0}
+    return OptimizerSettings(**fields | {"b1": 0.9, "b2": 0.999, "muon_lr": 0.0} | changes)
+
+
+def open_tiny(run, workdir, say=lambda text: None):
+    data = training_source(run.data, workdir)
+    model = inspect_folder(run.model.folder)
+    return open_batches(run, data, file_identity(data.file), model, say=say)
+
+
+def metrics(workdir):
+    """Lines of a run without what depends on the machine."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
+
+
+def looks(workdir):
+    lines = (workdir / "validation.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]

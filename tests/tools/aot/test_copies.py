@@ -1,0 +1,97 @@
+"""No weight is copied by the programs that answer: read off what the compilers wrote."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax import testing
+from stepprune_jax.efficiency.model_shapes import MODELS
+from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import init_cache
+from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.weights import flatten
+from stepprune_jax.parallel import targets
+from stepprune_jax.parallel.placement import jit_for_weights
+from tools.aot.hlo import copied_weights
+
+DEPTH = {"text_config": 2, "vision_config": 3}
+TOKENS = 40
+
+
+@functools.cache
+def config_of(name):
+    """A few layers, as wide as LLaVA-7B's: what a compiler does depends on the widths."""
+    raw = copy.deepcopy(MODELS["llava-7b"])
+    wide = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 512}
+    raw["text_config"] |= wide | {"num_attention_heads": 32, "num_key_value_heads": 32}
+    if name == "cpu":  # to be quick
+        raw = copy.deepcopy(testing.tiny_hf_config())
+        raw["text_config"] |= {"hidden_size": 384, "intermediate_size": 640}
+        raw["vision_config"] |= {"hidden_size": 320, "intermediate_size": 768}
+    for part, layers in DEPTH.items():
+        raw[part]["num_hidden_layers"] = layers
+    return LlavaConfig.from_hf(raw)
+
+
+def devices(name):
+    """Those of a target, or a CPU."""
+    if name == "cpu":
+        return targets.Target(name, tuple(jax.devices()[:1]), {})
+    if missing := targets.missing(name):
+        pytest.skip(missing)
+    return targets.make_target(name)
+
+
+def copies(name, layers, program):
+    """What a program writes in the shape of a weight, compiled for a target."""
+    to, config = devices(name), config_of(name)
+    whole = NamedSharding(Mesh(to.devices, "x"), P())
+
+    def place(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+    platform, dtype = to.devices[0].platform, jnp.bfloat16
+    params = place(vlm.abstract_params(config, dtype, layers, platform))
+    side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((1, TOKENS, config.text.hidden_size), dtype)
+    sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, rows)
+    cache = jax.eval_shape(lambda: init_cache(config.text, 2, 1, TOKENS, dtype))
+    function, inputs = {
+        "tower": (
+            lambda params, pixels: vlm.encode_image(params, config, pixels)[0],
+            (jax.ShapeDtypeStruct((1, 3, side, side), jnp.float32),),
+        ),
+        "prefill": (
+            lambda params, sequence: vlm.prefill(params, config, sequence, 3),
+            (sequence,),
+        ),
+        "decode": (
+            lambda params, token, cache: vlm.decode_step(params, config, token, cache),
+            (rows, cache),
+        ),
+    }[program]
+    lowered = jit_for_weights(function, ()).trace(params, *place(inputs)).lower()
+    text = to.compile(lowered).as_text()
+    part = flatten(params["vision" if program == "tower" else "language"])
+    kernels = {leaf.shape[-2:] for path, leaf in part.items() if path.endswith("kernel")}
+    return copied_weights(text, kernels)
+
+
+@pytest.mark.parametrize("program", ["tower", "prefill", "decode"])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("cpu", "apart"), ("h200", "apart"), ("a6000", "apart"), ("v5e", "stacked")],
+)
+def test_the_programs_that_answer_copy_no_weight(name, layers, program):
+    assert copies(name, layers, program) == ()
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_a_scan_copies_every_matrix_of_a_layer(name):
+    """Why layers lie apart there; when it fails, they need not any more."""
+    assert len(copies(name, "stacked", "decode")) >= 7

@@ -1,0 +1,140 @@
+"""Kernels of loops, counted by hand in a program of a few lines, and in one that XLA wrote."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tools.aot.hlo import Loop, copied_weights, loops
+
+PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %twice = f32[4]{0} add(%p, %p)
+}
+
+%small (p.1: f32[4]) -> f32[4] {
+  %p.1 = f32[4]{0} parameter(0)
+  ROOT %copy.1 = f32[4]{0} copy(%p.1)
+}
+
+%large (p.2: f32[4]) -> f32[4] {
+  %p.2 = f32[4]{0} parameter(0)
+  %copy.2 = f32[4]{0} copy(%p.2)
+  ROOT %copy.3 = f32[4]{0} copy(%copy.2)
+}
+
+%commands (p.3: f32[4]) -> f32[4] {
+  %p.3 = f32[4]{0} parameter(0)
+  ROOT %fusion.1 = f32[4]{0} fusion(%p.3), kind=kLoop, calls=%fused
+}
+
+%inner_body (at: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %at = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%at), index=0
+  %x = f32[4]{0} get-tuple-element(%at), index=1
+  %fusion.2 = (f32[4]{0}, /*index=1*/s32[]) fusion(%x, %i), kind=kLoop, calls=%fused
+  %y = f32[4]{0} get-tuple-element(%fusion.2), index=0
+  ROOT %next = (s32[], f32[4]{0}) tuple(%i, %y)
+}
+
+%inner_condition (at.1: (s32[], f32[4])) -> pred[] {
+  %at.1 = (s32[], f32[4]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%at.1), index=0
+  ROOT %compare = pred[] fusion(%j), kind=kLoop, calls=%fused
+}
+
+%outer_body (at.2: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %at.2 = (s32[], f32[4]{0}) parameter(0)
+  %k = s32[] get-tuple-element(%at.2), index=0
+  %z = f32[4]{0} get-tuple-element(%at.2), index=1
+  %w = f32[4]{0} call(%z), to_apply=%commands
+  %product = (f32[4]{0}, s8[8]{0}) custom-call(%w, %w), custom_call_target="__cublas$gemm"
+  %v = f32[4]{0} get-tuple-element(%product), index=0
+  %begin = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%v), to_apply=%fused
+  %end = f32[4]{0} all-reduce-done(%begin)
+  %chosen = f32[4]{0} conditional(%k, %end, %end), branch_computations={%small, %large}
+  %again = (s32[], f32[4]{0}) tuple(%k, %chosen)
+  ROOT %in = (s32[], f32[4]{0}) while(%again), condition=%inner_condition, body=%inner_body, \
+metadata={op_name="jit(f)/while/body/while"}
+}
+
+%outer_condition (at.3: (s32[], f32[4])) -> pred[] {
+  %at.3 = (s32[], f32[4]{0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (p.4: f32[4]) -> f32[4] {
+  %p.4 = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %begin.1 = (s32[], f32[4]{0}) tuple(%zero, %p.4)
+  %out = (s32[], f32[4]{0}) while(%begin.1), condition=%outer_condition, body=%outer_body, \
+metadata={op_name="jit(f)/while"}
+  ROOT %result = f32[4]{0} get-tuple-element(%out), index=1
+}
+"""
+
+
+def test_loops_by_hand():
+    # Outside: a fusion behind the call, the product, the sum over devices, the longer branch's two
+    # copies. Inside: a fusion, and another in the condition.
+    assert loops(PROGRAM) == (Loop("jit(f)/while", 5), Loop("jit(f)/while/body/while", 2))
+
+
+def test_a_line_more_in_a_loop_is_a_kernel_more():
+    line = "  %v = f32[4]{0} get-tuple-element(%product), index=0\n"
+    more = PROGRAM.replace(line, f"{line}  %c = f32[4]{{0}} copy(%v)\n")
+    assert [loop.kernels for loop in loops(more)] == [6, 2]
+
+
+def test_branches_by_predicate_are_read_too():
+    old = "branch_computations={%small, %large}"
+    assert old in PROGRAM
+    text = PROGRAM.replace(old, "true_computation=%large, false_computation=%small")
+    assert loops(text) == loops(PROGRAM)
+    shorter = PROGRAM.replace(old, "true_computation=%small, false_computation=%small")
+    assert loops(shorter)[0].kernels == loops(PROGRAM)[0].kernels - 1
+
+
+def test_a_program_of_xla_is_read():
+    def f(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: jnp.sort(x) * 2, x)
+
+    text = jax.jit(f).lower(jnp.ones(4)).compile().as_text()
+    (loop,) = loops(text)
+    assert loop.name == "jit(f)/while" and loop.kernels >= 2  # a sort and a product
+    assert loops(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == ()
+
+
+COPIES = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[4]{0}}
+
+%inside (p: bf16[2,6,10]) -> bf16[6,10] {
+  %p = bf16[2,6,10]{2,1,0} parameter(0)
+  %slice = bf16[1,6,10]{2,1,0} slice(%p), slice={[1:2], [0:6], [0:10]}
+  ROOT %bitcast = bf16[6,10]{1,0} bitcast(%slice)
+}
+
+ENTRY %main (w: bf16[2,6,10], x: bf16[4,6]) -> f32[4,10] {
+  %w = bf16[2,6,10]{2,1,0} parameter(0)
+  %x = bf16[4,6]{1,0} parameter(1)
+  %sliced = bf16[6,10]{1,0} fusion(%w), kind=kLoop, calls=%inside
+  %wide = f32[10,6]{0,1} convert(%sliced)
+  %joined = bf16[6,30]{1,0} concatenate(%sliced, %sliced, %sliced), dimensions={1}
+  %near = bf16[6,10]{1,0:T(8,128)S(1)} copy(%sliced)
+  %start = (bf16[6,10]{1,0}, bf16[6,10]{1,0}, u32[]) copy-start(%sliced)
+  %view = bf16[6,10]{1,0} bitcast(%sliced)
+  ROOT %product = (f32[4,10]{1,0}, s8[64]{0}) custom-call(%x, %joined), custom_call_target="dot"
+}
+"""
+
+
+def test_copied_weights_by_hand():
+    """A slice, a conversion and a joined one; not views, fetches, activations, or what is fused."""
+    assert copied_weights(COPIES, [(6, 10)]) == ("bf16[6,10]", "f32[10,6]", "bf16[6,30]")
+    assert copied_weights(COPIES, [(10, 6)]) == copied_weights(COPIES, [(6, 10)])
+    assert copied_weights(COPIES, [(6, 11)]) == ()
+
+
+def test_a_program_that_is_not_scheduled_is_refused():
+    with pytest.raises(ValueError, match="is_scheduled=true"):
+        loops(jax.jit(jnp.sin).lower(1.0).as_text())

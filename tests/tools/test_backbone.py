@@ -1,0 +1,45 @@
+"""The benchmark runs, finds our logits equal to the reference's, and refuses what cannot work."""
+
+import pytest
+
+from tools.bench import backbone
+
+SMALL = ["--preset=tiny", "--length=8", "--batch=2", "--new_tokens=2", "--repeats=1", "--load_gb=0"]
+
+
+def cells(output, start):
+    """Rows of the printed table whose first header starts with `start`, by column."""
+    lines = [line.strip().strip("|").split(" | ") for line in output.splitlines()]
+    lines = [[cell.strip() for cell in line] for line in lines]
+    first = next(i for i, line in enumerate(lines) if line[0].startswith(start))
+    rows = []
+    for line in lines[first + 2 :]:
+        if len(line) != len(lines[first]):
+            break
+        rows.append(dict(zip(lines[first], line, strict=True)))
+    return rows
+
+
+@pytest.mark.slow
+def test_ours_and_the_reference_agree_in_the_timed_run(capsys):
+    backbone.main([*SMALL, "--dtype", "float32", "--attention", "matmul", "xla"])
+    output = capsys.readouterr().out
+    prefill, decode = cells(output, "prefill"), cells(output, "decode")
+    names = [row["program"] for row in prefill]
+    assert names == ["matmul", "xla", "torch, dynamic cache", "torch, static cache"]
+    assert decode[0]["program"] == "ours"
+    for row in [*prefill[:2], decode[0]]:
+        assert float(row["relative difference"]) < 1e-5
+        assert float(row["fastest torch / this"]) > 0
+    assert prefill[0]["MFU"] == "N/A"
+
+
+def test_fused_kernels_are_refused_before_anything_runs(capsys):
+    with pytest.raises(SystemExit):
+        backbone.main([*SMALL, "--attention", "cudnn"])
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_utilisation_needs_a_known_device():
+    assert backbone.peak_tflops(None) is None  # a CPU
+    assert backbone.peak_tflops(100.0) == 100.0

@@ -1,0 +1,1 @@
+"""Compiling for GPUs and TPUs on a machine that has neither: `python -m tools.aot`."""

@@ -1,0 +1,349 @@
+"""The programs of a run by name, traced from shapes alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from stepprune_jax import policy
+from stepprune_jax.checkpoints.frozen import image_bounds, model_source
+from stepprune_jax.configurations import load_config
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.inference import decoding, programs
+from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
+from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
+from stepprune_jax.models import vlm
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.parallel.placement import jit_for_weights, row_count
+from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
+from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
+from stepprune_jax.policy.layers import compute_dtype
+from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained
+from stepprune_jax.pruning.autoselect import AutoSelect
+from stepprune_jax.training import Run, plan, read_run, selectors, step
+from stepprune_jax.training.batches import Bucket
+from stepprune_jax.training.language_loss import ForwardOptions, row_losses
+from stepprune_jax.training.settings import make_setup
+
+# Dtypes of the frozen model and of the selector, by name.
+DTYPES = {
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "mixed": ("bfloat16", "float32"),
+}
+NEW_TOKENS = 32  # longest answer
+
+# Rows of the programs that choose tokens of an image.
+ROWS = (1, 2, 8)
+
+_WHOLE = ((r".*", P()),)
+
+
+def load_run(name: str, changes: Sequence[str] = ()) -> Run:
+    """Reads and checks a configuration.
+
+    Args:
+        name: a name for `configurations.find`: "shapes:literal", "configs/shapes.py".
+        changes: changes to it, each "field=value".
+
+    Returns:
+        The settings of its run.
+
+    Raises:
+        FileNotFoundError: there is no such configuration.
+        ValueError: the configuration is invalid, or has no such field.
+    """
+    return read_run(load_config(name, changes))
+
+
+def model_of(run: Run) -> ModelConfig:
+    """Returns the shape of a run's model; published ones need no folder."""
+    name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
+    name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
+    if name not in MODELS | QWEN_MODELS:
+        return model_source(run).config
+    config = model_config(name)
+    return config.family.bound_images(config, None, **image_bounds(run))
+
+
+class Programs:
+    """The programs of a run on a mesh."""
+
+    def __init__(self, run: Run, mesh: Mesh, dtype: str):
+        """Builds the static part of the programs.
+
+        Args:
+            run: result of `load_run`.
+            mesh: mesh of a target's devices, from `build_mesh`.
+            dtype: dtype of `DTYPES`.
+
+        Raises:
+            ValueError: the settings do not fit the mesh.
+        """
+        frozen, own = DTYPES[dtype]
+        group = selectors.METHODS[run.method][1]
+        run = dataclasses.replace(run, **{group: {**getattr(run, group), "dtype": own}})
+        self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
+        self._model = model_of(run)
+        self._setup, self._execution = make_setup(run, self._model, mesh), run.model.execution
+        self._tokens = self._model.max_image_tokens
+        unit = run.data.length_multiple
+        self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the programs."""
+        return tuple(self._table())
+
+    def trace(self, name: str) -> Any:
+        """Traces a program; the result has `lower`.
+
+        Args:
+            name: one of `names`.
+        """
+        return self._table()[name]()
+
+    def _table(self) -> dict[str, Callable[[], Any]]:
+        table = {
+            "update": self._update,
+            "statistics": self._statistics,
+            "validation": self._validation,
+            "tower": self._tower,
+            "rank": self._rank,
+            "take": self._take,
+            "prefill": self._prefill,
+            "prefill cut": functools.partial(self._prefill, self._cut),
+            "decode": self._decode,
+            "decode cut": functools.partial(self._decode, self._cut),
+        }
+        for rows in ROWS:
+            exact = Budget("count", self._kept)
+            table[f"select {rows}"] = functools.partial(self._select, exact, rows)
+            table[f"answer {rows}"] = functools.partial(self._answer, rows)
+        if isinstance(self._setup.selector, PolicyConfig):
+            for rows in ROWS:
+                own = functools.partial(self._select, Budget("own"), rows)
+                table[f"select own {rows}"] = own
+            table["policy.select_parallel"] = functools.partial(
+                self._choose, policy.select_parallel, self._rows
+            )
+            for rows in ROWS:
+                table[f"policy.pick {rows}"] = functools.partial(self._choose, policy.pick, rows)
+        return table
+
+    # Shapes and their shardings.
+
+    def _place(self, tree: Any, rules: Any = _WHOLE) -> Any:
+        """Returns shapes with the shardings of the rules."""
+        return jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            tree,
+            shardings(tree, rules, self._mesh),
+        )
+
+    def _by_rows(self, tree: Any) -> Any:
+        """Returns shapes with a leading row axis, split if the mesh divides it."""
+        rows = jax.tree.leaves(tree)[0].shape[0]
+        return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
+
+    @functools.cached_property
+    def _trained_through(self) -> Any:
+        """Returns the frozen weights as in training, with all layers stacked."""
+        return plan.abstract_weights(self._setup, self._dtype)
+
+    @functools.cached_property
+    def _weights(self) -> Any:
+        """Returns the frozen weights as loaded for inference."""
+        platform = self._mesh.devices.flat[0].platform
+        weights = vlm.abstract_params(self._model, self._dtype, "auto", platform)
+        return self._place(weights, self._model.family.SHARDING_RULES)
+
+    @functools.cached_property
+    def _policy(self) -> Any:
+        selector = self._setup.selector
+        key = jax.random.key(0)
+        return self._place(jax.eval_shape(lambda: selectors.init(key, selector)))
+
+    @functools.cached_property
+    def _stats(self) -> Any:
+        return self._place(jax.eval_shape(lambda: FeatureStats.start(self._model.feature_width)))
+
+    @property
+    def _kept(self) -> int:
+        """Returns the tokens of an image kept at a budget."""
+        return -(-self._tokens // 4)
+
+    @property
+    def _cut(self) -> Pruner:
+        layer = min(FastV.layer, self._model.text.num_layers - 1)
+        return FastV(Budget("count", self._kept), layer)
+
+    def _pixels(self, rows: int) -> Any:
+        return self._by_rows(self._model.family.max_pixels(self._model, rows))
+
+    def _features(self, rows: int) -> Any:
+        return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
+
+    def _kept_tokens(self, rows: int, count: int) -> Kept:
+        index = _shape((rows, count))
+        tokens = _shape((*index.shape, self._model.feature_width), self._dtype)
+        return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
+
+    def _pairs(self, rows: int) -> Pairs:
+        row = _shape((rows,))
+        words = _shape((rows, self._bucket.text))
+        return self._by_rows(Pairs(row, _shape((rows, 2)), None, words, row, row, row))
+
+    def _images(self, rows: int) -> Features:
+        return self._by_rows(Features(self._features(rows)))
+
+    def _texts(self, rows: int, cuts: int = 0) -> Texts:
+        """Returns questions with an image each."""
+        one = _shape((rows, 1))
+        ids, row = _shape((rows, self._bucket.text)), _shape((rows,))
+        shown, grid = _shape(one.shape, bool), _shape((rows, 1, 2))
+        return self._by_rows(Texts(ids, row, one, shown, grid, (one,) * cuts))
+
+    # Training.
+
+    def _update(self) -> Any:
+        return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
+
+    def _statistics(self) -> Any:
+        tokens = self._by_rows(_shape((self._rows,)))
+        return step.gather_stats.trace(
+            self._trained_through, self._stats, self._pixels(self._rows), tokens, setup=self._setup
+        )
+
+    def _validation(self) -> Any:
+        kept = self._kept_tokens(self._rows, self._kept)
+        targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
+        return jit_for_weights(row_losses, ("model", "options")).trace(
+            self._trained_through,
+            model=self._model,
+            options=ForwardOptions(self._execution, mesh=self._mesh),
+            kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
+            targets=self._by_rows(targets),
+        )
+
+    # From images to answers: `inference.programs`.
+
+    def _tower(self) -> Any:
+        return programs.run_encode.trace(
+            self._weights,
+            self._model,
+            self._pixels(self._rows),
+            taps=(),
+            execution=self._execution,
+            mesh=self._mesh,
+        )
+
+    def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
+        """Returns the selector as a pruner, and its trained parameters."""
+        selector = self._setup.selector
+        kind = StepPrune if isinstance(selector, PolicyConfig) else AutoSelect
+        bias = self._place(_shape((), jnp.float32))
+        return kind(budget, config=selector).program(), Trained(self._policy, self._stats, bias)
+
+    def _choosing(self, budget: Budget) -> tuple[Trained, Choice]:
+        pruner, learned = self._pruner(budget)
+        capacity = self._kept if budget.is_exact else pruner.most(self._tokens)
+        return learned, Choice(pruner, capacity, self._execution)
+
+    def _select(self, budget: Budget, rows: int) -> Any:
+        learned, choice = self._choosing(budget)
+        arrays = (learned, self._images(rows), self._pairs(rows))
+        return programs.run_choose.trace(
+            self._weights, self._model, *arrays, choice=choice, mesh=self._mesh
+        )
+
+    def _rank(self) -> Any:
+        pruner, learned = self._pruner(Budget("count", self._kept))
+        return programs.run_rank.trace(
+            self._weights,
+            self._model,
+            learned,
+            self._images(self._rows),
+            self._pairs(self._rows),
+            pruner=pruner,
+            steps=pruner.most(self._tokens),
+            mesh=self._mesh,
+        )
+
+    def _take(self) -> Any:
+        order, count = _shape((self._rows, self._tokens)), _shape((self._rows,))
+        arrays = self._by_rows((self._features(self._rows), order, count))
+        return programs.run_take.trace(*arrays, capacity=self._kept)
+
+    def _options(self) -> RunOptions:
+        return RunOptions(execution=self._execution, max_tokens=NEW_TOKENS)
+
+    def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments of `programs.begin` after the weights, with all visual tokens."""
+        stages = Stages((self._slots(self._tokens),))
+        if pruner is not None:
+            slots = (*stages.slots, self._slots(self._kept))
+            stages = Stages(slots, pruner.cuts(self._model, self._tokens), pruner.program())
+        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(stages.cuts))
+        options = {"stages": stages, "options": self._options(), "mesh": self._mesh}
+        return ((), kept, texts, self._sampling), options
+
+    def _slots(self, kept: int) -> int:
+        """Returns the length of a question with `kept` visual tokens."""
+        return self._bucket.text + kept - 1
+
+    @property
+    def _sampling(self) -> Sampling:
+        return self._place(jax.eval_shape(lambda: greedy((0,))))
+
+    def _prefill(self, pruner: Pruner | None = None) -> Any:
+        arrays, options = self._begin(pruner)
+        return programs.run_begin.trace(self._weights, self._model, *arrays, **options)
+
+    def _answer(self, rows: int) -> Any:
+        """Traces from pixels to the first token at an exact budget."""
+        learned, choice = self._choosing(Budget("count", self._kept))
+        images = Pixels(self._pixels(rows))
+        return programs.run_answer.trace(
+            self._weights,
+            self._model,
+            *(learned, images, self._pairs(rows), self._texts(rows), self._sampling),
+            choice=choice,
+            stages=Stages((self._slots(self._kept),)),
+            options=self._options(),
+            mesh=self._mesh,
+        )
+
+    def _decode(self, pruner: Pruner | None = None) -> Any:
+        arrays, options = self._begin(pruner)
+        begin = functools.partial(programs.begin, **options | {"mesh": None})
+        arguments = (self._weights, *arrays)
+        state, _ = jax.eval_shape(
+            lambda params, *arrays: begin(params, self._model, *arrays), *arguments
+        )
+        return decoding.run_decode.trace(
+            self._weights,
+            self._model,
+            self._place(state),
+            self._sampling,
+            self._place(_shape(())),
+            execution=self._execution,
+            mesh=self._mesh,
+        )
+
+    # The policy alone.
+
+    def _choose(self, function: Callable[..., Any], rows: int) -> Any:
+        """Traces `policy.pick` or `policy.select_parallel`."""
+        config = self._setup.selector
+        shape = (rows, self._tokens + 1, config.policy_width)
+        memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
+        return jax.jit(function, static_argnames="config").trace(self._policy, config, memory)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

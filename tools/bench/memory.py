@@ -1,0 +1,142 @@
+"""Memory per device of a backbone's programs, from compilation alone.
+
+    python -m tools.bench.memory --model llava-7b --mesh single data tensor data_tensor
+
+Nothing is allocated and no weights are needed: the programs are compiled for virtual CPU devices.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.efficiency.model_shapes import MODELS, model_config
+from stepprune_jax.models import vlm
+from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
+from stepprune_jax.parallel.sharding import (
+    BATCH_RULES,
+    CACHE_RULES,
+    PRESETS,
+    build_mesh,
+    shardings,
+)
+from stepprune_jax.user_input import user_input
+
+
+def compiled_programs(
+    config: ModelConfig,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    max_new_tokens: int,
+    programs: Iterable[str] = ("encode", "prefill", "decode"),
+    dtype: Any = jnp.bfloat16,
+) -> dict[str, Any]:
+    """Compiles the backbone's programs for a mesh from shapes only.
+
+    Args:
+        config: the model's shape, including the image size.
+        mesh: result of `build_mesh`.
+        batch: rows, one image each; divisible by the mesh's "data" and "fsdp" axes.
+        length: tokens of the assembled sequence.
+        max_new_tokens: additional slots of the cache.
+        programs: which of "encode" (tower and projector), "prefill", "decode" (cache donated).
+        dtype: dtype of weights and cache.
+
+    Returns:
+        `jax.stages.Compiled` by program.
+
+    Raises:
+        ValueError: a sharded dimension that the mesh does not divide.
+    """
+    text = config.text
+    slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
+    shape = jax.ShapeDtypeStruct
+    row = shape((batch,), jnp.int32)
+    hidden = shape((batch, length, text.hidden_size), dtype)
+    sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, row)
+    cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
+    pixels = config.family.max_pixels(config, batch)
+
+    def encode(params, pixels):
+        return vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
+
+    def prefill(params, sequence):
+        return vlm.prefill(params, config, sequence, max_new_tokens)
+
+    def decode(params, cache, token):
+        return vlm.decode_step(params, config, token, cache)
+
+    params = vlm.abstract_params(config, dtype)
+    placed = shardings(params, config.family.SHARDING_RULES, mesh)
+    cache_at = shardings(cache, CACHE_RULES, mesh)
+    inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
+    inputs_at = {
+        "encode": shardings((pixels,), BATCH_RULES, mesh),
+        "prefill": shardings((sequence,), BATCH_RULES, mesh),
+        "decode": (cache_at, shardings(row, BATCH_RULES, mesh)),
+    }
+    functions = {
+        "encode": (encode, None),
+        "prefill": (prefill, vlm.Prefill(None, cache_at)),
+        "decode": (decode, (None, cache_at)),
+    }
+    options = OPTIONS.get(jax.default_backend())
+    compiled = {}
+    for name in programs:
+        function, out_shardings = functions[name]
+        jitted = jax.jit(
+            function,
+            in_shardings=(placed, *inputs_at[name]),
+            out_shardings=out_shardings,
+            donate_argnums=1 if name == "decode" else (),
+        )
+        lowered = jitted.lower(params, *inputs[name])
+        compiled[name] = lowered.compile(compiler_options=options)
+    return compiled
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table: one line for each model, mesh and program, in GiB per device."""
+    parser = Parser(prog="tools.bench.memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
+    parser.add_argument(
+        "--mesh", nargs="+", default=["single", "data", "tensor", "data_tensor"], choices=PRESETS
+    )
+    parser.add_argument("--batch", type=integer_from(1), default=4)
+    parser.add_argument(
+        "--length", type=integer_from(1), default=640, help="tokens after expansion"
+    )
+    parser.add_argument("--max_new_tokens", type=integer_from(1), default=64)
+    options = parser.parse_args(arguments)
+    with user_input():
+        configs = {name: model_config(name) for name in options.model}
+    print(
+        f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
+        "GiB per device"
+    )
+    columns = ("model", "mesh", "devices", "program", *Usage._fields)
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for name, config in configs.items():
+        for preset in options.mesh:
+            devices = {"single": 1}.get(preset, 4 if "_" in preset else 2)
+            mesh = build_mesh(preset, jax.devices()[:devices])
+            sizes = options.batch, options.length, options.max_new_tokens
+            with user_input():
+                compiled = compiled_programs(config, mesh, *sizes)
+            for program, executable in compiled.items():
+                sizes = " | ".join(f"{size / 2**30:.2f}" for size in usage(executable))
+                print(f"| {name} | {preset} | {devices} | {program} | {sizes} |", flush=True)
+
+
+if __name__ == "__main__":
+    # Before jax is asked for devices.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    exit_with("tools.bench.memory", main)

@@ -1,0 +1,301 @@
+"""Cost of the policy at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
+
+    python -m tools.bench.policy
+    python -m tools.bench.policy --parts agreement --run runs/shapes
+
+The first command prints the temporary memory of the gradient through the selection at several
+T_max, for the plain scan, the scan with saved rows and the parallel estimator, their gradients'
+difference and the time of each; the time of the pointer loop step by step and with tables over
+slots, with one and two decoder layers; and the policy's operations per image. The second prints the
+share of a policy's choices on the run's test split that bfloat16 and tables reproduce.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax import policy
+from stepprune_jax.checkpoints import load_policy, load_vlm
+from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.efficiency.timing import machine, table, time_side_by_side
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.split import read_split, thin
+from stepprune_jax.flops import policy_flops
+from stepprune_jax.inference.pipeline import see
+from stepprune_jax.inference.sets import batches
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import StepPrune
+from stepprune_jax.user_input import user_input
+
+PARTS = ("gradient", "loop", "operations", "agreement")
+
+ESTIMATORS = {
+    "plain scan": functools.partial(policy.select, rollout_fn=policy.plain_rollout),
+    "saved scan": functools.partial(policy.select, rollout_fn=policy.saved_rollout),
+    "saved scan, feedback cut": functools.partial(
+        policy.select, rollout_fn=policy.saved_rollout, feedback_fn=policy.hard_feedback
+    ),
+    "parallel": policy.select_parallel,
+}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "name"))
+def selection_gradient(params, memory, weights, *, config, steps, name):
+    """Returns the gradient of a weighted sum of soft scores and the expected count."""
+
+    def loss(params, memory):
+        t = ESTIMATORS[name](params, config, memory, max_steps=steps)
+        scores = policy.trajectory_scores(config, t)
+        return jnp.sum(scores * weights) + jnp.sum(policy.expected_count(t.stop_prob))
+
+    trained = {"decoder": params["decoder"]}
+    return jax.grad(loss, argnums=(0, 1))(trained, memory)
+
+
+def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str) -> int:
+    """Returns the temporary memory planned for `selection_gradient` at batch 1."""
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = policy.abstract_policy(config)
+    memory = float32((1, num_tokens + 1, config.policy_width))
+    lowered = selection_gradient.lower(
+        params, memory, float32((1, num_tokens)), config=config, steps=steps, name=name
+    )
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list[list[object]]:
+    """Tabulates MiB per estimator and T_max, growth, and the plain scan's ratio to each."""
+    plan = {
+        name: [temporary_bytes(config, num_tokens, t, name) / 2**20 for t in steps]
+        for name in ESTIMATORS
+    }
+    last = plan["plain scan"][-1]
+    return [[name, *mib, mib[-1] / mib[0], last / mib[-1]] for name, mib in plan.items()]
+
+
+def relative_difference(a, b) -> float:
+    """Returns the largest ||a - b|| / ||b|| over the leaves of two trees; 0 where both are zero."""
+
+    def of_leaf(x: jax.Array, y: jax.Array) -> float:
+        difference, size = float(jnp.linalg.norm(x - y)), float(jnp.linalg.norm(y))
+        if difference == 0:  # also of a weight that has no part in the selection
+            return 0.0
+        return difference / size if size else math.inf
+
+    return max(jax.tree.leaves(jax.tree.map(of_leaf, a, b)))
+
+
+def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: int) -> str:
+    """Reports times and differences of the estimators' gradients."""
+    weights = jax.random.normal(jax.random.key(2), (memory.shape[0], memory.shape[1] - 1))
+    calls = {
+        name: functools.partial(
+            selection_gradient, params, memory, weights, config=config, steps=steps, name=name
+        )
+        for name in ESTIMATORS
+    }
+    seconds = time_side_by_side(calls, repeats)
+    grads = {name: call() for name, call in calls.items()}
+    same = {"saved scan": "plain scan", "parallel": "saved scan, feedback cut"}
+    rows = [
+        [
+            name,
+            1e3 * s,
+            seconds["plain scan"] / s,
+            same.get(name, "-"),
+            relative_difference(grads[name], grads[same[name]]) if name in same else "-",
+        ]
+        for name, s in seconds.items()
+    ]
+    header = ["gradient", "ms", "plain scan / this", "compared with", "relative difference"]
+    return table(header, rows)
+
+
+def step_by_step(*arguments):
+    """Wraps `pointer_step`, as `pick` builds tables only for the built-in decoder."""
+    return policy.pointer_step(*arguments)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "group", "tables"))
+def pick(params, memory, budget, *, config, steps, group=1, tables=True):
+    """Chooses `budget` tokens."""
+    step_fn = {} if tables else {"step_fn": step_by_step}
+    return policy.pick(
+        params, config, memory, max_steps=steps, budget=budget, group=group, **step_fn
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def pick_and_stop(params, memory, most, *, config, steps):
+    """Chooses the same number, but checks the stop, which never wins."""
+    return policy.pick(params, config, memory, max_steps=steps, max_tokens=most, stop_bias=-1e6)
+
+
+class Size(NamedTuple):
+    """Size of the loop: rows, tokens, T_max, and kept tokens."""
+
+    batch: int
+    num_tokens: int
+    steps: int
+    kept: int
+
+
+def loop_report(
+    config: PolicyConfig, size: Size, layers: list[int], groups: list[int], repeats: int
+) -> str:
+    """Reports times of the encoder and of implementations of the pointer loop."""
+    batch, num_tokens, steps, kept = size
+    draw = functools.partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
+    memory = draw(jax.random.key(1), (batch, num_tokens + 1, config.policy_width))
+    image = draw(jax.random.key(3), (batch, num_tokens, config.feature_width))
+    text = draw(jax.random.key(4), (batch, 64, config.text_width))
+    budget = jnp.full(batch, kept)
+    encode = jax.jit(policy.encode, static_argnums=1)
+    calls, of = {}, {}
+    for count in layers:
+        shape = dataclasses.replace(config, decoder_layers=count)
+        params = policy.init_policy(jax.random.key(0), shape)
+        params = policy.cast_weights(params, shape.dtype)
+        if not calls:
+            calls["encoder"] = functools.partial(encode, params, shape, image, text)
+        ways = {"step by step": functools.partial(pick, tables=False)}
+        ways["tables, and the stop"] = pick_and_stop
+        for group in groups:
+            name = "tables" if group == 1 else f"tables, {group} tokens a step"
+            ways[name] = functools.partial(pick, group=group)
+        for name, way in ways.items():
+            name = f"{name}; {count} decoder layer{'s' * (count > 1)}"
+            calls[name] = functools.partial(way, params, memory, budget, config=shape, steps=steps)
+            of[name] = f"step by step{name[name.index(';') :]}"
+    seconds = time_side_by_side(calls, repeats)
+    rows = [
+        [
+            name,
+            1e3 * s,
+            1e6 * s / kept if name in of else "-",
+            seconds[of[name]] / s if name in of else "-",
+        ]
+        for name, s in seconds.items()
+    ]
+    header = [f"batch {batch}, {kept} tokens", "ms", "us a token", "step by step / this"]
+    return table(header, rows)
+
+
+def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str:
+    """Reports how far a trained policy's choices agree with those step by step in float32.
+
+    Args:
+        run: folder of its training run.
+        model: folder of the model that it was trained with.
+        most: questions of the run's test split, spread evenly.
+        counts: numbers of tokens kept.
+    """
+    with user_input():
+        learned = load_policy(run / "policy.safetensors")
+        vlm = load_vlm(model, dtype=jnp.float32, progress=False)
+        split = thin(read_split(run / "data", "test"), most)
+    encoded = encode_questions(vlm, split.questions, batch_size=32)
+
+    @functools.partial(jax.jit, static_argnames=("config", "tables"))
+    def order(weights, view, config, tables):
+        x = policy.standardise(view.tokens, learned.stats)
+        text = (view.text, view.text_valid) if config.text_width else (None, None)
+        hidden = policy.encode(weights, config, x, text[0], text_mask=text[1])
+        slots = policy.memory(weights, hidden)
+        if tables:
+            return policy.rank(weights, config, slots).choice
+        return policy.select(weights, config, slots, feedback_fn=policy.hard_feedback).choice
+
+    orders = {}
+    for dtype, tables in itertools.product(("float32", "bfloat16"), (False, True)):
+        config = dataclasses.replace(learned.config, dtype=dtype)
+        weights, parts = policy.cast_weights(learned.params, dtype), []
+        for rows, count in batches(len(split.questions), 32):
+            prompts, pruner = encoded.prompts.take(rows), StepPrune(config=config)
+            view = see(vlm, pruner, prompts, encoded.images)
+            parts.append(np.asarray(order(weights, view, config, tables))[:count])
+        orders[f"{dtype}, {'tables' if tables else 'step by step'}"] = np.concatenate(parts)
+    reference = orders["float32, step by step"]
+    rows = [
+        [
+            name,
+            *(_shared(found, reference, count) for count in counts),
+            float((found == reference).all(1).mean()),
+        ]
+        for name, found in orders.items()
+    ]
+    header = [f"{len(reference)} questions", *(f"share of {count}" for count in counts)]
+    return table([*header, f"all {reference.shape[1]} in the same order"], rows)
+
+
+def _shared(found: np.ndarray, reference: np.ndarray, count: int) -> float:
+    """Returns the mean share of the first `count` of an order that are among another's first."""
+    pairs = zip(found[:, :count], reference[:, :count], strict=True)
+    return float(np.mean([np.isin(a, b).mean() for a, b in pairs]))
+
+
+def main(arguments: list[str] | None = None):
+    """Runs the parts of the benchmark that the flags select."""
+    parser = Parser(prog="tools.bench.policy", description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
+    parser.add_argument("--num_tokens", type=integer_from(1), default=576)
+    parser.add_argument("--width", type=integer_from(1), default=1024)
+    parser.add_argument("--steps", type=integer_from(4), default=288)
+    parser.add_argument("--kept", type=integer_from(1), default=64)
+    parser.add_argument("--layers", type=integer_from(1), nargs="+", default=[1, 2])
+    parser.add_argument("--group", type=integer_from(1), nargs="+", default=[1, 4])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=integer_from(1), default=3)
+    parser.add_argument("--run", type=Path, help="folder of a finished training run")
+    parser.add_argument("--model", default=str(SHAPES_MODEL), help="model it was trained with")
+    parser.add_argument("--questions", type=integer_from(0), default=1000)
+    parser.add_argument("--counts", type=integer_from(1), nargs="+", default=[48, 32, 16, 8])
+    flags = parser.parse_args(arguments)
+    if "agreement" in flags.parts and not flags.run:
+        parser.error("--parts agreement needs the folder of a training run (--run)")
+    n, steps = flags.num_tokens, flags.steps
+    if not flags.kept <= steps <= n:
+        parser.error(f"expected --kept ({flags.kept}) <= --steps ({steps}) <= --num_tokens ({n})")
+    with user_input():  # gradients are measured with the deepest decoder
+        config = PolicyConfig(
+            feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
+        )
+    print(machine(), flush=True)
+    if {"gradient", "loop", "operations"} & set(flags.parts):
+        print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
+
+    if "gradient" in flags.parts:
+        ladder = [steps // 4, steps // 2, steps]
+        header = ["temporary MiB at batch 1", *(f"T_max {t}" for t in ladder)]
+        growth = f"{ladder[-1]} / {ladder[0]}"
+        rows = memory_rows(config, n, ladder)
+        print(table([*header, growth, "plain scan / this"], rows), "\n", flush=True)
+        params = policy.init_policy(jax.random.key(0), config)
+        memory = jax.random.normal(jax.random.key(1), (flags.batch[0], n + 1, flags.width))
+        print(gradient_report(config, params, memory, steps, flags.repeats), "\n", flush=True)
+    if "loop" in flags.parts:
+        for batch in flags.batch:
+            size = Size(batch, n, steps, flags.kept)
+            report = loop_report(config, size, flags.layers, flags.group, flags.repeats)
+            print(report, "\n", flush=True)
+    if "operations" in flags.parts:
+        shapes = [dataclasses.replace(config, decoder_layers=layers) for layers in flags.layers]
+        parts = [policy_flops(shape, n, 64, flags.kept, exact=False) for shape in shapes]
+        rows = [[name, *(part[name] / 1e9 for part in parts)] for name in parts[0]]
+        header = [f"{layers} decoder layer{'s' * (layers > 1)}" for layers in flags.layers]
+        print(table([f"10^9 operations per image, K = {flags.kept}", *header], rows), "\n")
+    if "agreement" in flags.parts:
+        print(agreement_report(flags.run, flags.model, flags.questions, flags.counts))
+
+
+if __name__ == "__main__":
+    exit_with("tools.bench.policy", main)

@@ -1,0 +1,151 @@
+"""Memory and compiled programs of a long-running process that answers varied requests.
+
+    python -m tools.bench.soak --generations 3000
+
+Each generation has another batch size, number and sizes of images, lengths of prompts, pruner and
+budget. Both figures must level off: shapes are padded to buckets, and no state of earlier requests
+is kept.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.efficiency.timing import machine
+from stepprune_jax.inference import generate
+from stepprune_jax.inference.programs import num_compiled
+from stepprune_jax.pruning import Policy
+
+# Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
+MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
+LONGEST_ANSWER = 8
+LOOKS = 10  # measurements after the first
+# What keeps tokens, and whether it is given a budget.
+PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", False))
+
+
+class Asked(NamedTuple):
+    """Inputs of one generation.
+
+    Attributes:
+        prompts: prompts of the batch.
+        images: images of each prompt.
+        options: further arguments of `generate`.
+    """
+
+    prompts: list[str]
+    images: list[list[Image.Image]]
+    options: dict[str, Any]
+
+
+class Look(NamedTuple):
+    """Resources of a process.
+
+    Attributes:
+        generations: generations so far.
+        programs: compiled programs.
+        megabytes: resident memory, in MiB.
+        maps: mapped regions of memory, of which Linux allows a process 65,530 by default; a
+            program on a CPU takes some for each of its kernels.
+        seconds: seconds since the start.
+    """
+
+    generations: int
+    programs: int
+    megabytes: float
+    maps: int
+    seconds: float
+
+
+def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iterator[Asked]:
+    """Yields random requests endlessly.
+
+    Args:
+        seed: seed of the draws.
+        words: words for prompts.
+        policy: policy of the pruner "stepprune".
+        most: the largest budget.
+    """
+    random = np.random.default_rng(seed)
+    while True:
+        pruner, given = PRUNERS[random.integers(len(PRUNERS))]
+        options: dict[str, Any] = {"pruner": pruner, "max_tokens": LONGEST_ANSWER}
+        if pruner == "stepprune":
+            options["policy"] = policy
+        if given:
+            options["budget"] = int(random.integers(1, most + 1))
+        prompts, images = [], []
+        for _ in range(random.integers(1, MOST_PROMPTS + 1)):
+            count = int(MOST_WORDS ** random.random())
+            prompts.append(" ".join(random.choice(words, count)))
+            images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
+        yield Asked(prompts, images, options)
+
+
+def _image(random: np.random.Generator) -> Image.Image:
+    """Draws noise of any size, constant over blocks of pixels."""
+    size = (MOST_PIXELS ** random.random(2)).astype(int)
+    small = random.integers(0, 256, (*np.maximum(size // 16, 1), 3), np.uint8)
+    return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
+
+
+def _look(generations: int, begin: float) -> Look:
+    """Returns the process's current resources; `begin` is its start on the clock."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Look(generations, num_compiled(), megabytes, maps, time.perf_counter() - begin)
+
+
+def soak(generations: int, seed: int) -> Iterator[Look]:
+    """Answers random requests with the shipped model in this process.
+
+    Args:
+        generations: number of generations.
+        seed: seed of the requests.
+
+    Yields:
+        The resources of the process, at the start and then `LOOKS` times.
+    """
+    model = load_vlm("shapes", dtype=jnp.float32, progress=False)
+    policy = load_policy("literal")
+    words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
+    most = policy.config.steps(model.config.max_image_tokens)
+    begin = time.perf_counter()
+    yield _look(0, begin)
+    asked = itertools.islice(requests(seed, words, policy, most), generations)
+    for number, (prompts, images, options) in enumerate(asked, start=1):
+        generate(model, prompts, images, warm_up=False, **options)
+        if number * LOOKS // generations > (number - 1) * LOOKS // generations:
+            yield _look(number, begin)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a line for each measurement."""
+    parser = Parser(prog="tools.bench.soak", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--generations", type=integer_from(1), default=3000, help="number of generations"
+    )
+    parser.add_argument("--seed", type=integer_from(0), default=0, help="seed of the requests")
+    arguments = parser.parse_args(argv)
+    print(f"{machine()}, seed {arguments.seed}\n", flush=True)
+    header = "| generations | programs | resident MiB | maps | s |"
+    print(f"{header}\n{'| ---: ' * 5}|", flush=True)
+    for look in soak(arguments.generations, arguments.seed):
+        done, programs, megabytes, maps, seconds = look
+        cells = f"{done:,} | {programs} | {megabytes:,.0f} | {maps:,} | {seconds:.0f}"
+        print(f"| {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    exit_with("tools.bench.soak", main)

@@ -1,0 +1,298 @@
+r"""Updates of a training run, timed at full size without real weights or data.
+
+    python -m tools.bench.training --config configs/llava7b.py --model llava-7b
+
+The run is the configuration's, on all devices that jax sees, with random weights of the model's
+shape, drawn on the devices, and with synthetic images and conversations in LLaVA's format, which go
+through the usual pipeline. Prints the time of an update, model FLOP utilisation, peak memory, how
+long an update waits for its batch, and the policy's share.
+"""
+
+import collections
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from stepprune_jax import command_line
+from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.frozen import model_dtype
+from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.data.source import training_source
+from stepprune_jax.efficiency.model_shapes import MODELS, model_config
+from stepprune_jax.efficiency.timing import machine, peak_memory
+from stepprune_jax.efficiency.weights import random_weights
+from stepprune_jax.flops import traced_flops
+from stepprune_jax.models.stack import Execution
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.parallel.compiling import Usage, usage
+from stepprune_jax.parallel.placement import place_rows, replicate_like
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.training import plan, step
+from stepprune_jax.training.batches import Batches, open_batches
+from stepprune_jax.training.failures import memory_advice
+from stepprune_jax.training.settings import Run, make_mesh, make_setup, read_run
+from stepprune_jax.user_input import user_input
+from tools.bench.drawn_data import write_conversations, write_model
+
+# Updates in flight before the host waits for one, as in a run.
+_IN_FLIGHT = 2
+# Updates before timing starts, while the pipeline fills.
+_WARM_UP = 3
+# Number of images; none is cached, so each is read and decoded every time.
+_IMAGES = 256
+# Timed updates of the same batch.
+_REPEATS = 10
+
+
+class Measured(NamedTuple):
+    """Measurements of a run; seconds are of one update, operations on all devices.
+
+    Attributes:
+        update: mean time between updates, fed by the pipeline.
+        wait: mean time in which the host has no batch; updates in flight hide some of it.
+        fed: mean time of an update whose batch is ready.
+        policy: mean time of the policy's part alone, with inputs ready: forward, backward and
+            optimiser, in front of a language model that costs nothing.
+        model_flops: operations of an update without recomputation by `remat`.
+        flops: operations of the program.
+        policy_flops: operations of the policy's part.
+        planned: memory on each device, as the compiler plans it.
+        peak: largest memory in use on a device, in bytes; None if jax does not report it.
+    """
+
+    update: float
+    wait: float
+    fed: float
+    policy: float
+    model_flops: float
+    flops: float
+    policy_flops: float
+    planned: Usage
+    peak: int | None
+
+
+class _Bench(NamedTuple):
+    """State of the benchmark."""
+
+    params: Any
+    state: step.State
+    stats: FeatureStats
+    key: Any
+    setup: step.Setup
+    batches: Batches
+
+
+def measure(
+    config: ConfigDict, fields: dict[str, Any], steps: int, ids: int, folder: Path
+) -> Measured:
+    """Times updates of a run.
+
+    Args:
+        config: configuration of the run; its model and data are replaced.
+        fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
+        steps: number of timed updates.
+        ids: ids of each conversation, its image as one.
+        folder: empty folder for data.
+
+    Returns:
+        The measurements.
+
+    Raises:
+        ValueError: a bad configuration.
+    """
+    with user_input():
+        run = _replace_data(config, fields, ids, folder)
+        mesh = make_mesh(run)
+        source, batches = _open(run, folder)
+        setup = make_setup(run, source.config, mesh)
+    (bucket,), dtype, rows = batches.buckets, model_dtype(run), run.batch_size
+    traced = plan.trace_update(setup, dtype, rows, bucket)
+    once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
+    model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
+    update = traced.lower().compile()
+    params = random_weights(plan.abstract_weights(setup, dtype))
+    init_key, key = jax.random.split(jax.random.key(run.seed))
+    state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
+    stats = FeatureStats.start(setup.model.vision.hidden_size)
+    bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, batches)
+    seconds, wait, bench = _through_the_pipeline(bench, update, steps)
+    peak = peak_memory()
+    batch = place_rows(mesh, batches[0])
+    fed, bench = _repeated(bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n))
+    compiled, policy_flops = _policy_alone(bench, batch)
+    policy, _ = _repeated(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
+    return Measured(
+        seconds,
+        wait,
+        fed,
+        policy,
+        model_flops,
+        traced_flops(traced.jaxpr),
+        policy_flops,
+        usage(update),
+        peak,
+    )
+
+
+def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: Path) -> Run:
+    """Writes model and data; returns the settings of a run on them."""
+    run = read_run(config)
+    model = dataclasses.replace(
+        run.model, folder=str(write_model(folder / "model", fields)), vision_folder=""
+    )
+    data = dataclasses.replace(
+        run.data,
+        name="folder",
+        folder=str(write_conversations(folder / "data", _IMAGES, ids)),
+        train_file="",
+        image_folder="",
+        index_folder=str(folder),
+        split_turns=False,
+        cache_gb=0.0,
+    )
+    return dataclasses.replace(run, model=model, data=data)
+
+
+def _open(run: Run, folder: Path) -> tuple[Source, Batches]:
+    """Opens the pipeline."""
+    source, data = inspect_folder(run.model.folder), training_source(run.data, folder)
+    batches = open_batches(run, data, file_identity(data.file), source, say=lambda line: None)
+    return source, batches
+
+
+def _through_the_pipeline(
+    bench: _Bench, update: Callable[..., Any], steps: int
+) -> tuple[float, float, _Bench]:
+    """Returns mean seconds of an update and of waiting for a batch, as in a run."""
+    state, flying, wait, begin = bench.state, collections.deque(), 0.0, 0.0
+    stream = bench.batches.stream(_WARM_UP + steps)
+    try:
+        for number in range(_WARM_UP + steps):
+            if number == _WARM_UP:
+                jax.block_until_ready(state)
+                begin, wait = time.perf_counter(), 0.0
+            asked = time.perf_counter()
+            batch = next(stream)
+            wait += time.perf_counter() - asked
+            batch = place_rows(bench.setup.forward.mesh, batch)
+            state, scalars = update(
+                bench.params, state, bench.stats, batch, bench.key, np.int32(number)
+            )
+            flying.append(scalars["loss"])
+            if len(flying) > _IN_FLIGHT:
+                jax.block_until_ready(flying.popleft())
+        jax.block_until_ready(state)
+    finally:
+        stream.close()
+    return (time.perf_counter() - begin) / steps, wait / steps, bench._replace(state=state)
+
+
+def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple[float, _Bench]:
+    """Returns mean seconds of consecutive updates, after one that is not timed."""
+    for number in range(_REPEATS + 1):
+        if number == 1:
+            jax.block_until_ready(bench.state)
+            begin = time.perf_counter()
+        bench = bench._replace(state=update(bench, np.int32(number))[0])
+    jax.block_until_ready(bench.state)
+    return (time.perf_counter() - begin) / _REPEATS, bench
+
+
+def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:
+    """Returns the compiled policy's part of an update for one batch, and its operations."""
+    setup = bench.setup
+    inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(
+        bench.params, setup=setup, batch=batch
+    )
+
+    def learn(state, stats, inputs, key, number):
+        # Depends on every token, as a language model's loss does.
+        loss = lambda tokens: jnp.mean(tokens.astype(jnp.float32))  # noqa: E731
+        return step.learn(state, stats, inputs, loss, key, number, setup)
+
+    traced = jax.jit(learn, donate_argnums=0).trace(
+        bench.state, bench.stats, inputs, bench.key, np.int32(0)
+    )
+    compiled = traced.lower().compile()
+
+    def call(state, stats, key, number):
+        return compiled(state, stats, inputs, key, number)
+
+    return call, float(traced_flops(traced.jaxpr))
+
+
+def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
+    """Formats the measurements line by line.
+
+    Args:
+        measured: result of `measure`.
+        devices: number of devices.
+        name: their name in `ACCELERATORS`; None if their peak is unknown.
+    """
+    yield f"update        {measured.update:.4g} s, fed by the pipeline"
+    yield f"              {measured.fed:.4g} s with the batch at hand"
+    rate = measured.model_flops / measured.update
+    done = f"{measured.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
+    if name:
+        peak = devices * ACCELERATORS[name].flops
+        again = f"{measured.flops / measured.update / peak:.1%} with recomputation by remat"
+        yield f"MFU           {rate / peak:.1%} of {devices} {name} ({again}); {done}"
+    else:
+        yield f"MFU           none: no peak is known of this device; {done}"
+    planned = f"the compiler planned {measured.planned.total / 2**30:.2f} GiB"
+    if measured.peak is None:
+        yield f"peak memory   not reported by this device; {planned}"
+    else:
+        yield f"peak memory   {measured.peak / 2**30:.2f} GiB on a device; {planned}"
+    share = measured.wait / measured.update
+    yield f"input wait    {measured.wait:.4g} s an update, {share:.1%} of its time"
+    yield (
+        f"policy        {measured.policy:.4g} s, {measured.policy / measured.fed:.1%} of an update "
+        f"with the batch at hand; {measured.policy_flops / measured.flops:.1%} of its operations"
+    )
+
+
+def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
+    """Measures and prints.
+
+    Args:
+        config: configuration of the run.
+        model: name or folder of the shape.
+        steps: number of timed updates.
+        ids: ids of each conversation.
+    """
+    with user_input():
+        run = read_run(config)
+        if ids > 1 + run.data.context_limit - model_config(model).max_image_tokens:
+            raise ValueError(f"--ids is {ids}, more than config.data.context_limit allows")
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder, memory_advice(run):
+        measured = measure(config, fields, steps, ids, Path(folder))
+    mesh = make_mesh(run)
+    print(machine())
+    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {steps} updates")
+    name = known_as(jax.devices()[0].device_kind)
+    for line in report(measured, mesh.size if mesh else 1, name):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    command_line.define_config()
+    flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
+    flags.DEFINE_integer("steps", 50, "Number of timed updates.", lower_bound=1)
+    flags.DEFINE_integer("ids", 640, "Ids of each conversation, the image as one.", lower_bound=1)
+    command_line.run(
+        "tools.bench.training",
+        lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),
+    )
