@@ -19,4 +19,4 @@ def shapes_examples() -> list[Example]:
     """Returns the examples: questions of four families."""
     folder = ASSETS / "examples"
     rows = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-    return [Example(Image.open(folder / row["image"]), row["text"]) for row in rows]
+    return [Example(Image.open(folder / row["image"]).convert("RGB"), row["text"]) for row in rows]

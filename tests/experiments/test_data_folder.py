@@ -12,7 +12,7 @@ from experiments.pretrain.settings import read_pretraining
 from experiments.pretrain.structure import init_tower
 from stepprune_jax.checkpoints import load_vlm
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
 
 def small_config(folder):

@@ -27,7 +27,7 @@ from stepprune_jax.models.llava.images import preprocess
 from stepprune_jax.models.llava.prompts import conversation, place_images
 from stepprune_jax.workdir.metrics import MetricsLog
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
 
 def make_config(**changes):

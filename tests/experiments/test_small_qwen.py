@@ -1,6 +1,7 @@
 """A small Qwen2.5-VL from scratch, on images that differ in their number of tokens."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,8 @@ from experiments.pretrain.settings import read_pretraining
 from experiments.pretrain.tower import init_heads, tower_loss
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
-from stepprune_jax import configurations
 from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.configurations import load_config
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
@@ -38,12 +39,13 @@ from stepprune_jax.models import qwen2_5_vl, vlm
 from stepprune_jax.models.layers import attention_weights
 from stepprune_jax.models.qwen2_5_vl import tower
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
 GRIDS = np.array([[2, 2], [3, 3]])
 
 
 def tiny_config(**changes):
-    config = configurations.load("pretrain_shapes_qwen")
+    config = load_config(str(CONFIGS / "pretrain_shapes_qwen.py"))
     config.micro_batch, config.dtype = 2, "float32"
     config.log_every, config.checkpoint_every = 1, 2
     config.model.update(

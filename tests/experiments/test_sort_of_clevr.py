@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 from sort_of_clevr_file import CODES, HALF, RGB, SIDE, Python2, code, draw, entry, place
 
-from stepprune_jax.data import check, sort_of_clevr
+from experiments.datasets import sort_of_clevr
+from stepprune_jax.data import check
 from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
