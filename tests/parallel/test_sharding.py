@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from visual import visual_of
 
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
@@ -25,7 +26,7 @@ from stepprune_jax.parallel.sharding import (
 )
 from tools.bench import memory
 
-CONFIGS = {name: LlavaConfig.from_hf(fields) for name, fields in memory.MODELS.items()}
+CONFIGS = {name: LlavaConfig.from_hf(fields) for name, fields in MODELS.items()}
 MESHES = {
     "single": (1, {}),
     "data": (2, {"data": 2}),
@@ -108,9 +109,9 @@ def test_no_sharded_dimension_is_indivisible(name, preset):
     assert whole < 2e6  # scales, biases, and the tower's first layer
 
 
-@pytest.mark.parametrize("name", memory.QWEN_MODELS)
+@pytest.mark.parametrize("name", QWEN_MODELS)
 def test_a_qwen_has_a_rule_for_each_weight_and_is_divided(name):
-    config = memory.model_config(name)
+    config = model_config(name)
     params, rules = vlm.abstract_params(config), config.family.SHARDING_RULES
     used = set()
     for path, leaf in leaves(params):
@@ -130,7 +131,7 @@ def test_a_qwen_has_a_rule_for_each_weight_and_is_divided(name):
     [("3b", 3_754_622_976), ("7b", 8_292_166_656), ("72b", 73_410_777_344)],
 )
 def test_a_qwen_has_as_many_weights_as_the_published_one(name, weights):
-    params = vlm.abstract_params(memory.model_config(f"qwen2.5-vl-{name}"))
+    params = vlm.abstract_params(model_config(f"qwen2.5-vl-{name}"))
     assert sum(leaf.size for _, leaf in leaves(params)) == weights
 
 
@@ -173,7 +174,7 @@ def test_prefill_and_decode_compile_at_full_shape(name, preset):
 def test_decode_on_a_data_mesh_moves_nothing_between_devices():
     text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4}
-    fields = {**memory.MODELS["llava-7b"], "text_config": text}
+    fields = {**MODELS["llava-7b"], "text_config": text}
     config = LlavaConfig.from_hf(fields)
     compiled = memory.compiled_programs(config, mesh_of("data"), 4, 8, 4, ["decode"])
     program = compiled["decode"].as_text()
@@ -223,7 +224,7 @@ def test_a_sharded_model_computes_what_one_device_does():
 
 def test_the_table_is_printed(capsys, tmp_path):
     text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    fields = {**memory.MODELS["llava-7b"], "text_config": {**text, "num_attention_heads": 4}}
+    fields = {**MODELS["llava-7b"], "text_config": {**text, "num_attention_heads": 4}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     memory.main(["--model", str(tmp_path), "--mesh", "tensor", "--batch", "1", "--length", "8"])
     printed = capsys.readouterr().out.splitlines()
