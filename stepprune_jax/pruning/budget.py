@@ -4,7 +4,14 @@ import dataclasses
 from fractions import Fraction
 
 EXACT = ("count", "rate")
-KINDS = ("all", *EXACT, "mean", "own")
+# What each kind has as its value.
+_VALUES = {
+    "all": "no number",
+    "count": "an integer from 1",
+    "rate": "a share in (0, 1]",
+    "mean": "a positive number",
+    "own": "no number",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,29 +24,28 @@ class Budget:
             to a mean number; "own", a number that the method decides image by image, such as an
             uncalibrated learned stop.
         value: the number or the share; None for "all" and "own".
+
+    Raises:
+        ValueError: an unknown kind, or a value that does not belong to it.
     """
 
     kind: str = "all"
     value: int | float | Fraction | None = None
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(KINDS)}")
         value = self.value
-        good = {
-            "all": value is None,
-            "own": value is None,
-            "count": isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-            "rate": isinstance(value, int | float | Fraction) and 0 < value <= 1,
-            "mean": isinstance(value, int | float | Fraction) and 0 < value < 1 << 31,
-        }[self.kind]
+        if self.kind not in _VALUES:
+            raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
+        if self.kind in ("all", "own"):
+            good = value is None
+        elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
+            good = False
+        elif self.kind == "count":
+            good = isinstance(value, int) and value >= 1
+        else:
+            good = 0 < value <= 1 if self.kind == "rate" else 0 < value < 1 << 31
         if not good:
-            expected = {
-                "count": "an integer from 1",
-                "rate": "a share in (0, 1]",
-                "mean": "a positive number",
-            }.get(self.kind, "no number")
-            raise ValueError(f"budget is {value!r}, expected {expected}")
+            raise ValueError(f"budget is {value!r}, expected {_VALUES[self.kind]}")
 
     @classmethod
     def parse(cls, text: str | int | float | None) -> "Budget":
@@ -57,14 +63,13 @@ class Budget:
         text = "all" if text is None else str(text)
         if text in ("all", "own"):
             return cls(text)
+        decimal = "e" not in text.lower()  # 1e999999999 as a fraction takes forever
         try:
             if text.startswith("mean:"):
                 return cls("mean", float(text.removeprefix("mean:")))
-            if "e" in text.lower():  # 1e999999999 as a fraction takes forever
-                raise ValueError(text)
-            if text.endswith("%"):
+            if decimal and text.endswith("%"):
                 return cls("rate", Fraction(text[:-1]) / 100)
-            if "/" in text:
+            if decimal and "/" in text:
                 return cls("rate", Fraction(text))
             return cls("count", int(text))
         except (ValueError, ZeroDivisionError) as error:
@@ -81,28 +86,23 @@ class Budget:
     @property
     def number(self) -> int | float | Fraction:
         """The value, for kinds that have one."""
-        if self.value is None:
-            raise ValueError(f"a budget of kind {self.kind!r} has no number")
+        assert self.value is not None
         return self.value
 
     def count(self, num_tokens: int) -> int | None:
         """Returns the tokens kept of `num_tokens`; None if the method decides."""
+        return self.exact_count(num_tokens) if self.is_exact else None
+
+    def exact_count(self, num_tokens: int) -> int:
+        """Returns the tokens kept of `num_tokens`, where `is_exact`."""
         if self.kind == "all":
             return num_tokens
         if self.kind == "count":
             return min(int(self.number), num_tokens)
-        if self.kind == "rate":
-            share = Fraction(self.number)
-            half_up = 2 * num_tokens * share.numerator + share.denominator
-            return max(1, half_up // (2 * share.denominator))
-        return None
-
-    def exact_count(self, num_tokens: int) -> int:
-        """Returns the tokens kept of `num_tokens`, where `is_exact`."""
-        count = self.count(num_tokens)
-        if count is None:
-            raise ValueError(f"budget is {self}, expected one that gives a number of tokens")
-        return count
+        assert self.kind == "rate"
+        share = Fraction(self.number)
+        half_up = 2 * num_tokens * share.numerator + share.denominator
+        return max(1, half_up // (2 * share.denominator))
 
     def __str__(self) -> str:
         """Returns the text that `parse` reads."""

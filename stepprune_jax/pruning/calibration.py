@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
-from stepprune_jax.policy.checks import is_integer, is_number
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
@@ -113,32 +112,50 @@ def calibrate(
     return Calibration(means, biases, floors, caps, float(np.mean(num_tokens)), len(margin))
 
 
+_EXPECTED = {
+    "mean_count": "ascending numbers from 0 to num_tokens",
+    "stop_bias": "descending numbers, one for each mean_count",
+    "at_floor": "shares, one for each mean_count",
+    "at_cap": "shares, one for each mean_count",
+    "num_tokens": "a number",
+    "questions": "an integer from 1",
+}
+
+
 def read_calibration(value: Any) -> Calibration:
     """Reads the result of `Calibration.as_json`.
 
     Raises:
         ValueError: it has another form; the message names the field.
     """
-    if not isinstance(value, dict) or value.keys() != {*Calibration._fields}:
-        raise ValueError(f"the calibration's fields are not {', '.join(Calibration._fields)}")
-    for name, entry in value.items():
-        listed = entry if isinstance(entry, list) else [entry]
-        good = all(map(is_number, listed))
-        wanted = len(value["mean_count"]) if isinstance(value["mean_count"], list) else 0
-        single = name in ("num_tokens", "questions")
-        if not good or single == isinstance(entry, list) or not (single or len(entry) == wanted):
-            raise ValueError(f"the calibration's {name} is not a list of finite numbers")
-    means, tokens, questions = (value[x] for x in ("mean_count", "num_tokens", "questions"))
-    if not means or any(b <= a for a, b in itertools.pairwise(means)):
-        raise ValueError("the calibration's mean_count does not ascend")
-    if not 0 <= means[0] <= means[-1] <= tokens:
-        raise ValueError(f"the calibration's mean_count is not from 0 to {tokens}, its num_tokens")
-    if any(b >= a for a, b in itertools.pairwise(value["stop_bias"])):
-        raise ValueError("the calibration's stop_bias does not descend")
-    for name in ("at_floor", "at_cap"):
-        if not all(0 <= share <= 1 for share in value[name]):
-            raise ValueError(f"the calibration's {name} has shares that are not from 0 to 1")
-    if not is_integer(questions) or questions < 1:
-        raise ValueError(f"the calibration's questions is {questions}, expected an integer from 1")
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-    return Calibration(**fields)
+    if not isinstance(value, dict) or value.keys() != {*_EXPECTED}:
+        raise ValueError(f"the calibration's fields are not {', '.join(_EXPECTED)}")
+    wrong = _wrong_field(value)
+    if wrong is not None:
+        raise ValueError(f"the calibration's {wrong} is not {_EXPECTED[wrong]}")
+    return Calibration(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+
+
+def _wrong_field(value: dict[str, Any]) -> str | None:
+    """Returns the name of a field that is not as expected, or None."""
+
+    def are_numbers(values: Any) -> bool:
+        numbers = isinstance(values, list) and all(type(x) in (int, float) for x in values)
+        return numbers and all(abs(x) < 1 << 128 for x in values)  # finite in float32
+
+    means, biases, *shares = (value[name] for name in Calibration._fields[:4])
+    tokens, questions = value["num_tokens"], value["questions"]
+    for name in Calibration._fields[:4]:
+        if not are_numbers(value[name]) or not len(value[name]) == len(means) > 0:
+            return name
+    if not are_numbers([tokens]):
+        return "num_tokens"
+    if type(questions) is not int or questions < 1:
+        return "questions"
+    ascends = all(a < b for a, b in itertools.pairwise(means))
+    if not ascends or not 0 <= means[0] <= means[-1] <= tokens:
+        return "mean_count"
+    if not all(a > b for a, b in itertools.pairwise(biases)):
+        return "stop_bias"
+    names = zip(("at_floor", "at_cap"), shares, strict=True)
+    return next((name for name, x in names if not all(0 <= y <= 1 for y in x)), None)

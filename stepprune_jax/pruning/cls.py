@@ -1,13 +1,13 @@
 """[CLS] attention: the patches that the tower's class token attends to most."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score, tower_block
+from stepprune_jax.pruning.base import Params, Ranker, Ranking, View
+from stepprune_jax.pruning.ordering import by_score, class_token_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,14 @@ class Cls(Ranker):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects models without a class token."""
         super().check(config, num_tokens)
-        tower_block(config, self.name)
+        class_token_block(config, self.name)
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention."""
-        return (Tap("attention", tower_block(config, self.name)),)
+        return (Tap("attention", class_token_block(config, self.name)),)
 
-    def rank(self, params: Any, view: View, steps: int) -> Ranking:
+    def rank(self, params: Params, view: View, steps: int) -> Ranking:
         """Orders patches by attention; a class token among the features comes first."""
-        del params
         attention = jnp.mean(view.taps[0].astype(jnp.float32), axis=1)
         order = by_score(attention[:, 1:], None)
         if attention.shape[1] == view.tokens.shape[1]:

@@ -8,7 +8,7 @@ final norm. The taken tokens and the visual pivots remain from layer K on, at th
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
+from stepprune_jax.pruning.ordering import keep_best
 
 ORDERS = ("set", "norm")
 
@@ -53,17 +54,11 @@ class Dart(LayerPruner):
         """Rejects a layer that does not exist, an absence of pivots, and an unknown order."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
-        if not 1 <= self.layer < depth:
-            raise ValueError(f"dart: layer is {self.layer}, expected 1 to {depth - 1}")
-        if min(self.pivot_image_token, self.pivot_text_token) < 0 or not self._pivots:
-            raise ValueError(
-                f"dart: pivot_image_token is {self.pivot_image_token} and pivot_text_token "
-                f"{self.pivot_text_token}, expected non-negative numbers and at least one pivot"
-            )
-        if self.pivot_order not in ORDERS:
-            raise ValueError(
-                f"dart: pivot_order is {self.pivot_order!r}, expected one of {', '.join(ORDERS)}"
-            )
+        self.require("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
+        for pivots in ("pivot_image_token", "pivot_text_token"):
+            known = getattr(self, pivots) >= 0 and self._pivots > 0
+            self.require(pivots, known, "0 or more, and at least one pivot of both kinds")
+        self.require("pivot_order", self.pivot_order in ORDERS, f"one of {', '.join(ORDERS)}")
 
     @property
     def _pivots(self) -> int:
@@ -71,12 +66,10 @@ class Dart(LayerPruner):
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
-        del config, num_tokens
         return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the number of tokens taken, plus the visual pivots."""
-        del config
         if self.budget.exact_count(num_tokens) >= num_tokens:
             return (Survivors(num_tokens),)
         # A share is not rounded before it is divided.
@@ -87,14 +80,13 @@ class Dart(LayerPruner):
 
     def drop(
         self,
-        params: Any,
+        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the visual pivots and the taken tokens; if too few, also the first others."""
-        del params
         keys, features = (taps[f"{tap.kind}.{tap.layer}"] for tap in cut.taps)
         size = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
         slots = jnp.arange(size.shape[2])
@@ -142,16 +134,10 @@ def take_in_turn(
     pool: Bool[Array, "b j s"],
     share: Int[Array, "b j"],
 ) -> Int[Array, "b j s"]:
-    """Lets each pivot in turn take the tokens least similar to it.
+    """Returns the turn, of p, in which each token was taken; p if in none.
 
-    Args:
-        likeness: [b, j, p, s] similarity of tokens to each pivot, in the order of turns.
-        present: [b, j, p] True = the pivot exists; others take nothing.
-        pool: [b, j, s] tokens that may be taken.
-        share: [b, j] number each pivot takes. Ties go to the earlier token.
-
-    Returns:
-        [b, j, s] int32 turn in which a token was taken; p if in none.
+    Each `present` pivot in turn takes its `share` of the tokens in the pool that are least similar
+    to it. Ties go to the earlier token.
     """
     p = likeness.shape[2]
 
@@ -169,18 +155,12 @@ def take_in_turn(
 
 
 def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
-    """Returns the order in which CPython iterates over a set of numbers.
+    """Returns the order in which CPython iterates over a set of distinct numbers, as positions.
 
     A set is an open hash table with a power of two slots. An integer's hash is the integer; if its
     slot is taken, the next nine are tried if they do not reach past the end, then a slot given by
     the higher bits of the hash. When three fifths are filled, all entries move to a table with more
     than four times as many slots as numbers.
-
-    Args:
-        numbers: [p] distinct and not negative, in the order in which they were added.
-
-    Returns:
-        [p] int32 positions in `numbers`, in the order of iteration.
     """
     p, size, added = numbers.shape[0], _LEAST, 0
     entries = jnp.zeros(0, jnp.int32)

@@ -7,15 +7,15 @@ position ids. The caches of the first K layers keep all tokens.
 
 import dataclasses
 from fractions import Fraction
-from typing import Any
 
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
 from stepprune_jax.pruning.budget import Budget
+from stepprune_jax.pruning.ordering import keep_best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class FastV(LayerPruner):
         """Rejects a layer that does not exist, and averages that the first layers exceed."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
-        if not 1 <= self.layer < depth:
-            raise ValueError(f"fastv: layer is {self.layer}, expected 1 to {depth - 1}")
-        if self.average and self._budget(config, num_tokens) is None:
-            raise ValueError(
-                f"fastv: an average of {self.budget} over {depth} layers is out of reach, as the "
-                f"first {self.layer} see all {num_tokens} tokens"
-            )
+        self.require("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
+        self.require(
+            "budget",
+            not self.average or self._share(config, num_tokens) > 0,
+            f"a larger mean over {depth} layers, as the first {self.layer} see all {num_tokens} "
+            "tokens",
+        )
 
     def program(self) -> "FastV":
         """Also removes `average`."""
@@ -53,33 +53,29 @@ class FastV(LayerPruner):
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
-        del config, num_tokens
         return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the number of tokens from layer K on."""
-        budget = self._budget(config, num_tokens) if self.average else self.budget
-        assert budget is not None  # rejected by `check`
+        budget = self.budget
+        if self.average:
+            budget = Budget("rate", self._share(config, num_tokens))
         return (Survivors(budget.exact_count(num_tokens)),)
 
-    def _budget(self, config: ModelConfig, num_tokens: int) -> Budget | None:
-        """Returns the budget from layer K on that gives the mean; None if there is none."""
-        depth, share = (
-            config.text.num_layers,
-            Fraction(self.budget.exact_count(num_tokens), num_tokens),
-        )
-        share = (depth * share - self.layer) / (depth - self.layer)
-        return Budget("rate", share) if share > 0 else None
+    def _share(self, config: ModelConfig, num_tokens: int) -> Fraction:
+        """Returns the share from layer K on with which the mean is the budget."""
+        depth = config.text.num_layers
+        share = Fraction(self.budget.exact_count(num_tokens), num_tokens)
+        return (depth * share - self.layer) / (depth - self.layer)
 
     def drop(
         self,
-        params: Any,
+        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the tokens that the last token attends to most."""
-        del params, cut
         (attention,) = taps.values()
         return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)

@@ -1,12 +1,11 @@
 """A uniform grid: tokens spread evenly over the image."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from stepprune_jax.pruning.base import Kept, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,9 +15,8 @@ class Grid(Pruner):
     name = "grid"
     label = "grid"
 
-    def select(self, params: Any, view: View, capacity: int) -> Kept:
+    def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""
-        del params
         patches = view.grid[:, 0] * view.grid[:, 1]
         # A class token among the features comes first, and is the last to be kept.
         n = view.tokens.shape[1] if view.valid is None else view.valid.sum(1)
@@ -37,15 +35,7 @@ def grid_indices(
 
     About sqrt(k height / width) rows are used, spread evenly over the height. Each holds its share
     of the tokens (shares differ by at most one), spread evenly over the width; where two columns
-    are equally near, every other row takes the left one.
-
-    Args:
-        grid: [r, 2] rows and columns.
-        count: [r] tokens to choose, from 1 to rows times columns.
-        capacity: static size of the result.
-
-    Returns:
-        [r, k] int32 indices row * columns + column, ascending; undefined past the count.
+    are equally near, every other row takes the left one. Undefined past the count.
     """
     height, width, count = (x[:, None] for x in (grid[:, 0], grid[:, 1], count))
     slot = jnp.arange(capacity)

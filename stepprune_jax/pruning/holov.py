@@ -12,7 +12,7 @@ authors' program, which leaves scores in the order of the tower's windows.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,17 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import (
-    Kept,
-    Pruner,
-    View,
-    group_means,
-    keep_best,
-    map_tokens,
-    ranking_block,
-    take,
-)
+from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.ordering import group_means, keep_best, map_tokens, ranking_block
 
 _EXACT = lax.Precision.HIGHEST
 # Keeps divisions finite, as in the authors' program.
@@ -66,22 +58,19 @@ class HoloV(Pruner):
         """Rejects models that do not rank patches, no crops, and a negative weight."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
-        if self.crops < 1:
-            raise ValueError(f"holov: crops is {self.crops}, expected an integer from 1")
-        if self.alpha < 0:
-            raise ValueError(f"holov: alpha is {self.alpha}, expected 0 or more")
+        self.require("crops", self.crops >= 1, "an integer from 1")
+        self.require("alpha", self.alpha >= 0, "0 or more")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention, or the attention that tokens receive."""
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)
 
-    def select(self, params: Any, view: View, capacity: int) -> Kept:
+    def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Returns the tokens by crop, in each by attention; then zero vectors.
 
         Without a class token, the tokens in raster order.
         """
-        del params
         if view.taps[0].ndim == 2:
             return self._select_received(view, capacity)
         attention = view.taps[0].astype(jnp.float32).mean(1)[:, 1:]
@@ -119,18 +108,7 @@ def keep_in_crops(
     count: Int[Array, "r"],
     alpha: float,
 ) -> Bool[Array, "r n"]:
-    """Divides a count among crops of images of any size, and chooses in each.
-
-    Args:
-        tokens: [r, n, e] the tokens.
-        received: [r, n] attention that each token receives.
-        real: [r, n] True = token, a prefix of each row.
-        count: [r] tokens to keep, at most the number of real ones.
-        alpha: weight of the variance of similarity.
-
-    Returns:
-        [r, n] True = kept, `count` of each row.
-    """
+    """Divides a count among crops of images of any size, and marks the tokens chosen in each."""
     n = tokens.shape[1]
     crop, place = jnp.where(real, _crops_of(real, count), n), jnp.arange(n)[None]
     rows = jnp.arange(len(crop))[:, None]
@@ -186,16 +164,8 @@ def shares(
 ) -> tuple[Int[Array, "r n"], Int[Array, "r"]]:
     """Divides a count among crops, and chooses in each.
 
-    Args:
-        tokens: [r, n, e] float32 projected tokens.
-        attention: [r, n] attention of the class token to each.
-        count: [r] tokens to keep.
-        crops: number of crops.
-        alpha: weight of the variance of similarity.
-
-    Returns:
-        [r, n] int32 place of each token among the kept ones, n or more if it is not kept; and [r]
-        number of kept tokens, which may be less than `count`.
+    Returns the place of each token among the kept ones, n or more if it is not kept, and the number
+    of kept tokens, which may be less than `count`.
     """
     n = tokens.shape[1]
     parts = np.array_split(np.arange(n), min(crops, n))

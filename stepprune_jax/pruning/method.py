@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.trained import Policy
 from stepprune_jax.pruning.visionzip import VisionZip
-from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import nearest
 
 # The only list of names, used by commands, configurations and tables.
 PRUNERS: dict[str, type[Pruner]] = {
@@ -95,46 +94,36 @@ def make_method(
     """
     if not isinstance(policy, Policy | None):
         raise TypeError(f"policy is {policy!r}, expected a Policy, such as load_policy returns")
-    if name is None and policy is None and budget is not None:
+    own = None if policy is None else policy.method
+    if name is None and own is None and budget is not None:
         raise ValueError("a budget (--budget) needs a pruner (--pruner) or a policy (--policy)")
-    if name is None:
-        name = "all" if policy is None else _name_of(policy)
+    name = name or own or "all"
     if name not in PRUNERS:
-        close = difflib.get_close_matches(name, PRUNERS, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}{hint}")
+        hint = nearest(name, PRUNERS)
+        raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
         raise ValueError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
-    if policy is not None and not isinstance(policy.config, kind.config_type or ()):
-        raise ValueError(f"the policy belongs to {_name_of(policy)!r}, not to {name!r}")
-    if stop_bias is not None and policy is None:
-        raise ValueError("a stop bias (--stop_bias) needs a policy (--policy)")
-    if stop_bias is not None and "own" not in kind.budgets:
-        raise ValueError(f"{name} has no stop: a stop bias (--stop_bias) has no effect on it")
-    if stop_bias is not None and not is_number(stop_bias):
-        raise ValueError(f"stop_bias is {stop_bias!r}, expected a finite number (--stop_bias)")
-    if budget is None and "own" in kind.budgets:
+    if own not in (None, name):
+        raise ValueError(f"the policy belongs to {own!r}, not to {name!r}")
+    options, stops = options or {}, "own" in kind.budgets
+    if budget is None and stops:
         budget = Budget("own")
-    elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*(options or {})}:
+    elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*options}:
         # All tokens only if requested.
-        raise ValueError(_wrong_budget(kind, Budget()))
-    elif not isinstance(budget, Budget):
-        budget = Budget.parse(budget)
-    if budget.kind not in kind.budgets:
-        raise ValueError(_wrong_budget(kind, budget))
-    fields = dict(options or {})
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(set(fields) - (known.keys() - {"budget", "config"}))
-    if unknown:
-        names = ", ".join(sorted(known.keys() - {"budget", "config"})) or "none"
-        raise ValueError(f"{name} has no option {unknown[0]!r}; its options: {names}")
-    fields = {key: _value(name, known[key], value) for key, value in fields.items()}
+        raise ValueError(f"the pruner {name!r} needs a budget (--budget)")
+    budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
+    kind.require_kind(budget)
+    fields = _read_fields(kind, options)
+    if stop_bias is not None and (policy is None or not stops):
+        raise ValueError("a stop bias (--stop_bias) needs a policy (--policy) that stops")
+    if stop_bias is not None and not _is_number(stop_bias):
+        raise ValueError(f"stop_bias is {stop_bias!r}, expected a finite number (--stop_bias)")
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
     if budget.kind == "mean" and stop_bias is None:
-        bias = policy.bias_at(float(budget.value or 0))
+        bias = policy.bias_at(float(budget.number))
     pruner = kind(budget=budget, **fields | {"config": policy.config})
     return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
 
@@ -154,67 +143,50 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
     """
     options = {}
     for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ValueError(f"{where}: {text!r}, expected KEY=VALUE such as layer=3")
-        if key in options:
-            raise ValueError(f"{where}: {key} is given twice")
+        key, _, value = text.partition("=")
+        if not key or "=" not in text or key in options:
+            raise ValueError(f"{where}: {text!r}, expected KEY=VALUE, such as layer=3, once")
         options[key] = value
     return options
 
 
-def _name_of(policy: Policy) -> str:
-    """Returns the name of a policy's pruner."""
-    return next(
-        name
-        for name, kind in PRUNERS.items()
-        if kind.config_type is not None and isinstance(policy.config, kind.config_type)
-    )
-
-
-def _wrong_budget(kind: type[Pruner], budget: Budget) -> str:
-    """Returns a message about the expected budget."""
-    if kind.name == "all":
-        return f"budget is {budget}, but the pruner 'all' keeps every token: choose another one"
-    if budget.kind == "all":
-        if kind.config_type is not None and "own" not in kind.budgets:
-            return f"{kind.name} has no learned stop: give a budget (--budget)"
-        return f"the pruner {kind.name!r} needs a budget (--budget)"
-    return f"{kind.name} does not support the budget {budget}, only {', '.join(kind.budgets)}"
-
-
-def _value(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """Converts an option's value to the type of its field."""
-    declared: Any = field.type  # not a string: these modules evaluate their annotations
-    union = isinstance(declared, types.UnionType)
-    expected, *none = typing.get_args(declared) if union else (declared,)
-    if isinstance(value, str) and expected is not str:
-        with contextlib.suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
-    if none and value is None:
-        return None
-    members = value if isinstance(value, list | tuple) else (value,)
-    if not all(_fits(x) for x in members if isinstance(x, float | int)):
-        raise ValueError(
-            f"{name}: option {field.name} is {value!r}, expected a number that 32 bits hold"
-        )
-    if typing.get_origin(expected) is tuple:
-        member = typing.get_args(expected)[0]
-        if not isinstance(value, list | tuple) or not all(_is(member, x) for x in value):
+def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts options, which may be text, to the types of a pruner's fields."""
+    # The types are no strings: these modules evaluate their annotations.
+    known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in ("budget", "config")}
+    values = {}
+    for name, value in options.items():
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"{kind.name} has no option {name!r}; its options: {names}")
+        if isinstance(value, str) and known[name] is not str:
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value)
+        try:
+            values[name] = _read_value(known[name], value)
+        except TypeError as error:
             raise ValueError(
-                f"{name}: option {field.name} is {value!r}, expected a list of {member.__name__}"
-            )
-        return tuple(map(member, value))
-    if not _is(expected, value):
-        raise ValueError(f"{name}: option {field.name} is {value!r}, expected {expected.__name__}")
-    return expected(value)
+                f"{kind.name}: option {name} is {value!r}, expected {error}, in 32 bits"
+            ) from error
+    return values
 
 
-def _is(expected: type, value: Any) -> bool:
-    """Returns whether a value has a type; integers are numbers, booleans are not."""
-    return type(value) is expected or (expected is float and type(value) is int)
+def _read_value(declared: Any, value: Any) -> Any:
+    """Converts a value to a type, or raises a TypeError that names the type."""
+    if isinstance(declared, types.UnionType):  # with None
+        return None if value is None else _read_value(typing.get_args(declared)[0], value)
+    if typing.get_origin(declared) is tuple:
+        member = typing.get_args(declared)[0]
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"a list of {member.__name__}")
+        return tuple(_read_value(member, x) for x in value)
+    if declared is float and type(value) is int:
+        value = float(value)
+    if type(value) is not declared or not (declared is str or _is_number(value)):
+        raise TypeError(declared.__name__)
+    return value
 
 
-def _fits(number: float | int) -> bool:
-    """Returns whether a number is an int32, or finite as a float32."""
-    return abs(number) < 1 << 31 if isinstance(number, int) else is_number(number)
+def _is_number(value: Any) -> bool:
+    """Returns whether a value is an integer or a finite number of 32 bits."""
+    return isinstance(value, int | float) and abs(value) < 1 << (31 if type(value) is int else 128)

@@ -42,17 +42,7 @@ class Oracle(Random):
 def make_oracle(
     budget: Budget, relevant: Sequence[Sequence[int]], fingerprint: str, seed: int
 ) -> Method:
-    """Builds the oracle of a set of questions.
-
-    Args:
-        budget: tokens to keep per image.
-        relevant: the known tokens of each question, in their order.
-        fingerprint: of `relevant`.
-        seed: seed of the random tokens.
-
-    Returns:
-        The method.
-    """
+    """Builds the oracle of a set of questions from the known tokens of each, in their order."""
     known = np.full((len(relevant), max(1, *map(len, relevant))), -1, np.int32)
     for row, tokens in zip(known, relevant, strict=True):
         row[: len(tokens)] = tokens

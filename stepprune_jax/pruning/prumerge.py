@@ -9,7 +9,7 @@ attention, and one further token is the weighted sum of all patches that were no
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import Kept, Pruner, View, by_score, evenly, tower_block
+from stepprune_jax.pruning.base import Kept, Params, Pruner, View
 from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.ordering import by_score, class_token_block, evenly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +45,15 @@ class PruMerge(Pruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
-        tower_block(config, self.name)
-        if self.neighbours < 0:
-            raise ValueError(
-                f"{self.name}: neighbours is {self.neighbours}, expected an integer from 0"
-            )
+        class_token_block(config, self.name)
+        self.require("neighbours", self.neighbours >= 0, "an integer from 0")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's query and all keys of the tower's last block."""
-        del config
         return Tap("query", -1), Tap("keys", -1)
 
-    def select(self, params: Any, view: View, capacity: int) -> Kept:
+    def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Returns the kept patches, most attended first, and the sum of the others."""
-        del params
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]
         r, n = attention.shape
@@ -107,7 +103,6 @@ class PruMerge(Pruner):
         self, attention: Float[Array, "r n"], top: Bool[Array, "r n"], count: Int[Array, "r"]
     ) -> Bool[Array, "r n"]:
         """Returns the patches that are kept for their position."""
-        del attention, count
         return jnp.zeros_like(top)
 
 
@@ -193,16 +188,8 @@ def merge(
 ) -> Float[Array, "r k d"]:
     """Adds the most similar patches to each kept one, and sums up those that are not kept.
 
-    Args:
-        tokens: [r, n, d] patches, kept ones first.
-        keys: [r, n, c] keys, whose cosine is the similarity.
-        attention: [r, n] weight of each patch when added to another.
-        count: [r] number of kept patches.
-        neighbours: patches added to each kept one, possibly kept ones. Ties go to the first.
-        capacity: static size k of the result.
-
-    Returns:
-        [r, capacity, d] the kept patches, the weighted sum of the others, then zeros.
+    The kept patches are the first `count`; similarity is the cosine of keys, and patches are added
+    with their attention as weight. The sum of the others follows the kept ones, then zeros.
     """
     n = tokens.shape[1]
     most, exact = min(capacity, n), jax.lax.Precision.HIGHEST

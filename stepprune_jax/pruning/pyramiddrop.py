@@ -7,16 +7,17 @@ the best remain. After each stage the authors renumber all tokens.
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
+from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.schedule import (
-    check_layers,
+    are_layers,
     choose_layers,
     geometric_counts,
     mean_ratio,
@@ -56,20 +57,21 @@ class PyramidDrop(LayerPruner):
         super().check(config, num_tokens)
         depth, ratios = config.text.num_layers, self.image_token_ratio_list
         layers = self._layers(config)
-        check_layers("pyramiddrop: layer_list", layers, 1, depth - 1)
+        known = are_layers(layers, 1, depth - 1)
+        self.require("layer_list", known, f"ascending layers from 1 to {depth - 1}")
         if ratios is None:
-            if self.average and not self._meets(layers, config):
-                raise ValueError(
-                    f"pyramiddrop: a mean of {self.budget} over {depth} layers is out of reach "
-                    f"with stages that end at {', '.join(map(str, layers))} of {num_tokens} tokens"
-                )
-        elif len(ratios) != len(layers) or not all(
-            1 >= before >= ratio > 0 for before, ratio in itertools.pairwise((1, *ratios))
-        ):
-            raise ValueError(
-                f"pyramiddrop: image_token_ratio_list is {list(ratios)}, expected "
-                f"{len(layers)} shares in (0, 1], none larger than the one before"
+            self.require(
+                "budget",
+                not self.average or self._meets(layers, config),
+                f"a larger mean over {depth} layers, as stages end at layers {layers}",
             )
+            return
+        falling = (1 >= one >= other > 0 for one, other in itertools.pairwise((1, *ratios)))
+        self.require(
+            "image_token_ratio_list",
+            len(ratios) == len(layers) and all(falling),
+            f"{len(layers)} shares in (0, 1], none larger than the one before",
+        )
 
     def program(self) -> "PyramidDrop":
         """Removes the schedule, as `drop` is given the counts."""
@@ -77,7 +79,6 @@ class PyramidDrop(LayerPruner):
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut before each layer of the list."""
-        del num_tokens
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
@@ -92,14 +93,13 @@ class PyramidDrop(LayerPruner):
 
     def drop(
         self,
-        params: Any,
+        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the tokens that the last token would attend to most in the layer after the cut."""
-        del params, cut
         (attention,) = taps.values()
         return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)
 

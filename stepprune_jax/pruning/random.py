@@ -1,14 +1,15 @@
 """Random tokens, the baseline that any method has to beat."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Int
 
-from stepprune_jax.pruning.base import Ranker, Ranking, View, by_score
+from stepprune_jax.pruning.base import Params, Ranker, Ranking, View
+from stepprune_jax.pruning.ordering import by_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Random(Ranker):
     label = "random"
     version: ClassVar[int] = 2
 
-    def rank(self, params: Any, view: View, steps: int) -> Ranking:
+    def rank(self, params: Params, view: View, steps: int) -> Ranking:
         """Orders the tokens of each row at random."""
-        del params
         n = view.tokens.shape[1]
         sizes = jnp.full(len(view.number), n) if view.valid is None else view.valid.sum(1)
         scores = random_scores(
@@ -40,19 +40,10 @@ class Random(Ranker):
 def random_scores(
     key: Array, number: Int[Array, "r"], sizes: Int[Array, "r"], num_tokens: int
 ) -> Array:
-    """Draws a number for each token, independent of other rows, of their count and of padding.
+    """Draws a number in [0, 1) for each token, independent of other rows and of padding.
 
-    Row i of a set of images of n tokens gets row i of `jax.random.uniform(key, (rows, n))`, without
-    drawing the rows before it.
-
-    Args:
-        key: PRNG key of "threefry2x32".
-        number: [r] number of each row in its set.
-        sizes: [r] tokens of each row's image.
-        num_tokens: n, static.
-
-    Returns:
-        [r, n] float32 in [0, 1).
+    Row i of a set of images of n tokens gets row i of `jax.random.uniform(key, (rows, n))`, of a
+    "threefry2x32" key, without drawing the rows before it.
     """
     first, second = jax.random.key_data(key)
     # 64-bit counters in two words: number * size + position.

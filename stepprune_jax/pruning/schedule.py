@@ -9,43 +9,16 @@ from collections.abc import Sequence
 
 
 def choose_layers(authors: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Chooses the layers to prune before.
-
-    Args:
-        authors: the layers for a model of 32 layers, ascending.
-        depth: number of layers of the language model.
-
-    Returns:
-        The same layers, or, in a model that lacks some of them, those at the same share of its
-        depth, without duplicates.
-    """
+    """Returns the authors' layers of 32, or, in a model that lacks some, at the same depths."""
     if authors[-1] < depth:
         return authors
     return tuple(sorted({max(1, layer * depth // 32) for layer in authors}))
 
 
-def check_layers(name: str, layers: Sequence[int], first: int, last: int) -> None:
-    """Checks a list of layers.
-
-    Args:
-        name: name of the option, for the message.
-        layers: the list.
-        first: the lowest allowed layer.
-        last: the highest allowed layer.
-
-    Raises:
-        ValueError: the layers are not ascending integers in this range.
-    """
-    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-    if (
-        not layers
-        or not whole
-        or list(layers) != sorted({*layers})
-        or not (first <= layers[0] and layers[-1] <= last)
-    ):
-        raise ValueError(
-            f"{name} is {list(layers)}, expected ascending layers from {first} to {last}"
-        )
+def are_layers(layers: Sequence[int], first: int, last: int) -> bool:
+    """Returns whether a list is of ascending layers from `first` to `last`."""
+    ascending = bool(layers) and list(layers) == sorted({*layers})
+    return ascending and all(type(layer) is int and first <= layer <= last for layer in layers)
 
 
 def stage_widths(layers: Sequence[int], depth: int) -> list[int]:
@@ -56,17 +29,10 @@ def stage_widths(layers: Sequence[int], depth: int) -> list[int]:
 def geometric_counts(
     num_tokens: int, count: int, widths: Sequence[int], average: bool
 ) -> tuple[int, ...]:
-    """Counts the tokens that a geometric schedule leaves behind each cut.
+    """Counts the tokens of an image of n that a geometric schedule leaves behind each cut.
 
-    Args:
-        num_tokens: tokens n of the image.
-        count: the budget K.
-        widths: from `stage_widths`.
-        average: whether the budget is the mean over layers or the number after the last cut.
-
-    Returns:
-        For each cut i of c, n r^i rounded down, at least 1: with the ratio r of `mean_ratio`, or
-        (K / n)^(1 / c), with which the last one is K.
+    Cut i of c leaves n r^i, rounded down, at least 1. The ratio r is that of `mean_ratio`, or, if
+    the budget `count` is not the average over layers, (count / n)^(1 / c), so that the last is it.
     """
     cuts = range(1, len(widths))
     if average:
@@ -79,12 +45,7 @@ def geometric_counts(
 def mean_ratio(widths: Sequence[int], share: float) -> float:
     """Solves sum_i w_i r^i = share * sum_i w_i for r, by bisection.
 
-    Args:
-        widths: from `stage_widths`.
-        share: share of an image's tokens that enters a layer, averaged over layers.
-
-    Returns:
-        The ratio in (0, 1]; 0 if the layers before the first cut already use that share.
+    It is in (0, 1]; 0 if the layers before the first cut already use that share.
     """
     target = share * sum(widths)
     if target >= sum(widths):

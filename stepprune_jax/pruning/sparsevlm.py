@@ -10,7 +10,7 @@ heads that attend to the image most.
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.vlm import Sequence, last_slots
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
 from stepprune_jax.pruning.budget import Budget
+from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.schedule import (
-    check_layers,
+    are_layers,
     choose_layers,
     geometric_counts,
     stage_widths,
@@ -32,6 +33,7 @@ from stepprune_jax.pruning.schedule import (
 LAYERS = (2, 6, 15)
 _EXACT = jax.lax.Precision.HIGHEST
 _FAR = jnp.finfo(jnp.float32).max
+Count = Int[Array, ""] | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +66,19 @@ class TextRated(LayerPruner):
         """Rejects layers that do not exist, ill-formed lists, and unreachable budgets."""
         super().check(config, num_tokens)
         depth, layers = config.text.num_layers, self._layers(config)
-        check_layers(f"{self.name}: pruning_loc", layers, 0, depth - 2)
+        known = are_layers(layers, 0, depth - 2)
+        self.require("pruning_loc", known, f"ascending layers from 0 to {depth - 2}")
         values = self.sparse_token_list
-        if values is not None and (len(values) != len(layers) or min(values) < 1):
-            raise ValueError(
-                f"{self.name}: sparse_token_list is {list(values)}, expected {len(layers)} "
-                "integers from 1"
-            )
+        known = values is None or (len(values) == len(layers) and min(values) >= 1)
+        self.require("sparse_token_list", known, f"{len(layers)} integers from 1")
         if self._list(config, num_tokens) is not None:
             return
         counts = [num_tokens, *map(sum, self.survivors(config, num_tokens))]
         budget = self.budget.exact_count(num_tokens)
         total = sum(w * n for w, n in zip(stage_widths(layers, depth), counts, strict=True))
-        if total > budget * depth if self.average else counts[-1] != budget:
-            raise ValueError(
-                f"{self.name}: {'a mean of ' if self.average else ''}{self.budget} of {num_tokens} "
-                f"tokens is out of reach after layers {', '.join(map(str, layers))} of {depth}"
-            )
+        met = total <= budget * depth if self.average else counts[-1] == budget
+        what = "mean over layers" if self.average else "number"
+        self.require("budget", met, f"a larger {what}: it prunes after {layers} of {depth} layers")
 
     def program(self) -> "TextRated":
         """Removes the schedule, as `drop` is given the counts."""
@@ -90,7 +88,6 @@ class TextRated(LayerPruner):
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns a cut after each listed layer; the first one also reads embeddings."""
-        del num_tokens
         cuts = []
         for layer in self._layers(config):
             taps = [Tap("attention", layer), *(Tap(kind, layer) for kind in self.extra_taps)]
@@ -119,14 +116,13 @@ class TextRated(LayerPruner):
 
     def drop(
         self,
-        params: Any,
+        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the tokens that the raters attend to most; the first cut records the raters."""
-        del params
         taps = {name.partition(".")[0]: tap for name, tap in taps.items()}
         if sequence.note is None:
             note = rate_text(taps["hidden"], sequence, taps["attention"].shape[2])
@@ -145,7 +141,6 @@ class TextRated(LayerPruner):
 
     def _merged(self, dropped: int) -> int:
         """Returns the number of tokens that `dropped` ones are recycled into."""
-        del dropped
         return 0
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
@@ -190,8 +185,7 @@ class SparseVLM(TextRated):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects negative noise."""
         super().check(config, num_tokens)
-        if self.noise < 0:
-            raise ValueError(f"sparsevlm: noise is {self.noise}, expected 0 or more")
+        self.require("noise", self.noise >= 0, "0 or more")
 
     def _merged(self, dropped: int) -> int:
         """Returns the number of clusters of the dropped tokens."""
@@ -228,8 +222,7 @@ class SparseVLMv2(TextRated):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects fewer than one head."""
         super().check(config, num_tokens)
-        if self.heads < 1:
-            raise ValueError(f"sparsevlm_v2: heads is {self.heads}, expected an integer from 1")
+        self.require("heads", self.heads >= 1, "an integer from 1")
 
     def _score(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Averages the raters' attention over that of rotary positions alone, over `heads`."""
@@ -244,17 +237,11 @@ class SparseVLMv2(TextRated):
 def rate_text(
     embeddings: Float[Array, "b s e"], sequence: Sequence, count: int
 ) -> Float[Array, "b s"]:
-    """Finds the raters: text that is more relevant to the image than the text's average.
+    """Marks the raters with 1: text that is more relevant to the image than the text's average.
 
-    Args:
-        embeddings: [b, s, e] embeddings of all tokens of the rows: V of the visual tokens and T of
-            the text after the last of them.
-        sequence: the rows.
-        count: number of last slots that include this text.
-
-    Returns:
-        [b, s] 1 for raters, for which the mean over visual tokens of softmax(V T^T), the softmax
-        being over text, exceeds its mean over text. Rows without images have none.
+    With V the embeddings of visual tokens and T those of the text after the last of them, among the
+    last `count` slots, these exceed the mean over text of softmax(V T^T), averaged over visual
+    tokens; the softmax is over text. Rows without images have none.
     """
     slots = last_slots(sequence, count)
     real = sequence.length[:, None] - count + jnp.arange(count) >= 0
@@ -279,15 +266,7 @@ def _mean(x: Array, where: Bool[Array, "..."], axis: int) -> Array:
 
 
 def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Array, "b s"]:
-    """Averages the attention [b, t, s] of a row's last t tokens over its raters, `sequence.note`.
-
-    Args:
-        attention: attention of the slots of `last_slots`.
-        sequence: the rows.
-
-    Returns:
-        [b, s]; 0 without raters.
-    """
+    """Averages the attention of a row's last t tokens over its raters; 0 without raters."""
     assert sequence.note is not None  # from the first cut on
     rater = jnp.take_along_axis(sequence.note, last_slots(sequence, attention.shape[1]), axis=1)
     # Raters are text after an image, so slot 0, which may be repeated, is not among them.
@@ -298,17 +277,10 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
 def without_positions(
     attention: Float[Array, "b h t s"], angles: Float[Array, "2 b s c"], sequence: Sequence
 ) -> Float[Array, "b h t s"]:
-    """Divides attention weights by the scores of queries and keys that are all ones.
+    """Divides attention by the scores that queries and keys of all ones would have.
 
     These scores are products of rotated ones over sqrt(c), without a softmax: they may be negative.
-
-    Args:
-        attention: [b, h, t, s] softmax weights from the last t tokens of each row.
-        angles: cosine and sine of the rotary angles.
-        sequence: the rows.
-
-    Returns:
-        [b, h, t, s]; 0 where a score is exactly 0.
+    Where one is exactly 0, so is the result.
     """
     _, b, s, c = angles.shape
     (ones,) = jnp.swapaxes(rotate(jnp.ones((b, 1, s, c)), *angles), 0, 1)
@@ -320,15 +292,10 @@ def without_positions(
     return jnp.where(score == 0, 0, attention / jnp.where(score == 0, 1, score))
 
 
-def num_clusters(dropped: Int[Array, ""] | int) -> tuple[Any, Any]:
-    """Returns how many dropped tokens are recycled, and into how many clusters.
+def num_clusters(dropped: Count) -> tuple[Count, Count]:
+    """Returns how many of the dropped tokens are recycled, and into how many clusters.
 
-    Args:
-        dropped: number of dropped tokens.
-
-    Returns:
-        Three tenths of them, and a tenth of those as the number of clusters; each rounded down,
-        plus one. Both are 0 if none are dropped.
+    Three tenths of them, and a tenth of those; each rounded down, plus one. 0 if none are dropped.
     """
     candidates = (3 * dropped // 10 + 1) * (dropped > 0)
     return candidates, (candidates // 10 + 1) * (dropped > 0)
@@ -339,15 +306,7 @@ def recycle(
 ) -> tuple[Sequence, Bool[Array, "b s"]]:
     """Keeps the best tokens of each image, followed by clusters of the best of the others.
 
-    Args:
-        sequence: the rows.
-        score: [b, s] scores of the tokens.
-        count: [b, j] tokens to keep of each image.
-        noise: as in `cluster_and_merge`.
-
-    Returns:
-        The rows, with the clusters of each image after its last token, at the position ids of their
-        centres; and which slots remain.
+    Clusters take the position ids of their centres. Returns the rows, and which slots remain.
     """
     (b, s), j = score.shape, count.shape[1]
     assert sequence.note is not None  # from the first cut on
@@ -390,28 +349,20 @@ def recycle(
 
 def cluster_and_merge(
     x: Float[Array, "m e"],
-    count: Int[Array, ""] | int,
-    clusters: Int[Array, ""] | int,
+    count: Count,
+    clusters: Count,
     most: int,
     noise: float = 0.0,
 ) -> tuple[Float[Array, "most e"], Int[Array, "most"]]:
     """Clusters tokens by density peaks and nearest neighbours (DPC-KNN), and averages clusters.
 
     A token's density is exp(-mean squared distance to its `clusters` nearest tokens, including
-    itself); its distance is that to the nearest denser token, or the largest of all if there is
-    none. The tokens with the largest products of both are centres; every other token joins the
-    nearest centre. Distances are Euclidean, divided by sqrt(e). Ties go to the first.
+    itself), plus noise; its distance is that to the nearest denser token, or the largest of all if
+    there is none. The tokens with the largest products of both are centres; every other token joins
+    the nearest centre. Distances are Euclidean, divided by sqrt(e). Ties go to the first.
 
-    Args:
-        x: [m, e] tokens.
-        count: number of real tokens, a prefix.
-        clusters: number of clusters, at most `count`.
-        most: static size of the result.
-        noise: upper bound of the random numbers added to densities.
-
-    Returns:
-        [most, e] float32 sum over the tokens of each cluster, divided by their number plus 1e-6;
-        and [most] the centres' indices. Entries past `clusters` are undefined.
+    Only the first `count` tokens are real, and only the first `clusters` results are defined: the
+    sum over each cluster divided by its size plus 1e-6, and the centre's index.
     """
     x, m = x.astype(jnp.float32), x.shape[0]
     real, wanted = jnp.arange(m) < count, jnp.arange(most) < clusters

@@ -33,8 +33,7 @@ class StepPrune(Ranker):
     config_type: ClassVar[type | None] = PolicyConfig
 
     def __post_init__(self):
-        if self.group is not None and self.group < 1:
-            raise ValueError(f"stepprune: option group is {self.group}, expected at least 1")
+        self.require("group", self.group is None or self.group >= 1, "an integer from 1")
 
     def most(self, num_tokens: int) -> int:
         """Returns T_max."""

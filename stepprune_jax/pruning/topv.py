@@ -10,7 +10,6 @@ part of the image is lost.
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, evenly, keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params
+from stepprune_jax.pruning.ordering import evenly, keep_best
 
 _LOWEST = -1e30
 
@@ -56,31 +56,26 @@ class TopV(LayerPruner):
         """Rejects a layer without one after it, and numbers out of range."""
         super().check(config, num_tokens)
         last = config.text.num_layers - 2
-        if not 0 <= self.layer <= last:
-            raise ValueError(f"topv: layer is {self.layer}, expected 0 to {last}")
-        for field in ("sigma", "epsilon", "iterations"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"topv: {field} is {getattr(self, field)}, expected more than 0")
-        for field in ("alpha", "beta", "gamma", "recover_every"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"topv: {field} is {getattr(self, field)}, expected 0 or more")
+        self.require("layer", 0 <= self.layer <= last, f"0 to {last}")
+        for option in ("sigma", "epsilon", "iterations"):
+            self.require(option, getattr(self, option) > 0, "more than 0")
+        for option in ("alpha", "beta", "gamma", "recover_every"):
+            self.require(option, getattr(self, option) >= 0, "0 or more")
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut after the layer."""
-        del config, num_tokens
         taps = (Tap("hidden", self.layer), Tap("mlp_input", self.layer))
         return (LayerCut(self.layer + 1, taps),)
 
     def drop(
         self,
-        params: Any,
+        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Keeps the most important tokens and some of the others."""
-        del params
         source, target = (taps[f"{tap.kind}.{tap.layer}"].astype(jnp.float32) for tap in cut.taps)
         image = sequence.image
         same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
@@ -101,15 +96,8 @@ class TopV(LayerPruner):
     ) -> Float[Array, "b s s"]:
         """Returns the cost of moving each source to each target of its image.
 
-        Args:
-            source: [b, s, e] float32 inputs of the layer.
-            target: [b, s, e] float32 inputs of its MLP.
-            sequence: the rows.
-            same: [b, s, s] True = two visual tokens of one image.
-
-        Returns:
-            [b, s, s] sum of three terms, each scaled to 0 to 1 over an image; undefined where
-            `same` is False.
+        It is a sum of three terms, each scaled to 0 to 1 over an image; undefined where `same`,
+        that two tokens are of one image, is False.
         """
         exact = jax.lax.Precision.HIGHEST
         squares = [jnp.square(x).sum(2) for x in (source, target)]
@@ -170,18 +158,7 @@ def contributions(
 
     Every iteration scales the rows of exp(-cost / epsilon) to the sources' masses and then its
     columns to the targets'. The columns come last: otherwise every source would give exactly its
-    mass, whatever the cost.
-
-    Args:
-        cost: [b, s, s] cost from sources to targets.
-        source: [b, s] masses of the sources, which sum to 1 over each image.
-        target: [b, s] masses of the targets, likewise.
-        same: [b, s, s] True = transport is allowed.
-        epsilon: weight of the entropy.
-        iterations: number of iterations.
-
-    Returns:
-        [b, s] sums of the rows of the transport.
+    mass, whatever the cost. Masses sum to 1 over each image, and stay in it (`same`).
     """
     kernel = jnp.where(same, -cost / epsilon, _LOWEST)
     present = jnp.any(same, axis=2)

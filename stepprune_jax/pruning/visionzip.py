@@ -11,7 +11,7 @@ in raster order. Both are tokens as the language model reads them.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning.base import (
-    Kept,
-    Pruner,
-    View,
-    by_score,
-    group_means,
-    map_tokens,
-    ranking_block,
-    take,
-)
+from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.ordering import by_score, group_means, map_tokens, ranking_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +49,9 @@ class VisionZip(Pruner):
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         dominant, contextual = self.split(self.budget.exact_count(num_tokens))
-        if dominant < 1 or not 1 <= contextual <= num_tokens - dominant:
-            raise ValueError(
-                f"visionzip: {dominant} dominant and {contextual} contextual tokens of "
-                f"{num_tokens}; expected at least one of each"
-            )
+        known = dominant >= 1 and 1 <= contextual <= num_tokens - dominant
+        option = "budget" if self.contextual is None else "contextual"
+        self.require(option, known, "one that leaves a dominant and a contextual token")
 
     def split(self, count: int) -> tuple[int, int]:
         """Splits a count into numbers of dominant and contextual tokens."""
@@ -81,12 +71,11 @@ class VisionZip(Pruner):
             return Tap("received", block), Tap("keys", block)
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1)
 
-    def select(self, params: Any, view: View, capacity: int) -> Kept:
+    def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Returns dominant tokens in raster order, the class token first; then the merged ones.
 
         Without a class token, all in raster order.
         """
-        del params
         if len(view.taps) == 2:
             return self._select_received(view, capacity)
         attention, keys, hidden = view.taps
@@ -145,17 +134,8 @@ def merge_received(
 ) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
     """Keeps the tokens that receive most attention, and merges the others.
 
-    Args:
-        received: [r, n] attention that each token receives.
-        keys: [r, n, c] keys, whose cosine is the similarity.
-        tokens: [r, n, d] the tokens.
-        real: [r, n] True = token, a prefix of each row.
-        dominant: [r] number of tokens to keep unchanged.
-        contextual: [r] number of tokens to merge the others into.
-
-    Returns:
-        [r, n] which tokens are dominant, and which are targets; [r, n, d] the tokens in float32,
-        with targets merged: the target plus the mean of those assigned to it.
+    Returns which tokens are dominant, which are targets, and the tokens in float32: a target plus
+    the mean of those assigned to it by the cosine of keys.
     """
     rank = jnp.argsort(by_score(received, real), axis=1)
     chosen = real & (rank < dominant[:, None])
@@ -186,18 +166,10 @@ def merge(
     dominant: int,
     contextual: int,
 ) -> tuple[Float[Array, "r k d"], Int[Array, "r k"]]:
-    """Chooses dominant tokens and merges the others.
+    """Chooses dominant tokens, the class token among them, and merges the others.
 
-    Args:
-        attention: [r, m] attention of the class token to itself and the m - 1 patches.
-        keys: [r, m, c] keys, whose cosine is the similarity.
-        hidden: [r, m, d] the tokens, the class token first.
-        dominant: number of tokens to keep, including the class token.
-        contextual: number of tokens to merge the others into.
-
-    Returns:
-        [r, dominant + contextual, d] tokens, and [r, ...] int32 index of each one, or of its
-        target, among the m. A merged token is its target plus the mean of those assigned to it.
+    A merged token is its target plus the mean of those assigned to it by the cosine of keys.
+    Returns the tokens, and the index of each, or of its target, among the m.
     """
     m = attention.shape[1]
     best = by_score(attention[:, 1:], None)[:, : dominant - 1] + 1

@@ -125,8 +125,8 @@ def test_the_page_is_what_the_results_beside_it_give(pytestconfig):
 
 
 BAD = {
-    "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*did you mean 'cls'"),
-    "budget": (["--rows", "cls@99"], "budget is 99, expected an integer from 1 to 16"),
+    "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*Did you mean cls"),
+    "budget": (["--rows", "cls@99"], "budget is 99, expected at most 16"),
     "no budget": (["--rows", "cls"], "the pruner 'cls' needs a budget"),
     "kind": (["--rows", "cls@mean:4"], "cls does not support the budget mean:4"),
     "model": (["--model", "llava-8b"], "'llava-8b' is neither a file nor one of llava-7b"),

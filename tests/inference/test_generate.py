@@ -461,7 +461,7 @@ BAD = {
     "budget alone": ({"budget": 3}, ValueError, r"\(--budget\) needs a pruner \(--pruner\) or a"),
     "budget": ({"pruner": "grid", "budget": "some"}, ValueError, "budget is 'some', expected a"),
     "no budget": ({"pruner": "grid"}, ValueError, r"'grid' needs a budget \(--budget\)"),
-    "pruner": ({"pruner": "gird"}, ValueError, "unknown pruner 'gird'.*did you mean 'grid'"),
+    "pruner": ({"pruner": "gird"}, ValueError, "unknown pruner 'gird'.*Did you mean grid"),
     "function": ({"pruner": len}, TypeError, "pruner is .*len.*, expected a name, a Pruner or a M"),
     "option": (
         {"pruner": "cls", "budget": 3, "pruner_options": {"layer": 2}},

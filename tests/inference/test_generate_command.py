@@ -333,7 +333,7 @@ MISTAKES = {
     "no budget": (["--prompt", "a", "--pruner", "cls"], "'cls' needs a budget (--budget)"),
     "too much": (["--prompt", "a", "--pruner", "cls", "--budget", "10"], "integer from 1 to 9"),
     "percent": (["--prompt", "a", "--pruner", "cls", "--budget", "120%"], "budget is '120%', "),
-    "pruner": (["--prompt", "a", "--pruner", "fastw"], "did you mean 'fastv'?"),
+    "pruner": (["--prompt", "a", "--pruner", "fastw"], "Did you mean fastv?"),
     "no policy file": (["--prompt", "a", "--pruner", "stepprune"], "needs a policy (--policy)"),
     "layer": (["--prompt", "a", "--pruner", "fastv", "--budget", "3"], "layer is 2, expected 1 to"),
     "option": (

@@ -146,7 +146,7 @@ def test_answers_end_where_they_are_told_to():
             "the policy belongs to 'stepprune', not to 'grid'",
         ),
         ({"method": "grid"}, "the pruner 'grid' needs a budget"),
-        ({"method": "grid", "budget": 10}, "budget is 10, expected an integer from 1 to 9"),
+        ({"method": "grid", "budget": 10}, "budget is 10, expected at most 9"),
         ({"budget": 3}, "a budget .* needs a pruner .* or a policy"),
         ({"stop_bias": 0.5}, "a stop bias .* needs a policy"),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of bfloat16, float32"),

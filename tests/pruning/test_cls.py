@@ -2,44 +2,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from views import llava, view
 
-from stepprune_jax import testing
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import Budget, Cls, View
+from stepprune_jax.pruning import Cls
 
 
-def view(tokens, attention):
-    r = len(tokens)
-    return View(
-        tokens,
-        None,
-        jnp.full((r, 2), 1),
-        jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32),
-        jnp.full(r, 2),
-        (attention,),
-    )
+def order(attention, n):
+    """The order of n features [r, n] by attention [r, heads, m]."""
+    shown = view(jnp.zeros((len(attention), n, 2)), jnp.array(attention), count=2)
+    return Cls().rank((), shown, n).order.tolist()
 
 
 def test_an_order_worked_by_hand():
-    attention = jnp.array([[[0.4, 0.3, 0.2, 0.1], [0.45, 0.0, 0.25, 0.3]]])
+    attention = [[[0.4, 0.3, 0.2, 0.1], [0.45, 0.0, 0.25, 0.3]]]
     # Means 0.15, 0.225, 0.2 over the heads: the class token itself does not count.
-    assert Cls().rank((), view(jnp.zeros((1, 3, 2)), attention), 3).order.tolist() == [[1, 2, 0]]
+    assert order(attention, 3) == [[1, 2, 0]]
     # Where the class token is one of the features it is kept first.
-    assert Cls().rank((), view(jnp.zeros((1, 4, 2)), attention), 3).order.tolist() == [[0, 2, 3]]
-
-
-def test_ties_go_to_the_earlier_patch():
-    attention = jnp.array([[[0.1, 0.2, 0.3, 0.2, 0.3]], [[0.2] * 5]])
-    order = Cls().rank((), view(jnp.zeros((2, 4, 2)), attention), 4).order
-    assert order.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
+    assert order(attention, 4) == [[0, 2, 3, 1]]
+    # Ties go to the earlier patch.
+    ties = [[[0.1, 0.2, 0.3, 0.2, 0.3]], [[0.2] * 5]]
+    assert order(ties, 4) == [[1, 3, 0, 2], [0, 1, 2, 3]]
 
 
 @pytest.fixture(scope="module")
 def params():
-    shapes = vlm.abstract_params(LlavaConfig.from_hf(testing.tiny_hf_config()), jnp.float32)
+    shapes = vlm.abstract_params(llava(2), jnp.float32)
     random = np.random.default_rng(0)
     return jax.tree.map(
         lambda x: jnp.asarray(0.2 * random.standard_normal(x.shape, np.float32)), shapes
@@ -48,7 +36,7 @@ def params():
 
 @pytest.mark.parametrize("layer", [-2, 1, 3])
 def test_the_tap_is_the_block_before_the_projected_state(params, layer):
-    config = LlavaConfig.from_hf(testing.tiny_hf_config() | {"vision_feature_layer": layer})
+    config = llava(2, feature_layer=layer)
     (tap,) = Cls().taps(config)
     assert tap.layer == layer % 4 - 1
     pixels = jax.random.normal(jax.random.key(1), (2, 3, 24, 24))
@@ -68,9 +56,3 @@ def test_the_tap_is_the_block_before_the_projected_state(params, layer):
     for block in range(3):  # this block's queries and earlier ones matter, later ones do not
         after = attention(jnp.ones(3).at[block].set(3.0))
         assert bool(jnp.abs(after - before).max() > 1e-6) == (block <= tap.layer), block
-
-
-def test_no_attention_before_the_embedding():
-    config = LlavaConfig.from_hf(testing.tiny_hf_config() | {"vision_feature_layer": 0})
-    with pytest.raises(ValueError, match=r"no \[CLS\] attention"):
-        Cls(Budget("count", 3)).check(config, 9)

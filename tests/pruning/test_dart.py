@@ -1,6 +1,5 @@
 import dataclasses
 import random
-import re
 
 import jax
 import jax.numpy as jnp
@@ -8,36 +7,23 @@ import numpy as np
 import pytest
 import torch
 import torch_stages
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import llava, rows
 
-from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning import Budget, Dart, LayerCut, Survivors
 from stepprune_jax.pruning.dart import set_order
-from stepprune_jax.testing import tiny_hf_config
-
-
-def config(layers=32, image_size=24):
-    raw = tiny_hf_config(text={"num_hidden_layers": layers}, vision={"image_size": image_size})
-    return LlavaConfig.from_hf(raw)
 
 
 def kept(pruner, size, features, image, count):
     """Slots that stay of one row, given the sizes of keys [s] and features [s, 2]."""
-    s = len(image)
-    image = jnp.asarray([image], jnp.int32)
-    position = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (1, 1, s))
-    full = jnp.full(1, s, jnp.int32)
-    rows = Sequence(jnp.zeros((1, s, 2)), position, full, full, image, image)
     # Two heads, the norm in one of them and a minus in front: it is the L1 norm over both.
-    keys = jnp.stack([jnp.asarray(size, jnp.float32), jnp.zeros(s)], axis=0)[None, ..., None]
-    (cut,) = pruner.cuts(config(), 9)
-    taps = {"keys.1": -keys, "normed.2": jnp.asarray([features], jnp.float32)}
+    keys = jnp.stack([jnp.asarray(size, jnp.float32), jnp.zeros(len(image))], axis=0)
+    (cut,) = pruner.cuts(llava(), 9)
+    taps = {"keys.1": -keys[None, ..., None], "normed.2": jnp.asarray([features], jnp.float32)}
     assert [f"{tap.kind}.{tap.layer}" for tap in cut.taps] == list(taps)
     drop = jax.jit(pruner.drop, static_argnums=1)
-    _, keep = drop((), cut, rows, taps, jnp.asarray([count], jnp.int32))
+    _, keep = drop((), cut, rows([image]), taps, jnp.asarray([count], jnp.int32))
     return np.flatnonzero(keep[0]).tolist()
 
 
@@ -110,9 +96,9 @@ def test_sets_are_iterated_as_cpython_does():
 )
 def test_pivots_of_the_image_are_not_counted(budget, left):
     dart = Dart(Budget("count", budget))
-    dart.check(config(), 576)
-    assert dart.cuts(config(), 576) == (LayerCut(2, (Tap("keys", 1), Tap("normed", 2))),)
-    assert dart.survivors(config(), 576) == (Survivors(left),)
+    dart.check(llava(), 576)
+    assert dart.cuts(llava(), 576) == (LayerCut(2, (Tap("keys", 1), Tap("normed", 2))),)
+    assert dart.survivors(llava(), 576) == (Survivors(left),)
 
 
 @pytest.mark.parametrize(
@@ -121,36 +107,13 @@ def test_pivots_of_the_image_are_not_counted(budget, left):
 )
 def test_counts_of_other_pivots(pivots, budget, left):
     dart = Dart(Budget("count", budget), 2, *pivots)
-    assert dart.survivors(config(), 36) == (Survivors(left),)
+    assert dart.survivors(llava(), 36) == (Survivors(left),)
 
 
 @pytest.mark.parametrize(("share", "left"), [("1/3", 20), ("33.9%", 28), ("100%", 71), ("1%", 4)])
 def test_each_pivot_takes_an_eighth_of_a_share(share, left):
     """A third of 71 is less than 24, so each of the eight takes two."""
-    assert Dart(Budget.parse(share)).survivors(config(), 71) == (Survivors(left),)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layer": 0}, "dart: layer is 0, expected 1 to 31"),
-        ({"layer": 32}, "dart: layer is 32, expected 1 to 31"),
-        (
-            {"pivot_image_token": 0, "pivot_text_token": 0},
-            "dart: pivot_image_token is 0 and pivot_text_token 0, expected non-negative "
-            "numbers and at least one pivot",
-        ),
-        (
-            {"pivot_image_token": -1},
-            "dart: pivot_image_token is -1 and pivot_text_token 4, expected non-negative "
-            "numbers and at least one pivot",
-        ),
-        ({"pivot_order": "sum"}, "dart: pivot_order is 'sum', expected one of set, norm"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Dart(Budget("count", 64), **fields).check(config(), 576)
+    assert Dart(Budget.parse(share)).survivors(llava(), 71) == (Survivors(left),)
 
 
 def least_alike(core, entered, layer, count, pivots, order):
@@ -188,26 +151,10 @@ def both(tmp_path_factory):
     [(2, (4, 4), "set", 16, 20), pytest.param(1, (2, 1), "norm", 10, 11, marks=pytest.mark.slow)],
 )
 def test_generation_equals_the_torch_reference(both, layer, pivots, order, budget, count):
-    prompts, images = ask(3, seed=layer)  # with two images, none and one
-    begun, (own, words) = [], pivots
-    options = {"layer": layer, "pivot_image_token": own, "pivot_text_token": words}
-    answers = generate(
-        both.ours,
-        prompts,
-        images,
-        pruner="dart",
-        budget=budget,
-        max_tokens=4,
-        stop_ids=(),
-        pruner_options=options | {"pivot_order": order},
-        warm_up=False,
-        trace=begun.append,
-    )
-
     def drop(core, entered):
         return entered[-1].dropping(least_alike(core, entered, layer, count, pivots, order))
 
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        expected = torch_stages.staged(both, prompt, shown, {layer: drop}, 4)
-        expected.check(trace_arrays(begun[0], row), answers[row])
-        assert answers[row].kept == count * len(shown)
+    pruner = Dart(Budget("count", budget), layer, *pivots, order)
+    for asked in traced(both, ask(3, seed=layer), pruner=pruner, max_tokens=4):
+        torch_stages.check(both, asked, {layer: drop})
+        assert asked.answer.kept == count * len(asked.images)

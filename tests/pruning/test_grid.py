@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from views import select, view
 
-from stepprune_jax.pruning import Budget, Grid, View
+from stepprune_jax.pruning import Grid
 from stepprune_jax.pruning.grid import grid_indices
 
 
@@ -55,19 +56,9 @@ def test_every_budget_equals_the_plain_formula(grid):
 
 
 def test_a_class_token_stands_in_front_and_is_kept_last():
-    tokens = jnp.arange(10.0)[None, :, None]
-    view = View(
-        tokens,
-        None,
-        jnp.array([[3, 3]]),
-        jnp.zeros((1, 1, 2)),
-        jnp.zeros((1, 1), bool),
-        jnp.zeros(1, jnp.int32),
-        jnp.array([4]),
-    )
-    select = jax.jit(lambda view: Grid(Budget("count", 4)).program().select((), view, 10))
-    kept = select(view)
+    seen = view(np.arange(10.0)[None, :, None], count=4, grid=[[3, 3]])
+    kept = select(Grid(), seen, 10)
     assert kept.index[0, :4].tolist() == [1 + i for i in plain_grid(3, 3, 4)]
     for count in (9, 10):
-        kept = select(view._replace(count=jnp.array([count])))
+        kept = select(Grid(), seen._replace(count=jnp.array([count])), 10)
         assert kept.index[0].tolist() == ([*range(1, 10), -1] if count == 9 else [*range(10)])

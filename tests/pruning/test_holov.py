@@ -1,40 +1,22 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import torch_pruning
 import torch_stages
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import select, view
 
-from stepprune_jax.inference import generate, trace_arrays
-from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import Budget, HoloV, View
-from stepprune_jax.testing import tiny_hf_config
-
-run_select = jax.jit(
-    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
-)
+from stepprune_jax.pruning import Budget, HoloV
 
 
 def selected(tokens, attention, count, crops, capacity=None):
     """What is kept of rows of tokens [r, n, e] by attention [r, n], with a padded capacity."""
     tokens, attention = (jnp.asarray(x, jnp.float32) for x in (tokens, attention))
-    r, n = attention.shape
     heads = jnp.pad(jnp.stack([1.5 * attention, 0.5 * attention], 1), ((0, 0), (0, 0), (1, 0)))
-    view = View(
-        tokens,
-        None,
-        jnp.full((r, 2), 1),
-        jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32),
-        jnp.full(r, count, jnp.int32),
-        (heads,),
-    )
     pruner = HoloV(Budget("count", count), crops).program()
-    return run_select(pruner, view, min(n, count + 2) if capacity is None else capacity)
+    capacity = min(attention.shape[1], count + 2) if capacity is None else capacity
+    return select(pruner, view(tokens, heads, count=count), capacity)
 
 
 TOKENS = [[1, 0], [1, 0.2], [0, 1], [0.5, 0.5], [1, 1], [-1, 0], [0, -1], [1, -1]]
@@ -110,60 +92,17 @@ def test_many_images_equal_a_plain_loop():
     assert zeros > 0
 
 
-def config(layer=-2):
-    return LlavaConfig.from_hf(tiny_hf_config() | {"vision_feature_layer": layer})
-
-
-def test_what_it_looks_at():
-    assert HoloV().taps(config()) == (Tap("attention", 1),)
-    assert HoloV.after_projector
-
-
-@pytest.mark.parametrize(
-    ("layer", "fields", "message"),
-    [
-        (-2, {"crops": 0}, "holov: crops is 0, expected an integer from 1"),
-        (-2, {"alpha": -1.0}, "holov: alpha is -1.0, expected 0 or more"),
-        (0, {}, r"holov: the model's tower has no \[CLS\] attention to rank patches by"),
-        (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
-    ],
-)
-def test_what_cannot_be_is_refused(layer, fields, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        HoloV(**{"budget": Budget("count", 4)} | fields).check(config(layer), 9)
-
-
 @pytest.mark.parametrize(("count", "crops"), [pytest.param(5, 16, marks=pytest.mark.slow), (7, 2)])
 def test_generation_equals_the_torch_reference(tmp_path, count, crops):
-    both = pair(tmp_path)
-    prompts, images = ask(3, seed=count)  # with two images, none and one
-    begun = []
-    generate(
-        both.ours,
-        prompts,
-        images,
-        pruner="holov",
-        budget=count,
-        positions="compact",
-        pruner_options={"crops": crops},
-        max_tokens=1,
-        warm_up=False,
-        trace=begun.append,
-    )
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        indices = []
+    both, pruner = pair(tmp_path), HoloV(Budget("count", count), crops)
 
-        def chosen(tokens, tower, pixels, indices=indices):
-            _, attention, _ = torch_pruning.tower_signals(tower, pixels)
-            kept = plain(tokens.numpy(), attention.mean(0)[1:], crops, count)
-            indices += kept + [-1] * (count - len(kept))
-            zeros = torch.zeros(count - len(kept), tokens.shape[1])
-            return torch.cat([tokens[kept], zeros])
+    def choose(tokens, tower, pixels):
+        _, attention, _ = torch_pruning.tower_signals(tower, pixels)
+        kept = plain(tokens.numpy(), attention.mean(0)[1:], crops, count)
+        missing = count - len(kept)
+        return kept + [-1] * missing, torch.cat(
+            [tokens[kept], torch.zeros(missing, tokens.shape[1])]
+        )
 
-        every = torch_pruning.all_patches
-        embeddings, _ = torch_pruning.prompted(both, prompt, shown, every, chosen)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_0"], indices)
-        np.testing.assert_array_equal(arrays["position_0"], np.arange(embeddings.shape[1]))
-        expected = torch_pruning.next_logits(both, embeddings)
-        np.testing.assert_allclose(arrays["logits"], expected, atol=1e-4)
+    for asked in traced(both, ask(3, seed=count), pruner=pruner, positions="own", max_tokens=1):
+        torch_pruning.check(both, asked, choose, projected=True)

@@ -2,15 +2,24 @@ from fractions import Fraction
 
 import pytest
 from small_world import one_shot, stepprune
+from views import llava
 
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import PRUNERS, Budget, FastV, PyramidDrop, VisionZip, make_method
-from stepprune_jax.testing import tiny_hf_config
-
-
-@pytest.fixture(scope="module")
-def config():
-    return LlavaConfig.from_hf(tiny_hf_config())
+from stepprune_jax.pruning import (
+    Budget,
+    Cls,
+    Dart,
+    FastV,
+    Grid,
+    HoloV,
+    PruMerge,
+    PyramidDrop,
+    SparseVLM,
+    SparseVLMv2,
+    StepPrune,
+    TopV,
+    VisionZip,
+    make_method,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,30 +44,21 @@ def test_budgets_are_read_and_written(text, budget):
 @pytest.mark.parametrize(
     "text",
     [
-        *("0", "-3", "4.5", 0.5, "5/4", "0/3", "1/0", "0%", "101%", "mean:0", "mean:x", "", True),
+        *("0", "-3", "4.5", 0.5, "5/4", "1/0", "101%", "mean:0", "mean:x", "", True),
         "1e999999999%",  # as a fraction it would take forever
-        "mean:1e300",
     ],
 )
 def test_what_is_no_budget_is_refused(text):
-    with pytest.raises(ValueError, match=r"^budget is .*, expected a count such as 64, .*all$"):
+    with pytest.raises(ValueError, match=r"^budget is"):
         Budget.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "message"),
-    [
-        ("count", 0, "budget is 0, expected an integer from 1"),
-        ("count", True, "budget is True, expected an integer from 1"),
-        ("rate", 1.5, r"budget is 1.5, expected a share in \(0, 1\]"),
-        ("mean", 1e300, r"budget is 1e\+300, expected a positive number"),
-        ("mean", -1, "budget is -1, expected a positive number"),
-        ("own", 3, "budget is 3, expected no number"),
-        ("some", 3, "budget of kind 'some', expected one of all, count, rate, mean, own"),
-    ],
+    ("kind", "value"),
+    [("count", 0), ("count", True), ("rate", 1.5), ("mean", 1e300), ("own", 3), ("some", 3)],
 )
-def test_budgets_check_themselves(kind, value, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
+def test_budgets_check_themselves(kind, value):
+    with pytest.raises(ValueError, match=r"^budget"):
         Budget(kind, value)
 
 
@@ -90,109 +90,98 @@ def test_methods_are_made_from_what_a_user_says():
     assert make_method(policy=one_shot(), budget=3).pruner.name == "autoselect"
 
 
+LEARNED, SCORER = stepprune(), one_shot()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"name": "fastvv"},
-            r"unknown pruner 'fastvv', expected one of all, .*; did you mean 'fastv'\?",
-        ),
-        ({"name": "xyz"}, f"unknown pruner 'xyz', expected one of {', '.join(PRUNERS)}"),
-        (
-            {"name": "fastv", "budget": 3, "options": {"layers": 2}},
-            "fastv has no option 'layers'; its options: average, layer",
-        ),
-        (
-            {"name": "grid", "budget": 3, "options": {"budget": 2}},
-            "grid has no option 'budget'; its options: none",
-        ),
-        (
-            {"name": "stepprune", "policy": stepprune(), "options": {"config": 2}},
-            "stepprune has no option 'config'; its options: group",
-        ),
-        (
-            {"name": "stepprune", "policy": stepprune(), "options": {"group": "0"}},
-            "stepprune: option group is 0, expected at least 1",
-        ),
-        (
-            {"name": "fastv", "budget": 3, "options": {"layer": "two"}},
-            "fastv: option layer is 'two', expected int",
-        ),
-        (
-            {"name": "pyramiddrop", "budget": 3, "options": {"layer_list": "8"}},
-            "pyramiddrop: option layer_list is 8, expected a list of int",
-        ),
-        (
-            {"name": "sparsevlm", "options": {"noise": 0}},
-            r"the pruner 'sparsevlm' needs a budget \(--budget\)",
-        ),
-        (
-            {"name": "fastv", "budget": 3, "options": {"average": 1}},
-            "fastv: option average is 1, expected bool",
-        ),
-        (
-            {"name": "topv", "budget": 3, "options": {"alpha": "1e400"}},
-            "topv: option alpha is inf, expected a number that 32 bits hold",
-        ),
-        (
-            {"name": "random", "budget": 3, "options": {"seed": 1 << 31}},
-            "random: option seed is 2147483648, expected a number that 32 bits hold",
-        ),
-        (
-            {"name": "all", "budget": 3},
-            "budget is 3, but the pruner 'all' keeps every token: choose another one",
-        ),
-        ({"name": "visionzip"}, r"the pruner 'visionzip' needs a budget \(--budget\)"),
-        (
-            {"policy": one_shot()},
-            r"autoselect has no learned stop: give a budget \(--budget\)",
-        ),
-        (
-            {"name": "random", "budget": "own"},
-            "random does not support the budget own, only all, count, rate",
-        ),
-        (
-            {"name": "autoselect", "policy": one_shot(), "budget": "mean:3"},
-            "autoselect does not support the budget mean:3, only count, rate",
-        ),
-        (
-            {"name": "random", "budget": 3, "policy": stepprune()},
-            "the policy belongs to 'stepprune', not to 'random'",
-        ),
-        (
-            {"name": "stepprune", "policy": one_shot()},
-            "the policy belongs to 'autoselect', not to 'stepprune'",
-        ),
-        (
-            {"name": "autoselect", "budget": 3},
-            r"the pruner 'autoselect' is trained: it needs a policy \(--policy\)",
-        ),
-        (
-            {"name": "random", "budget": 3, "stop_bias": 0.5},
-            r"a stop bias \(--stop_bias\) needs a policy \(--policy\)",
-        ),
+        ({"name": "fastvv"}, r"unknown pruner 'fastvv'.* Did you mean fastv\?$"),
+        ({"budget": 3}, "--budget.*--pruner"),
+        ({"name": "visionzip"}, "'visionzip' needs a budget .--budget"),
+        ({"name": "all", "budget": 3}, "budget 3"),
+        ({"name": "random", "budget": "own"}, "budget own, only all, count, rate"),
+        ({"name": "sparsevlm", "options": {"noise": 0}}, "'sparsevlm' needs a budget"),
+        ({"policy": SCORER}, "'autoselect' needs a budget"),
+        ({"name": "autoselect", "policy": SCORER, "budget": "mean:3"}, "budget mean:3"),
+        ({"name": "autoselect", "budget": 3}, "'autoselect' is trained.*--policy"),
+        ({"name": "random", "budget": 3, "policy": LEARNED}, "'stepprune', not to 'random'"),
+        ({"name": "stepprune", "policy": SCORER}, "'autoselect', not to 'stepprune'"),
+        ({"name": "random", "budget": 3, "stop_bias": 0.5}, "--stop_bias.*--policy"),
+        ({"policy": SCORER, "budget": 3, "stop_bias": 0.5}, "--stop_bias.*--policy"),
+        ({"policy": LEARNED, "stop_bias": float("nan")}, "--stop_bias"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
+def test_what_cannot_be_made_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
         make_method(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "options"),
     [
-        ({"name": "grid", "budget": 10}, "budget is 10, expected an integer from 1 to 9, .*grid"),
-        (
-            {"name": "stepprune", "budget": 5, "policy": stepprune()},
-            "budget is 5, expected an integer from 1 to 4, as many as stepprune can keep of 9",
-        ),
-        (
-            {"name": "stepprune", "budget": "2/3", "policy": stepprune()},
-            "budget is 2/3, expected a share that is at most 4 of 9 visual tokens",
-        ),
+        ("fastv", {"layers": 2}),
+        ("grid", {"budget": 2}),
+        ("stepprune", {"config": 2}),
+        ("stepprune", {"group": "0"}),
+        ("fastv", {"layer": "two"}),
+        ("fastv", {"average": 1}),
+        ("pyramiddrop", {"layer_list": "8"}),
+        ("topv", {"alpha": "1e400"}),
+        ("random", {"seed": 1 << 31}),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_in_one_line(config, arguments, message):
-    with pytest.raises(ValueError, match=f"^{message}") as caught:
-        make_method(**arguments).pruner.check(config, config.max_image_tokens)
-    assert "\n" not in str(caught.value)
+def test_options_are_refused_by_name(name, options):
+    policy = LEARNED if name == "stepprune" else None
+    with pytest.raises(
+        ValueError, match=f"^{name}.* {next(iter(options))}|{next(iter(options))!r}"
+    ):
+        make_method(name, 3, policy=policy, options=options)
+
+
+DEEP, SMALL, NO_CLASS_TOKEN = llava(), llava(2), llava(2, feature_layer=0)
+TEN = Budget("count", 10)
+
+
+@pytest.mark.parametrize(
+    ("pruner", "option"),
+    [
+        (Grid(TEN), "budget"),
+        (StepPrune(Budget("count", 5), LEARNED.config), "budget"),
+        (StepPrune(Budget("rate", 2 / 3), LEARNED.config), "budget"),
+        (FastV(layer=32), "layer"),
+        (FastV(Budget("count", 1), layer=4, average=True), "budget"),
+        (PyramidDrop(Budget("count", 1)), "budget"),
+        (PyramidDrop(layer_list=(8, 32)), "layer_list"),
+        (PyramidDrop(layer_list=(8, 8)), "layer_list"),
+        (PyramidDrop(layer_list=(8, 16), image_token_ratio_list=(0.5, 0.6)), "image_token_ratio"),
+        (PyramidDrop(image_token_ratio_list=(0.5, 0.25)), "image_token_ratio_list"),
+        (SparseVLM(Budget("count", 1), pruning_loc=(20,)), "budget"),
+        (SparseVLM(Budget("count", 9), pruning_loc=(2, 31)), "pruning_loc"),
+        (SparseVLM(sparse_token_list=(9, 8, 0)), "sparse_token_list"),
+        (SparseVLM(noise=-1.0), "noise"),
+        (SparseVLMv2(heads=0), "heads"),
+        (Dart(layer=0), "layer"),
+        (Dart(pivot_image_token=0, pivot_text_token=0), "pivot_image_token"),
+        (Dart(pivot_text_token=-1), "pivot_text_token"),
+        (Dart(pivot_order="sum"), "pivot_order"),
+        (TopV(layer=31), "layer"),
+        (TopV(sigma=0.0), "sigma"),
+        (TopV(beta=-1.0), "beta"),
+        (VisionZip(Budget("count", 1)), "budget"),
+        (VisionZip(Budget("count", 5), contextual=5), "contextual"),
+        (PruMerge(Budget("own"), neighbours=-1), "neighbours"),
+        (HoloV(Budget("count", 4), crops=0), "crops"),
+        (HoloV(Budget("count", 4), alpha=-1.0), "alpha"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(pruner, option):
+    with pytest.raises(ValueError, match=rf"^{pruner.name}: {option}.* is .*, expected "):
+        pruner.check(DEEP, 9)
+
+
+@pytest.mark.parametrize("kind", [Cls, VisionZip, PruMerge, HoloV])
+def test_a_tower_without_attention_of_the_class_token_is_refused_by_name(kind):
+    kind(Budget("count", 4)).check(SMALL, 9)
+    with pytest.raises(ValueError, match=rf"^{kind.name}: .*\[CLS\] attention"):
+        kind(Budget("count", 4)).check(NO_CLASS_TOKEN, 9)

@@ -5,17 +5,12 @@ import pytest
 import torch
 import torch_pruning
 import torch_stages
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import select, view
 
-from stepprune_jax.inference import generate, trace_arrays
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import Budget, PruMerge, PruMergePlus, View, make_method
+from stepprune_jax.pruning import Budget, PruMerge, PruMergePlus, make_method
 from stepprune_jax.pruning.prumerge import count_outliers, grid_stride, kept_outliers, merge
-from stepprune_jax.testing import tiny_hf_config
 
-run_select = jax.jit(
-    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
-)
 run_merge = jax.jit(merge, static_argnums=(4, 5))
 
 
@@ -78,17 +73,7 @@ def seen(random, r, n, count, width=5):
     scores = np.einsum("rhc,rhmc->rm", query, keys) / np.sqrt(6)
     attention = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     rows = (attention[:, 1:], keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, 6), tokens)
-    view = View(
-        jnp.asarray(tokens),
-        None,
-        jnp.full((r, 2), 1),
-        jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32),
-        jnp.full(r, count, jnp.int32),
-        (jnp.asarray(query), jnp.asarray(keys)),
-    )
-    return view, zip(*rows, strict=True)
+    return view(tokens, query, keys, count=count), zip(*rows, strict=True)
 
 
 @pytest.mark.parametrize("name", ["prumerge", "prumerge_plus"])
@@ -97,10 +82,10 @@ def seen(random, r, n, count, width=5):
 )
 def test_many_images_equal_a_plain_loop(name, count, neighbours):
     n = 40
-    view, rows = seen(np.random.default_rng(0), 20, n, count or n)
+    shown, rows = seen(np.random.default_rng(0), 20, n, count or n)
     budget = "own" if count is None else count
     pruner = make_method(name, budget, options={"neighbours": neighbours}).pruner
-    kept = run_select(pruner.program(), view, n + 1)
+    kept = select(pruner.program(), shown, n + 1)
     found = set()
     for row, (attention, keys, tokens) in enumerate(rows):
         index, expected = plain(attention, keys, tokens, name, count, neighbours)
@@ -117,13 +102,13 @@ def test_many_images_equal_a_plain_loop(name, count, neighbours):
 
 
 def test_without_outliers_the_sum_is_left_and_a_grid_of_a_third():
-    view, _ = seen(np.random.default_rng(0), 1, 12, 12)
-    flat = view._replace(taps=(jnp.zeros_like(view.taps[0]), view.taps[1]))
-    kept = run_select(PruMerge(Budget("own")), flat, 12)
+    shown, _ = seen(np.random.default_rng(0), 1, 12, 12)
+    flat = shown._replace(taps=(jnp.zeros_like(shown.taps[0]), shown.taps[1]))
+    kept = select(PruMerge(Budget("own")), flat, 12)
     assert kept.count.tolist() == [1] and kept.index[0, 0] == -1
-    np.testing.assert_allclose(kept.tokens[0, 0], np.sum(view.tokens[0], 0) / 13, atol=1e-6)
+    np.testing.assert_allclose(kept.tokens[0, 0], np.sum(shown.tokens[0], 0) / 13, atol=1e-6)
     # As for one outlier.
-    kept = run_select(PruMergePlus(Budget("own")), flat, 13)
+    kept = select(PruMergePlus(Budget("own")), flat, 13)
     assert kept.index[0, : int(kept.count[0])].tolist() == [0, 4, 8, -1]
 
 
@@ -140,37 +125,10 @@ def test_outliers_are_counted_by_their_share_as_in_the_authors_program():
     assert [kept_outliers(c, 576) for c in range(577)] == list(range(577))
     assert [grid_stride(c, 576) for c in (0, 1, 32, 192, 400)] == [192, 192, 6, 1, 1]
     assert grid_stride(3, 729) == 80  # 1 / (3 / 729) is less than 243
-    view, rows = seen(np.random.default_rng(0), 1, 49, 49)
-    kept = run_select(PruMerge(Budget("own")), view, 49)
+    shown, rows = seen(np.random.default_rng(0), 1, 49, 49)
+    kept = select(PruMerge(Budget("own")), shown, 49)
     (row,) = rows
     assert kept.index[0, : int(kept.count[0]) - 1].tolist() == plain(*row, "prumerge")[0]
-
-
-def config(layer=-2):
-    return LlavaConfig.from_hf(tiny_hf_config() | {"vision_feature_layer": layer})
-
-
-@pytest.mark.parametrize(
-    ("layer", "fields", "message"),
-    [
-        (-2, {"neighbours": -1}, "prumerge: neighbours is -1, expected an integer from 0"),
-        (0, {}, r"prumerge: the model's tower has no \[CLS\] attention to rank patches by"),
-        (-2, {"budget": Budget("count", 10)}, "budget is 10, expected an integer from 1 to 9, .*"),
-        (
-            -2,
-            {"budget": Budget("mean", 3)},
-            "prumerge does not support a budget of kind 'mean', .*",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(layer, fields, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        PruMerge(**{"budget": Budget("count", 4)} | fields).check(config(layer), 9)
-
-
-def test_without_a_budget_the_image_decides():
-    assert make_method("prumerge").pruner == PruMerge(Budget("own"))
-    assert make_method("prumerge_plus", "1/3").pruner.budget == Budget.parse("1/3")
 
 
 @torch.no_grad()
@@ -188,6 +146,11 @@ def last_block(tower, pixels):
     return attention[1:].numpy(), key[1:].numpy()
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    return pair(tmp_path_factory.mktemp("model"), vision={"image_size": 40})
+
+
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
@@ -198,39 +161,12 @@ def last_block(tower, pixels):
     ],
 )
 def test_generation_equals_the_torch_reference(both, name, budget):
-    prompts, images = ask(3, seed=budget or 0)  # with two images, none and one
-    begun = []
-    answers = generate(
-        both.ours,
-        prompts,
-        images,
-        pruner=name,
-        budget=budget,
-        positions="compact",
-        max_tokens=1,
-        pruner_options={"neighbours": 4},
-        warm_up=False,
-        trace=begun.append,
-    )
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        indices = []
+    def choose(tower, pixels):
+        attention, keys = last_block(tower, pixels)
+        tokens = torch_pruning.all_patches(tower, pixels).numpy()
+        index, tokens = plain(attention, keys, tokens, name, budget, 4)
+        return [*index, -1], tokens
 
-        def merged(tower, pixels, indices=indices):
-            attention, keys = last_block(tower, pixels)
-            tokens = torch_pruning.all_patches(tower, pixels).numpy()
-            index, tokens = plain(attention, keys, tokens, name, budget, 4)
-            indices += [*index, -1]
-            return torch.tensor(tokens, dtype=torch.float32)
-
-        embeddings, _ = torch_pruning.prompted(both, prompt, shown, merged)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_0"], indices)
-        np.testing.assert_array_equal(arrays["position_0"], np.arange(embeddings.shape[1]))
-        expected = torch_pruning.next_logits(both, embeddings)
-        np.testing.assert_allclose(arrays["logits"], expected, atol=1e-4)
-        assert answers[row].kept == len(indices)
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    return pair(tmp_path_factory.mktemp("model"), vision={"image_size": 40})
+    options = {"pruner_options": {"neighbours": 4}, "positions": "own", "max_tokens": 1}
+    for asked in traced(both, ask(3, seed=budget or 0), pruner=name, budget=budget, **options):
+        torch_pruning.check(both, asked, choose)

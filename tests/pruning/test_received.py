@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from quick import quick_or_slow
+from views import select, view
 
 from stepprune_jax import PolicyConfig, policy, testing
 from stepprune_jax.checkpoints import Policy, load_vlm
 from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models import layers
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, View, autoselect, make_method
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, autoselect, make_method
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
 from stepprune_jax.pruning.visionzip import VisionZip, merge_received
 
@@ -38,24 +39,6 @@ def rows(seed=0):
     return tokens, received, keys, np.arange(n) < np.array(SIZES)[:, None]
 
 
-def view(*taps, count, seed=0):
-    tokens, *_, valid = rows(seed)
-    r = len(SIZES)
-    return View(
-        jnp.asarray(tokens),
-        jnp.asarray(valid),
-        jnp.ones((r, 2), jnp.int32),
-        jnp.zeros((r, 1, 2)),
-        jnp.zeros((r, 1), bool),
-        jnp.zeros(r, jnp.int32),
-        jnp.asarray(count, jnp.int32),
-        tuple(map(jnp.asarray, taps)),
-    )
-
-
-run_select = jax.jit(
-    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
-)
 keep_all_crops = jax.jit(keep_in_crops, static_argnums=4)
 
 
@@ -98,9 +81,8 @@ def test_crops_share_the_budget_of_images_of_any_size(counts):
     for row, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
         expected = crops_by_hand(tokens[row, :size], received[row, :size], count, 0.09)
         assert np.flatnonzero(kept[row]).tolist() == expected
-    pruned = run_select(
-        HoloV(Budget("rate", 1)).program(), view(received, count=counts), max(counts)
-    )
+    shown = view(tokens, received, count=counts, valid=valid)
+    pruned = select(HoloV(Budget("rate", 1)).program(), shown, max(counts))
     assert pruned.count.tolist() == list(counts)
     np.testing.assert_array_equal(pruned.index[0, : counts[0]], np.flatnonzero(kept[0]))
 
@@ -127,9 +109,9 @@ def zip_by_hand(tokens, received, keys, count):
 
 
 def test_dominant_tokens_are_kept_and_the_others_merged():
-    tokens, received, keys, _ = rows(1)
+    tokens, received, keys, valid = rows(1)
     counts, pruner = (8, 13, 4), VisionZip(Budget("rate", 1))
-    kept = run_select(pruner, view(received, keys, count=counts, seed=1), 16)
+    kept = select(pruner, view(tokens, received, keys, count=counts, valid=valid), 16)
     assert kept.count.tolist() == list(counts)
     for row, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
         parts = (part[row, :size] for part in (tokens, received, keys))

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch_stages
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import llava, rows
 
 from stepprune_jax.flops import llm_flops
-from stepprune_jax.inference import generate, trace_arrays
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.pruning import Budget, SparseVLM, SparseVLMv2, Survivors
-from stepprune_jax.pruning.base import keep_best
+from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.sparsevlm import (
     cluster_and_merge,
     num_clusters,
@@ -21,27 +19,10 @@ from stepprune_jax.pruning.sparsevlm import (
     recycle,
     without_positions,
 )
-from stepprune_jax.testing import tiny_hf_config
 
+LLAVA = llava(side=192)  # of 576 visual tokens
 run_clusters = jax.jit(cluster_and_merge, static_argnames=("most", "noise"))
 run_raters = jax.jit(rate_text, static_argnums=2)
-
-
-def config(layers=32, side=192, **text):
-    """A LLaVA of 576 visual tokens, unless its images are smaller."""
-    text = {"num_hidden_layers": layers} | text
-    return LlavaConfig.from_hf(tiny_hf_config(text=text, vision={"image_size": side}))
-
-
-def rows(image, hidden=None, length=None):
-    """Rows of tokens whose images are known, and whose index is their slot."""
-    image = jnp.asarray(image, jnp.int32)
-    b, s = image.shape
-    slots = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
-    hidden = jnp.zeros((b, s, 2)) if hidden is None else jnp.asarray(hidden, jnp.float32)
-    length = jnp.full(b, s, jnp.int32) if length is None else jnp.asarray(length, jnp.int32)
-    index = jnp.where(image < 0, -1, slots)
-    return Sequence(hidden, slots[:, None], length, length, image, index)
 
 
 @pytest.mark.parametrize(
@@ -59,20 +40,20 @@ def rows(image, hidden=None, length=None):
 )
 def test_the_authors_lists_leave_what_they_print(kind, budget, behind, mean, entering_mean):
     pruner = kind(Budget("count", budget))
-    pruner.check(config(), 576)
-    assert [cut.layer for cut in pruner.cuts(config(), 576)] == [3, 7, 16]
-    counts = [sum(left) for left in pruner.survivors(config(), 576)]
+    pruner.check(LLAVA, 576)
+    assert [cut.layer for cut in pruner.cuts(LLAVA, 576)] == [3, 7, 16]
+    counts = [sum(left) for left in pruner.survivors(LLAVA, 576)]
     assert counts == behind
     if mean is None:
         return
     a, b, c = counts
     assert (2 * 576 + 4 * a + 9 * b + 17 * c) / 32 == pytest.approx(mean, abs=0.006)
-    assert np.mean(pruner.layer_tokens(config(), 576)) == pytest.approx(entering_mean, abs=0.06)
+    assert np.mean(pruner.layer_tokens(LLAVA, 576)) == pytest.approx(entering_mean, abs=0.06)
 
 
 def test_lists_follow_the_share_of_an_image():
     # A third of 144 tokens: a quarter of the list for 192 of 576.
-    kept = [left.kept for left in SparseVLM(Budget("count", 48)).survivors(config(), 144)]
+    kept = [left.kept for left in SparseVLM(Budget("count", 48)).survivors(LLAVA, 144)]
     assert kept == [75, 50, 27]
 
 
@@ -80,83 +61,53 @@ def test_lists_follow_the_share_of_an_image():
 @pytest.mark.parametrize("budget", [400, 150, 70, 56])
 def test_other_budgets_are_met_by_one_ratio(kind, budget):
     pruner = kind(Budget("count", budget))
-    pruner.check(config(), 576)
-    counts = [576, *map(sum, pruner.survivors(config(), 576))]
+    pruner.check(LLAVA, 576)
+    counts = [576, *map(sum, pruner.survivors(LLAVA, 576))]
     assert counts == sorted(counts, reverse=True)
     mean = sum(w * n for w, n in zip((2, 4, 9, 17), counts, strict=True)) / 32
     assert budget - 1 < mean <= budget
     last = kind(Budget("count", budget), average=False)
-    last.check(config(), 576)
-    assert sum(last.survivors(config(), 576)[-1]) == budget
+    last.check(LLAVA, 576)
+    assert sum(last.survivors(LLAVA, 576)[-1]) == budget
 
 
 def test_a_budget_of_all_tokens_drops_none():
     for pruner in (SparseVLM(), SparseVLM(Budget("count", 576)), SparseVLMv2(average=False)):
-        assert pruner.survivors(config(), 576) == (Survivors(576),) * 3
+        assert pruner.survivors(LLAVA, 576) == (Survivors(576),) * 3
 
 
 def test_a_list_decides_and_keeps_one_fewer_at_most():
     pruner = SparseVLM(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert pruner.survivors(config(), 576) == (
+    assert pruner.survivors(LLAVA, 576) == (
         Survivors(575, 1),
         Survivors(30, num_clusters(546)[1]),
         Survivors(30, 1),
     )
     v2 = SparseVLMv2(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert v2.survivors(config(), 576) == (Survivors(575), Survivors(30), Survivors(29))
+    assert v2.survivors(LLAVA, 576) == (Survivors(575), Survivors(30), Survivors(29))
     # Down to none, where nothing is recycled.
     one = dict(sparse_token_list=(1, 1, 1), pruning_loc=(2, 6, 15))
-    assert SparseVLMv2(**one).survivors(config(), 9) == (Survivors(1), Survivors(0), Survivors(0))
-    assert SparseVLM(**one).survivors(config(), 9) == (Survivors(1, 1),) * 3
-    assert SparseVLM(**one).survivors(config(), 1) == (Survivors(0, 1),) * 3
+    assert SparseVLMv2(**one).survivors(LLAVA, 9) == (
+        Survivors(1),
+        Survivors(0),
+        Survivors(0),
+    )
+    assert SparseVLM(**one).survivors(LLAVA, 9) == (Survivors(1, 1),) * 3
+    assert SparseVLM(**one).survivors(LLAVA, 1) == (Survivors(0, 1),) * 3
 
 
 def test_shallow_models_are_pruned_at_the_same_share_of_their_depth():
-    assert [cut.layer for cut in SparseVLM().cuts(config(16), 576)] == [1, 3, 8]
-    assert [cut.layer for cut in SparseVLM().cuts(config(4), 576)] == [1, 2]
+    assert [cut.layer for cut in SparseVLM().cuts(llava(16, 192), 576)] == [1, 3, 8]
+    assert [cut.layer for cut in SparseVLM().cuts(llava(4, 192), 576)] == [1, 2]
 
 
 def test_operations_are_counted():
-    llama = config(
-        hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32
-    ).text
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008}
+    llama = llava(num_attention_heads=32, num_key_value_heads=32, **sizes).text
     pruner = SparseVLM(Budget("count", 192))
-    pruned = llm_flops(llama, pruner.layer_tokens(config(), 576))
+    pruned = llm_flops(llama, pruner.layer_tokens(LLAVA, 576))
     assert pruned.mean_tokens == 206.5
     assert pruned.layer_macs < 0.4 * llm_flops(llama, 576).layer_macs
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "a mean of 30 of 576 tokens is out of reach after layers 2, 6, 15 of 32"),
-        (
-            {"average": False, "pruning_loc": (2,), "budget": Budget("count", 9)},
-            "9 of 576 tokens is out of reach after layers 2 of 32",
-        ),
-        (
-            {"pruning_loc": (2, 31)},
-            r"pruning_loc is \[2, 31\], expected ascending layers from 0 to 30",
-        ),
-        (
-            {"sparse_token_list": (9, 8)},
-            r"sparse_token_list is \[9, 8\], expected 3 integers from 1",
-        ),
-        (
-            {"sparse_token_list": (9, 8, 0)},
-            r"sparse_token_list is \[9, 8, 0\], expected 3 integers",
-        ),
-        ({"budget": Budget("count", 192), "noise": -1.0}, "noise is -1.0, expected 0 or more"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=f"^sparsevlm: {message}"):
-        SparseVLM(**{"budget": Budget("count", 30)} | fields).check(config(), 576)
-
-
-def test_a_vote_needs_a_head():
-    with pytest.raises(ValueError, match=r"^sparsevlm_v2: heads is 0, expected an integer from 1$"):
-        SparseVLMv2(heads=0).check(config(), 576)
 
 
 def test_raters_are_what_the_image_speaks_to_more_than_on_average():
@@ -377,25 +328,10 @@ def both(tmp_path_factory):
     [(SparseVLM, (4, 2), {"noise": 0.0}), (SparseVLMv2, (20, 3), {"heads": 2})],
 )
 def test_generation_equals_the_torch_reference(both, kind, counts, options):
-    locs = (0, 1)
-    prompts, images = ask(3, seed=2)  # with two images, none and one
-    begun = []
-    answers = generate(
-        both.ours,
-        prompts,
-        images,
-        pruner=kind(pruning_loc=locs, sparse_token_list=counts, **options),
-        positions="own",
-        max_tokens=4,
-        stop_ids=(),
-        warm_up=False,
-        trace=begun.append,
-    )
     heads = options.get("heads")
-    drops = {loc + 1: dropping(loc, count, heads) for loc, count in zip(locs, counts, strict=True)}
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        expected = torch_stages.staged(both, prompt, shown, drops, 4, renumber=heads is None)
-        if shown:
-            merged = (expected.rows[-1].index < 0) & (expected.rows[-1].image >= 0)
-            assert merged.any() == (heads is None)
-        expected.check(trace_arrays(begun[0], row), answers[row])
+    pruner = kind(pruning_loc=(0, 1), sparse_token_list=counts, **options)
+    drops = {loc + 1: dropping(loc, count, heads) for loc, count in enumerate(counts)}
+    for asked in traced(both, ask(3, seed=2), pruner=pruner, positions="own", max_tokens=4):
+        last = torch_stages.check(both, asked, drops, renumber=heads is None)[-1]
+        merged = (last.index < 0) & (last.image >= 0)
+        assert merged.any() == (heads is None and len(asked.images) > 0)

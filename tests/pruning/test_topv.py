@@ -1,25 +1,17 @@
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch_stages
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import llava, rows
 
-from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning import Budget, LayerCut, Survivors, TopV
-from stepprune_jax.pruning.base import evenly
+from stepprune_jax.pruning import Budget, LayerCut, TopV
+from stepprune_jax.pruning.ordering import evenly
 from stepprune_jax.pruning.topv import contributions
-from stepprune_jax.testing import tiny_hf_config
-
-
-def config(layers=32):
-    return LlavaConfig.from_hf(tiny_hf_config(text={"num_hidden_layers": layers}))
 
 
 def transported(cost, source, target, epsilon, iterations):
@@ -91,11 +83,10 @@ def test_many_rows_equal_a_plain_loop(topv):
     index = np.array([-1, -1, *range(12), -1, *range(10), -1, -1, -1])
     b, s = 4, len(image)
     hidden = [random.standard_normal((b, s, 6)).astype(np.float32) for _ in range(2)]
-    rows = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b, s)) for x in (image, index)]
-    full, position = jnp.full(b, s), jnp.zeros((b, 1, s), jnp.int32)
     shapes = jnp.broadcast_to(jnp.array(grids), (b, 2, 2))
-    sequence = Sequence(jnp.zeros((b, s, 6)), position, full, full, *rows, grid=shapes)
-    (cut,) = topv.cuts(config(), 12)
+    sequence = rows([image] * b, np.zeros((b, s, 6)), index=[index] * b, grid=shapes)
+    (cut,) = topv.cuts(llava(), 12)
+    assert cut == LayerCut(3, (Tap("hidden", 2), Tap("mlp_input", 2)))
     taps = {"hidden.2": jnp.asarray(hidden[0]), "mlp_input.2": jnp.asarray(hidden[1])}
     drop = jax.jit(lambda taps, count: topv.drop((), cut, sequence, taps, count)[1])
     for counts in ((5, 4), (12, 0), (8, 10)):
@@ -111,15 +102,7 @@ def test_many_rows_equal_a_plain_loop(topv):
 def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
     image = jnp.array([[-1, *[0] * 4, -1, 1]], jnp.int32)
     index = jnp.array([[-1, 0, 1, 2, 3, -1, 0]], jnp.int32)
-    sequence = Sequence(
-        jnp.zeros((1, 7, 2)),
-        jnp.zeros((1, 1, 7), jnp.int32),
-        jnp.array([7]),
-        jnp.array([7]),
-        image,
-        index,
-        grid=jnp.array([[[2, 2], [1, 1]]]),
-    )
+    sequence = rows(image, index=index, grid=jnp.array([[[2, 2], [1, 1]]]))
     same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
     random = np.random.default_rng(0)
     for features in (random.standard_normal((2, 1, 7, 2)), np.zeros((2, 1, 7, 2))):
@@ -130,52 +113,15 @@ def test_terms_run_from_0_to_1_and_nothing_becomes_nan():
             own = np.asarray(cost)[0, 1:5, 1:5]
             assert own.min() == 0 and own.max() in (0, 1)
         taps = {"hidden.2": source, "mlp_input.2": target}
-        (cut,) = TopV().cuts(config(), 4)
+        (cut,) = TopV().cuts(llava(), 4)
         drop = jax.jit(functools.partial(TopV().drop, (), cut))
         _, keep = drop(sequence, taps, jnp.array([[2, 1]]))
         assert keep[0, 1:5].sum() == 2 and keep[0, 6]
 
 
-def test_the_cut_is_behind_the_layer():
-    (cut,) = TopV(Budget("count", 3)).cuts(config(), 9)
-    assert cut == LayerCut(3, (Tap("hidden", 2), Tap("mlp_input", 2)))
-    assert TopV(Budget("count", 3)).entering(9) == 9
-    assert TopV(Budget("count", 3)).survivors(config(), 9) == (Survivors(3),)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layer": -1}, "topv: layer is -1, expected 0 to 30"),
-        ({"layer": 31}, "topv: layer is 31, expected 0 to 30"),
-        ({"sigma": 0.0}, "topv: sigma is 0.0, expected more than 0"),
-        ({"epsilon": -1.0}, "topv: epsilon is -1.0, expected more than 0"),
-        ({"iterations": 0}, "topv: iterations is 0, expected more than 0"),
-        ({"alpha": -1.0}, "topv: alpha is -1.0, expected 0 or more"),
-        ({"recover_every": -1}, "topv: recover_every is -1, expected 0 or more"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        TopV(Budget("count", 4), **fields).check(config(), 9)
-
-
 def test_generation_equals_the_torch_reference(tmp_path):
     both = pair(tmp_path, text={"num_hidden_layers": 4}, vision={"image_size": 40})
-    prompts, images = ask(3, seed=5)  # with two images, none and one
-    begun, count, topv = [], 9, TopV(layer=1, beta=0.3)
-    answers = generate(
-        both.ours,
-        prompts,
-        images,
-        pruner="topv",
-        budget=count,
-        max_tokens=4,
-        stop_ids=(),
-        pruner_options={"layer": 1, "beta": 0.3},
-        warm_up=False,
-        trace=begun.append,
-    )
+    topv = TopV(Budget("count", 9), layer=1, beta=0.3)
 
     def drop(core, entered):
         row, block = entered[1], core.layers[1]
@@ -185,9 +131,8 @@ def test_generation_equals_the_torch_reference(tmp_path):
         states = [x[0].double().numpy() for x in (row.hidden, target)]
         spans = [row.span(image) for image in range(row.image.max() + 1)]
         return entered[-1].dropping(
-            [span[plain(*(x[span] for x in states), (5, 5), count, topv)] for span in spans]
+            [span[plain(*(x[span] for x in states), (5, 5), 9, topv)] for span in spans]
         )
 
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        expected = torch_stages.staged(both, prompt, shown, {2: drop}, 4)
-        expected.check(trace_arrays(begun[0], row), answers[row])
+    for asked in traced(both, ask(3, seed=5), pruner=topv, max_tokens=4):
+        torch_stages.check(both, asked, {2: drop})

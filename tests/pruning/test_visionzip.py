@@ -2,15 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import torch_pruning
-from generation_reference import ask, pair
+from generation_reference import ask, pair, traced
+from views import llava
 
-from stepprune_jax.inference import generate, trace_arrays
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.pruning import Budget, VisionZip
 from stepprune_jax.pruning.visionzip import merge
-from stepprune_jax.testing import tiny_hf_config
 
 run_merge = jax.jit(merge, static_argnums=(3, 4))
 
@@ -113,66 +110,20 @@ def test_five_of_32_are_contextual(count, split):
     assert VisionZip(contextual=1).split(count) == (count - 1, 1)
 
 
-def config(layer=-2):
-    return LlavaConfig.from_hf(tiny_hf_config() | {"vision_feature_layer": layer})
-
-
 def test_budgets_that_leave_room_for_both_kinds_pass():
     for count, contextual in ((2, None), (9, None), (9, 4), (6, 5), (9, 1)):
-        VisionZip(Budget("count", count), contextual=contextual).check(config(), 9)
-
-
-@pytest.mark.parametrize(
-    ("count", "contextual", "message"),
-    [
-        (1, None, "visionzip: 0 dominant and 1 contextual tokens of 9; expected at least"),
-        (5, 5, "visionzip: 0 dominant and 5 contextual tokens of 9; expected at least"),
-        (5, 0, "visionzip: 5 dominant and 0 contextual tokens of 9; expected at least"),
-        (5, -1, "visionzip: 6 dominant and -1 contextual tokens of 9; expected at least"),
-        (10, None, "budget is 10, expected an integer from 1 to 9"),
-    ],
-)
-def test_budgets_without_room_are_refused_in_one_line(count, contextual, message):
-    with pytest.raises(ValueError, match=f"^{message}") as caught:
-        VisionZip(Budget("count", count), contextual=contextual).check(config(), 9)
-    assert "\n" not in str(caught.value)
-
-
-def test_towers_that_project_the_embedding_are_refused():
-    with pytest.raises(ValueError, match=r"no \[CLS\] attention"):
-        VisionZip(Budget("count", 4)).check(config(0), 9)
+        VisionZip(Budget("count", count), contextual=contextual).check(llava(), 9)
 
 
 @pytest.mark.parametrize(("count", "contextual"), [(5, 2), (4, None)])
 def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
-    both = pair(tmp_path)
-    prompts, images = ask(3, seed=count)  # with two images, none and one
-    split = VisionZip(contextual=contextual).split(count)
-    begun = []
-    generate(
-        both.ours,
-        prompts,
-        images,
-        pruner="visionzip",
-        budget=count,
-        positions="own",
-        pruner_options={"contextual": contextual},
-        max_tokens=1,
-        warm_up=False,
-        trace=begun.append,
-    )
-    for row, (prompt, shown) in enumerate(zip(prompts, images, strict=True)):
-        sources = []
+    both, pruner = pair(tmp_path), VisionZip(Budget("count", count), contextual)
+    dominant, merged = pruner.split(count)
 
-        def zipped(tower, pixels, sources=sources):
-            hidden, attention, keys = torch_pruning.tower_signals(tower, pixels)
-            tokens, source, _ = plain(attention.sum(0), keys, hidden, *split)
-            sources += [i - 1 if at < split[0] else -1 for at, i in enumerate(source)]
-            return torch.tensor(tokens, dtype=torch.float32)
+    def choose(tower, pixels):
+        hidden, attention, keys = torch_pruning.tower_signals(tower, pixels)
+        tokens, source, _ = plain(attention.sum(0), keys, hidden, dominant, merged)
+        return [i - 1 for i in source[:dominant]] + [-1] * merged, tokens
 
-        embeddings, _ = torch_pruning.prompted(both, prompt, shown, zipped)
-        arrays = trace_arrays(begun[0], row)
-        np.testing.assert_array_equal(arrays["kept_0"], sources)
-        np.testing.assert_array_equal(arrays["position_0"], np.arange(embeddings.shape[1]))
-        expected = torch_pruning.next_logits(both, embeddings)
-        np.testing.assert_allclose(arrays["logits"], expected, atol=1e-4)
+    for asked in traced(both, ask(3, seed=count), pruner=pruner, positions="own", max_tokens=1):
+        torch_pruning.check(both, asked, choose)

@@ -12,7 +12,7 @@ from PIL import Image
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import read_request
+from stepprune_jax.inference import Answer, generate, read_request, trace_arrays
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.pruning.base import take
 
@@ -57,6 +57,24 @@ def ask(count, seed=0):
 
 def request(model, prompt, images):
     return read_request(model.tokenizer, model.image_settings, model.config, [prompt], [images])
+
+
+class Asked(NamedTuple):
+    """A question, our answer, and the arrays of its trace."""
+
+    prompt: str
+    images: list[Image.Image]
+    answer: Answer
+    arrays: dict[str, np.ndarray]
+
+
+def traced(pair, questions, **options):
+    """Our answers to the result of `ask`."""
+    begun, (prompts, images) = [], questions
+    options = {"stop_ids": (), "warm_up": False, "trace": begun.append} | options
+    answers = generate(pair.ours, prompts, images, **options)
+    arrays = [trace_arrays(begun[0], row) for row in range(len(prompts))]
+    return list(map(Asked, prompts, images, answers, arrays))
 
 
 @torch.no_grad()

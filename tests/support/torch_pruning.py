@@ -71,3 +71,28 @@ def next_logits(pair, embeddings):
     """Logits [v] behind a prompt at positions 0, 1, 2, ..."""
     hidden = pair.theirs.model.language_model(inputs_embeds=embeddings).last_hidden_state
     return pair.theirs.lm_head(hidden[0, -1]).numpy()
+
+
+def check(pair, asked, choose, projected=False):
+    """Holds what is kept of a question's images, and the logits, against the torch model.
+
+    Args:
+        pair: the models.
+        asked: our answer, with compact positions.
+        choose: from the tower and pixels to indices and tokens [k, d] before the projector; if
+            `projected`, from projected tokens, the tower and pixels to those to be put there.
+        projected: where it chooses.
+    """
+    indices = []
+
+    def chosen(*arguments):
+        index, tokens = choose(*arguments)
+        indices.extend(index)
+        return torch.as_tensor(tokens, dtype=torch.float32)
+
+    functions = (all_patches, chosen) if projected else (chosen,)
+    embeddings, _ = prompted(pair, asked.prompt, asked.images, *functions)
+    np.testing.assert_array_equal(asked.arrays["kept_0"], indices)
+    np.testing.assert_array_equal(asked.arrays["position_0"], np.arange(embeddings.shape[1]))
+    np.testing.assert_allclose(asked.arrays["logits"], next_logits(pair, embeddings), atol=1e-4)
+    assert asked.answer.kept == len(indices)

@@ -49,40 +49,22 @@ class Row(NamedTuple):
         )
 
 
-class Staged(NamedTuple):
-    """What came of a prompt: the rows of each stage, logits [max_tokens, v] and greedy ids."""
-
-    rows: list[Row]
-    logits: np.ndarray
-    ids: np.ndarray
-
-    def check(self, arrays, answer, atol=1e-4):
-        """Holds a trace and an answer of ours against it."""
-        for stage, row in enumerate(self.rows):
-            visual = row.image >= 0
-            np.testing.assert_array_equal(arrays[f"kept_{stage}"], row.index[visual])
-            np.testing.assert_array_equal(arrays[f"image_{stage}"], row.image[visual])
-            np.testing.assert_array_equal(arrays[f"position_{stage}"], row.position[0])
-        np.testing.assert_allclose(arrays["logits"], self.logits[0], atol=atol)
-        assert answer.token_ids == tuple(self.ids)
-        assert answer.kept == (self.rows[-1].image >= 0).sum()
-
-
 @torch.no_grad()
-def staged(pair, prompt, images, drops, max_tokens, renumber=False):
-    """Answers greedily, pruning once in the prefill; every layer caches what entered it.
+def check(pair, asked, drops, renumber=False):
+    """Holds our answer against a greedy one that prunes once, in the prefill.
+
+    Every layer caches what entered it. Returns the rows of each stage.
 
     Args:
         pair: both models.
-        prompt: the question.
-        images: its images.
+        asked: our answer.
         drops: for some layers what they leave: a function of (language model, the rows that entered
             each layer up to this one) that returns the row which enters in place of the last.
-        max_tokens: length of the answer.
         renumber: whether tokens are numbered anew behind each cut.
     """
     model, core = pair.theirs, pair.theirs.model.language_model
-    hidden, spans = prompted(pair, prompt, images, all_patches)
+    max_tokens = len(asked.answer.token_ids)
+    hidden, spans = prompted(pair, asked.prompt, asked.images, all_patches)
     s = hidden.shape[1]
     image, index = np.full(s, -1), np.full(s, -1)
     for number, span in enumerate(spans):
@@ -107,8 +89,16 @@ def staged(pair, prompt, images, drops, max_tokens, renumber=False):
         for number, block in enumerate(core.layers):
             position = torch.tensor([[following[number] + len(logits) - 1]])
             hidden = _run(core, block, hidden, position, cache)
-    logits = torch.stack(logits).numpy()
-    return Staged(rows, logits, logits.argmax(1))
+    logits, arrays = torch.stack(logits).numpy(), asked.arrays
+    for stage, row in enumerate(rows):
+        visual = row.image >= 0
+        np.testing.assert_array_equal(arrays[f"kept_{stage}"], row.index[visual])
+        np.testing.assert_array_equal(arrays[f"image_{stage}"], row.image[visual])
+        np.testing.assert_array_equal(arrays[f"position_{stage}"], row.position[0])
+    np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
+    assert asked.answer.token_ids == tuple(logits.argmax(1))
+    assert asked.answer.kept == (rows[-1].image >= 0).sum()
+    return rows
 
 
 def _run(core, block, hidden, position, cache):

@@ -1,0 +1,98 @@
+"""Orders, choices and groups of tokens, which several pruners share."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.layers import map_queries
+
+
+def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:
+    """Orders tokens by score, best first, ties by position, padding last."""
+    scores = scores.astype(jnp.float32)
+    if valid is not None:
+        scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
+    return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
+
+
+def keep_best(
+    scores: Float[Array, "b s"], image: Int[Array, "b s"], count: Int[Array, "b j"]
+) -> Bool[Array, "b s"]:
+    """Keeps text (where `image` is -1), and the `count` best tokens of each image.
+
+    Ties go to the earlier token.
+    """
+    # Sorted by image, then by score: the rank within an image is the distance from its first.
+    order = jnp.lexsort((-scores.astype(jnp.float32), image), axis=1)
+    rank = jnp.argsort(order, axis=1)
+    of_image = image[..., None] == jnp.arange(count.shape[1])
+    earlier = jnp.cumsum(of_image.sum(1, dtype=jnp.int32), axis=1)
+    text = jnp.sum(image < 0, axis=1, keepdims=True)
+    first = jnp.concatenate([text, text + earlier[:, :-1]], axis=1)
+    at = jnp.maximum(image, 0)
+    within = rank - jnp.take_along_axis(first, at, axis=1)
+    return (image < 0) | (within < jnp.take_along_axis(count, at, axis=1))
+
+
+def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "*r n"]:
+    """Picks g `wanted` of the m tokens in a pool: the i-th is the floor(i m / g)-th."""
+    number = jnp.cumsum(pool, axis=-1, dtype=jnp.int32)
+    wanted, size = wanted[..., None], jnp.maximum(number[..., -1:], 1)
+    # How many picks lie before the k-th of the pool: the i with floor(i m / g) < k.
+    before, up_to = (-(-k * wanted // size) for k in (number - 1, number))
+    return pool & (up_to > before)
+
+
+def map_tokens(
+    function: Callable[..., Array], tokens: Float[Array, "r n c"], *by_token: Int[Array, "#r n"]
+) -> Array:
+    """Compares tokens with all others, some at a time if they are many; see `map_queries`.
+
+    Args:
+        function: maps some tokens [r, q, c], and their part of each of `by_token`, to [r, q, ...].
+        tokens: [r, n, c] the tokens.
+        by_token: [r or 1, n] arrays.
+
+    Returns:
+        [r, n, ...] the results.
+    """
+    parts = map_queries(lambda part, *own: function(part[:, 0], *own), tokens[:, None], *by_token)
+    parts = jnp.moveaxis(parts, 0, 1)
+    return parts.reshape(len(tokens), -1, *parts.shape[3:])[:, : tokens.shape[1]]
+
+
+def group_means(
+    values: Float[Array, "r n c"], group: Int[Array, "r n"], wanted: Int[Array, "#r n"]
+) -> Float[Array, "r n c"]:
+    """Averages values over each `wanted` group of tokens; 0 for a group without any.
+
+    The sums have a fixed order, unlike a scatter on a GPU.
+    """
+
+    def mean(_: Array, wanted: Int[Array, "#r q"]) -> Float[Array, "r q c"]:
+        member = (wanted[..., None] == group[:, None]).astype(jnp.float32)
+        total = jnp.einsum("rqn,rnc->rqc", member, values, precision=lax.Precision.HIGHEST)
+        return total / jnp.maximum(1, member.sum(2, keepdims=True))
+
+    return map_tokens(mean, values, wanted)
+
+
+def ranking_block(config: ModelConfig, name: str) -> int:
+    """Finds the tower's block that ranks tokens, with or without a class token."""
+    received = config.received_block
+    return class_token_block(config, name) if received is None else received
+
+
+def class_token_block(config: ModelConfig, name: str) -> int:
+    """Finds the tower's block whose class token ranks the projected patches.
+
+    Raises:
+        ValueError: there is none; the message names the pruner.
+    """
+    block = config.class_token_block
+    if block is None:
+        raise ValueError(f"{name}: the model's tower has no [CLS] attention to rank patches by")
+    return block
