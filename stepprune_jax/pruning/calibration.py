@@ -133,7 +133,8 @@ def read_calibration(value: Any) -> Calibration:
     wrong = _wrong_field(value)
     if wrong is not None:
         raise ValueError(f"the calibration's {wrong} is not {_EXPECTED[wrong]}")
-    return Calibration(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+    return Calibration(**fields)
 
 
 def _wrong_field(value: dict[str, Any]) -> str | None:

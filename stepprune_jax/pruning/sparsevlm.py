@@ -10,7 +10,7 @@ heads that attend to the image most.
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from stepprune_jax.pruning.schedule import (
 LAYERS = (2, 6, 15)
 _EXACT = jax.lax.Precision.HIGHEST
 _FAR = jnp.finfo(jnp.float32).max
-Count = Int[Array, ""] | int
+Count = TypeVar("Count", Int[Array, ""], int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,8 +349,8 @@ def recycle(
 
 def cluster_and_merge(
     x: Float[Array, "m e"],
-    count: Count,
-    clusters: Count,
+    count: Int[Array, ""] | int,
+    clusters: Int[Array, ""] | int,
     most: int,
     noise: float = 0.0,
 ) -> tuple[Float[Array, "most e"], Int[Array, "most"]]:

@@ -138,7 +138,7 @@ def test_answers_end_where_they_are_told_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "fastw"}, "unknown pruner 'fastw', expected one of all, random, grid.*'fastv'"),
+        ({"method": "fastw"}, "unknown pruner 'fastw', expected one of all, random, grid.*fastv"),
         ({"method": "policy"}, "method 'policy' needs a policy"),
         ({"method": "stepprune"}, "the pruner 'stepprune' is trained: it needs a policy"),
         (

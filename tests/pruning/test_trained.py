@@ -114,28 +114,26 @@ def test_a_count_that_hardly_varies_is_said():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("field", "value"),
     [
-        ({"mean_count": [2.0, 1.0]}, "mean_count does not ascend"),
-        ({"mean_count": [-1.0, 1.0]}, r"mean_count is not from 0 to 9\.0, its num_tokens"),
-        ({"mean_count": [1.0, 10.0]}, r"mean_count is not from 0 to 9\.0, its num_tokens"),
-        ({"stop_bias": [0.0, 1.0]}, "stop_bias does not descend"),
-        ({"at_floor": [-0.1, 0.0]}, "at_floor has shares that are not from 0 to 1"),
-        ({"at_cap": [0.0, 1.1]}, "at_cap has shares that are not from 0 to 1"),
-        ({"questions": 0}, "questions is 0, expected an integer from 1"),
-        ({"questions": 4.5}, "questions is 4.5, expected an integer from 1"),
-        ({"stop_bias": [0.0]}, "stop_bias is not a list of finite numbers"),
-        ({"at_cap": [0.0, float("nan")]}, "at_cap is not a list"),
-        ({"questions": [1]}, "questions is not a list"),
-        ({"more": 1}, "fields are not mean_count, stop_bias"),
+        ("mean_count", [2.0, 1.0]),
+        ("mean_count", [-1.0, 1.0]),
+        ("mean_count", [1.0, 10.0]),
+        ("stop_bias", [0.0, 1.0]),
+        ("stop_bias", [0.0]),
+        ("at_floor", [-0.1, 0.0]),
+        ("at_cap", [0.0, float("nan")]),
+        ("questions", 4.5),
+        ("num_tokens", [1]),
+        ("fields", 1),
     ],
 )
-def test_a_table_that_is_none_is_refused(change, message):
+def test_a_table_that_is_none_is_refused(field, value):
     good = {"mean_count": [1.0, 2.0], "stop_bias": [1.0, 0.0], "at_floor": [1.0, 0.0]}
     good |= {"at_cap": [0.0, 0.5], "num_tokens": 9.0, "questions": 4}
     assert read_calibration(good).bias_at(1.5) == 0.5
-    with pytest.raises(ValueError, match=message):
-        read_calibration(good | change)
+    with pytest.raises(ValueError, match=f"^the calibration's {field} "):
+        read_calibration(good | {field: value})
 
 
 def test_a_mean_budget_of_a_method_is_a_bias_of_its_calibration(calibrated):
