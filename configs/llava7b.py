@@ -77,7 +77,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.num_heads = 16  # silent; the same as in the tower
     c.policy.mlp_ratio = 4  # silent
     c.policy.encoder_layers = 2  # Sec. 3.2
-    # Silent. Two are no better in the shapes world and cost more a step (docs/experiments.md); but
+    # Silent. Two are no better in the shapes world and cost more a step (RESULTS.md); but
     # with one, the MLP that the paper prints would have no gradient.
     c.policy.decoder_layers = 2 if literal else 1
     c.policy.encoder_attention = "bidirectional"  # Sec. 3.2

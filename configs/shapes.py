@@ -31,7 +31,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.batch_size = 32
     # Share of the steps over which the text gate opens. A policy that cannot read the question yet
     # learns that some tokens matter for any question, and some runs never unlearn it
-    # (docs/experiments.md).
+    # (experiments/RESULTS.md).
     c.text_gate_anneal = 1.0 if literal else 0.0
     c.cpu_devices = 2  # CPU devices, if jax sees no others; 0 leaves their number to jax
     c.mesh = "data"  # a preset of stepprune_jax.parallel.sharding.build_mesh, or "data=2,tensor=4"

@@ -4,7 +4,7 @@
     python eval.py --config experiments/configs/shapes_wide.py
 
 Training takes about three times as long as that of `configs/shapes.py`, and a choice three times as
-many operations. docs/experiments.md has the results of both.
+many operations. experiments/RESULTS.md has the results of both.
 """
 
 from ml_collections import ConfigDict

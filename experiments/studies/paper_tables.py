@@ -1,6 +1,6 @@
 """The tables of the StepPrune paper as data, with their averages recomputed from their cells.
 
-    python -m experiments.studies.paper_tables --out docs/paper-tables.md
+    python -m experiments.studies.paper_tables --out paper-tables.md
 
 "Avg." is average retention: 100 x the unweighted mean over the benchmarks of score / upper bound.
 A printed average does not follow if no scores that round to the printed ones give it.
@@ -104,9 +104,7 @@ def page(paper: dict[str, Any]) -> str:
 
 _HEAD = """# The paper's tables, recomputed
 
-`python -m experiments.studies.paper_tables` writes this page from
-[paper_tables.json](../experiments/paper_tables.json), which contains the figures as
-printed in {source}. All of them are the paper's; none was measured here.
+These are the figures as printed in {source}. All of them are the paper's; none was measured here.
 
 "Avg." is 100 x the unweighted mean over the benchmarks of score / upper bound. A printed average
 *follows* if some scores that round to the printed ones give an average that rounds to it. Scores
@@ -228,7 +226,7 @@ def _ablation(ablation: dict[str, Any], table: PrintedTable) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(prog="experiments.studies.paper_tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="docs/paper-tables.md", help="file to write")
+    parser.add_argument("--out", default="paper-tables.md", help="file to write")
     arguments = parser.parse_args(argv)
     try:
         Path(arguments.out).write_text(page(read_paper()), encoding="utf-8")

@@ -1,4 +1,4 @@
-r"""Tells whether choosing step by step pays, family by family: docs/experiments.md.
+r"""Tells whether choosing step by step pays, family by family: experiments/RESULTS.md.
 
     python -m experiments.studies.sequence --config shapes_hard --workdir runs/shapes_hard \
         --scorer runs/shapes_hard_autoselect/policy.safetensors --json sequence.json

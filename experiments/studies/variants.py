@@ -36,7 +36,7 @@ VARIANTS = {
     "literal_raw": Variant(
         "StepPrune literal, raw features", ":literal", ("data.stats_images=0",), stop=True
     ),
-    # With the text gate and the learning rates that serve it better: docs/experiments.md.
+    # With the text gate and the learning rates that serve it better: experiments/RESULTS.md.
     "autoselect": Variant(
         "AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1"), rates=0.5
     ),

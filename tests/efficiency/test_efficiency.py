@@ -117,13 +117,6 @@ def test_a_page_without_marks_is_refused(result, tmp_path, capsys):
     assert "has no marks" in capsys.readouterr().err and page.read_text() == "text"
 
 
-def test_the_page_is_what_the_results_beside_it_give(pytestconfig):
-    docs = pytestconfig.rootpath / "docs"
-    results = [json.loads(path.read_text()) for path in sorted(docs.glob("efficiency/*.json"))]
-    _, _, rest = (docs / "benchmarks.md").read_text().partition(efficiency_page.BEGIN)
-    assert rest.partition(efficiency_page.END)[0].strip() == efficiency_page.section(results)
-
-
 BAD = {
     "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*Did you mean cls"),
     "budget": (["--rows", "cls@99"], "budget is 99, expected at most 16"),

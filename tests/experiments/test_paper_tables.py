@@ -1,5 +1,4 @@
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
@@ -7,12 +6,9 @@ from experiments.studies.paper_tables import (
     PrintedRow,
     follows,
     main,
-    page,
     read_paper,
 )
 from stepprune_jax.evaluation.table import average_retention
-
-PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
 
 
 def decimals(*values):
@@ -73,10 +69,6 @@ def test_every_row_has_a_score_for_each_benchmark():
         assert len(table.upper_bound) == len(table.benchmarks)
         for block in table.blocks.values():
             assert all(len(row.scores) == len(table.benchmarks) for row in block)
-
-
-def test_the_page_is_what_the_data_give():
-    assert PAGE.read_text(encoding="utf-8") == page(read_paper())
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):

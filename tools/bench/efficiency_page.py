@@ -1,6 +1,6 @@
 """Writes the results of `stepprune_jax.efficiency` as a section of the documentation.
 
-    python -m tools.bench.efficiency_page docs/efficiency/*.json --page docs/benchmarks.md
+    python -m tools.bench.efficiency_page experiments/evidence/efficiency/*.json
 
 Replaces the text between two marks of the page; without a page, prints the section.
 """
