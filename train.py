@@ -2,7 +2,7 @@
 
 Any field of the configuration can be set by a flag, for example `--config.optimizer.lr=1e-3`. The
 same command resumes an interrupted run. `--dry_run` reports what a run would cost. To use several
-processes, start each with the same command (docs/scale.md).
+processes, start each with the same command (docs/devices.md).
 """
 
 from stepprune_jax.training.__main__ import main

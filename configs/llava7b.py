@@ -54,7 +54,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.remat = True  # memory
     c.model.rows_at_once = 1  # memory: eight passes for the batch of 16 on two devices
 
-    c.data = ConfigDict()  # docs/training-data.md
+    c.data = ConfigDict()  # docs/training.md
     c.data.folder = ""  # not needed: the next two fields name the data
     c.data.train_file = "playground/data/llava_v1_5_mix665k.json"
     c.data.image_folder = "playground/data"
@@ -107,7 +107,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.gain_bound = 10.0  # silent
     c.policy.gate = "vp"  # Eq. (13)
     # Lambda, Eq. (15). Changed: at 0.15, policies keep 8 to 16 % of the tokens in the shapes world,
-    # with all numbers of tokens, widths and updates tried (docs/scale.md). The paper's tightest
+    # with all numbers of tokens, widths and updates tried (docs/training.md). The paper's tightest
     # rate keeps 11 %.
     c.policy.length_weight = 0.01 if literal else 0.15
     c.policy.price_range = 0.0 if literal else 2.0  # changed
@@ -127,7 +127,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.autoselect.dtype = config_dict.placeholder(str)
 
     c.optimizer = ConfigDict()
-    # The optimiser and its rates are the paper's in both readings: docs/scale.md has the evidence.
+    # The rates are the paper's in both readings; docs/training.md has the evidence.
     c.optimizer.lr = 5e-6  # Sec. 4.1
     c.optimizer.final_lr = 5e-7  # Sec. 4.1; cosine
     c.optimizer.warmup = 0 if literal else 40  # silent; configs/shapes.py

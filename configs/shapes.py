@@ -50,7 +50,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.remat = False
     c.model.rows_at_once = 4  # rows per pass of the frozen model on each device; 0: all
 
-    c.data = ConfigDict()  # docs/training-data.md
+    c.data = ConfigDict()  # docs/training.md
     c.data.folder = "data/shapes"
     c.data.train_file = ""  # empty: train.json of the folder
     c.data.image_folder = ""  # empty: images/ of the folder

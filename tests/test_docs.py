@@ -1,41 +1,84 @@
-"""Every Python block of README and docs runs, page by page in one namespace; no link is dead.
-
-The reference has every public name.
-"""
+"""Code in README, docs, notebooks and examples runs; no link is dead; the reference is complete."""
 
 import importlib
+import json
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-LONG = ("composing.md", "generation.md")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = {".ipynb", ".py"}  # a minute each
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG))
-        for page in PAGES
-        if BLOCK.search(page.read_text())
-    ],
-    ids=lambda p: p.name,
-)
-def test_code_blocks_run(page):
-    text, namespace = page.read_text(), {}
-    for match in BLOCK.finditer(text):
-        line = text.count("\n", 0, match.start()) + 1
-        code = "\n" * line + match.group(1)
-        exec(compile(code, str(page), "exec"), namespace)
+def cells(notebook, kind):
+    read = json.loads(notebook.read_text(encoding="utf-8"))
+    return [cell for cell in read["cells"] if cell["cell_type"] == kind]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def blocks(file):
+    """Code of a page, notebook or example, each block on the line where the file has it."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        return [text]
+    if file.suffix == ".ipynb":  # a command of the notebook's own, as %pip, does nothing
+        sources = ("".join(cell["source"]) for cell in cells(file, "code"))
+        return [re.sub(r"^( *)%.*", r"\1pass", source, flags=re.MULTILINE) for source in sources]
+    found = BLOCK.finditer(text)
+    return ["\n" * (text.count("\n", 0, match.start()) + 1) + match.group(1) for match in found]
+
+
+def shown(file):
+    return str(file.relative_to(ROOT))
+
+
+WITH_CODE = [
+    pytest.param(file, marks=[pytest.mark.slow] * (file.suffix in SLOW), id=shown(file))
+    for file in (*PAGES, *NOTEBOOKS, *EXAMPLES)
+    if blocks(file)
+]
+
+
+@pytest.mark.parametrize("file", WITH_CODE)
+def test_code_runs(file, monkeypatch):
+    if "import torch" in file.read_text(encoding="utf-8"):
+        pytest.importorskip("torch")
+    monkeypatch.delenv("LLAVA", raising=False)  # the weights of a notebook
+    namespace = {"__name__": "__main__"}
+    for block in blocks(file):
+        exec(compile(block, str(file), "exec"), namespace)
+
+
+@pytest.mark.slow
+def test_a_policy_learns_in_front_of_ones_own_model(capsys):
+    """Eight tokens of its choice are worth far more than eight others."""
+    example = ROOT / "examples" / "own_model.py"
+    exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
+    *_, exact = capsys.readouterr().out.splitlines()
+    kept, other, everything = map(float, re.findall(r"(?:loss|choice|tokens) (\d\.\d+)", exact))
+    assert kept < everything + 0.3 * (other - everything)
+
+
+@pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS], ids=shown)
+def test_links_lead_somewhere(file):
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        text = "".join("".join(cell["source"]) for cell in cells(file, "markdown"))
+    for target in LINK.findall(text):
+        assert (file.parent / target).exists(), f"{file.name} links to {target}"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=shown)
+def test_notebooks_are_kept_with_the_outputs_of_one_run(notebook):
+    found = cells(notebook, "code")
+    assert [cell["execution_count"] for cell in found] == list(range(1, len(found) + 1))
+    for output in (output for cell in found for output in cell["outputs"]):
+        assert output["output_type"] != "error" and output.get("name") != "stderr"
 
 
 def find(path):

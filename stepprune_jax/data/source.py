@@ -23,7 +23,7 @@ MOST_WORKERS = 512  # processes, more than any machine has cores to spare
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings, group="data"):
-    """The group `data` of a configuration; see docs/training-data.md.
+    """The group `data` of a configuration; see docs/training.md.
 
     Attributes:
         folder: folder with train.json, images/ and, for evaluation, the question files of splits.
