@@ -5,6 +5,7 @@ that lead out of docs/, names that become links to the reference, and equations 
 that compute them.
 """
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -27,7 +28,10 @@ PACKAGES = (
     "stepprune_jax.models.family",
 )
 # Pages of docs/ that stand for files outside of it.
-ELSEWHERE = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+ELSEWHERE = {
+    "contributing": ("CONTRIBUTING.md", "CHANGELOG.md"),
+    "results": ("experiments/RESULTS.md",),
+}
 
 project = "stepprune_jax"
 version = release = PROJECT["version"]
@@ -120,17 +124,28 @@ def set_equations(app, what, name, obj, options, lines):
         lines[first:first] = ["", ".. math::", "", formula, ""]
 
 
+def _from_docs(file, text):
+    """Makes a file's relative links relative to docs/."""
+    folder = (ROOT / file).parent
+
+    def link(match):
+        return "](" + os.path.relpath(folder / match[1], ROOT / "docs")
+
+    return re.sub(r"\]\((?!https?:|#)([^)#]+)", link, text)
+
+
 def read_source(app, docname, source):
     """Takes the place of pages that lie elsewhere; leads links to files to the repository."""
+    for file in ELSEWHERE.get(docname, ()):
+        app.env.note_dependency(str(ROOT / file))
     if docname in ELSEWHERE:
-        app.env.note_dependency(str(ROOT / ELSEWHERE[docname]))
-        text = (ROOT / ELSEWHERE[docname]).read_text(encoding="utf-8")
-        text = re.sub(r"\]\((?!https?:|#)", "](../", text)
-        source[0] = text.replace("](../docs/", "](")
-    for page, file in ELSEWHERE.items():
-        source[0] = source[0].replace(f"](../{file}", f"]({page}.md")
+        texts = [_from_docs(file, (ROOT / file).read_text()) for file in ELSEWHERE[docname]]
+        source[0] = "\n".join(texts)
+    out = "../" * (docname.count("/") + 1)
+    for page, files in ELSEWHERE.items():
+        for file in files:
+            source[0] = source[0].replace(f"]({out}{file}", f"]({out[3:]}{page}.md")
     if REPOSITORY:
-        out = "../" * (docname.count("/") + 1)
         source[0] = source[0].replace(f"]({out}", f"]({REPOSITORY}/blob/HEAD/")
 
 
