@@ -93,18 +93,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.policy.estimator = "straight_through" if literal else "parallel"  # changed
     c.policy.decay = 0.9  # beta, Sec. 4.1
     c.policy.aggregation = "discounted"  # Eq. (11)
-    c.policy.credit = "soft"  # Eq. (11)
     c.policy.score_space = "linear" if literal else "log"  # changed
-    c.policy.polarisation = "lapsum"  # silent
     c.policy.polarisation_temperature = 0.05 if literal else 0.4  # silent; tau of Eq. (12)
-    c.policy.polarisation_start = 2.0  # silent; where it anneals
     c.policy.polarisation_share = 0.0 if literal else 0.9  # changed
     c.policy.soft_budget = "batch_mean" if literal else "straight_through"  # changed; Eq. (12)
     c.policy.batch_budget = "own" if literal else "probe"  # changed
-    c.policy.random_budget = (0.02, 0.5)  # not in the paper; not read by literal
-    c.policy.probe_window = 0.25  # not in the paper; not read by literal
-    c.policy.probe_weight = 10.0  # silent
-    c.policy.gain_bound = 10.0  # silent
     c.policy.gate = "vp"  # Eq. (13)
     # Lambda, Eq. (15). Changed: at 0.15, policies keep 8 to 16 % of the tokens in the shapes world,
     # with all numbers of tokens, widths and updates tried (docs/training.md). The paper's tightest

@@ -7,9 +7,8 @@ globals. It imports nothing from the rest of the package and can be used on its 
 from stepprune_jax.policy.budget import (
     calibrate_stop_bias,
     differentiable_count,
-    draw_limits,
+    draw_budgets,
     draw_log_prices,
-    dual_ascent,
     soft_budget,
     update_running_count,
 )
@@ -27,7 +26,6 @@ from stepprune_jax.policy.losses import length_penalty, total_loss
 from stepprune_jax.policy.noise_gate import (
     FeatureStats,
     apply_gate,
-    gumbel_gate,
     noise_gate,
     restore,
     scale_gate,
@@ -67,7 +65,6 @@ from stepprune_jax.policy.scores import (
     log_soft_scores,
     polarisation_temperature,
     soft_scores,
-    straight_through_credit,
     trajectory_scores,
 )
 from stepprune_jax.policy.select import select, select_parallel
@@ -97,16 +94,14 @@ __all__ = [
     "count_at_bias",
     "denoise",
     "differentiable_count",
-    "draw_limits",
+    "draw_budgets",
     "draw_log_prices",
     "draw_params",
-    "dual_ascent",
     "encode",
     "expected_count",
     "gate",
     "gate_tokens",
     "gather",
-    "gumbel_gate",
     "hard_feedback",
     "init_policy",
     "length_penalty",
@@ -135,7 +130,6 @@ __all__ = [
     "soft_topk",
     "standardise",
     "straight_through",
-    "straight_through_credit",
     "total_loss",
     "train_loss",
     "trajectory_scores",

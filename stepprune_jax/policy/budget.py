@@ -5,85 +5,58 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.scores import expected_count
-from stepprune_jax.policy.trajectory import Limits, Trajectory, count_at_bias
+from stepprune_jax.policy.trajectory import Trajectory, count_at_bias
+
+# Range of random budgets as fractions of N.
+RANDOM_BUDGET = (0.02, 0.5)
+# Share of the budget, counted from its end, whose decisions are probed, and the factor on their
+# gradient.
+PROBE_WINDOW, PROBE_WEIGHT = 0.25, 10.0
+# Bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens like lambda. The
+# loss is assumed to be the mean over rows.
+GAIN_BOUND = 10.0
 
 
-def draw_limits(
+def draw_budgets(
     key: Array,
-    config: PolicyConfig,
     num_tokens: Int[Array, "b"],
     steps: Int[Array, "b"] | int,
-) -> tuple[Limits, Bool[Array, "b"]]:
-    """Draws the limits of a training batch, and which of its rows stop by themselves.
-
-    `config.batch_budget` is the rule. `"own"` leaves the count to the policy. `"random"` gives
-    every row an exact budget, log-uniform over `config.random_budget` times N, which teaches the
-    order at every budget. `"mix"` does so for every other row, so that order and stop are learned
-    together. `"probe"` does so for all rows and counts all of them as stopping by themselves.
-
-    Args:
-        key: PRNG key; consumed.
-        config: policy configuration.
-        num_tokens: N of each row, without its padding.
-        steps: T_max, of all rows or of each.
-    """
-    batch = num_tokens.shape[0]
-    low, high = (math.log(share) for share in config.random_budget)
-    share = jnp.exp(jax.random.uniform(key, (batch,), minval=low, maxval=high))
-    drawn = jnp.clip(jnp.round(share * num_tokens).astype(jnp.int32), 1, steps)
-    own = {
-        "own": jnp.ones(batch, bool),
-        "random": jnp.zeros(batch, bool),
-        "probe": jnp.ones(batch, bool),
-        "mix": jnp.arange(batch) % 2 == 0,
-    }[config.batch_budget]
-    free = own & (config.batch_budget != "probe")
-    least = jnp.where(free, jnp.minimum(config.min_tokens, steps), drawn)
-    return Limits(least, jnp.where(free, steps, drawn)), own
+    shares: tuple[float, float] = RANDOM_BUDGET,
+) -> Int[Array, "b"]:
+    """Draws an exact budget per row, log-uniform over `shares` of its tokens, at most `steps`."""
+    low, high = map(math.log, shares)
+    share = jnp.exp(jax.random.uniform(key, num_tokens.shape, minval=low, maxval=high))
+    return jnp.clip(jnp.round(share * num_tokens).astype(jnp.int32), 1, steps)
 
 
-def draw_log_prices(key: Array, config: PolicyConfig, own: Bool[Array, "b"]) -> Float[Array, "b"]:
+def draw_log_prices(key: Array, config: PolicyConfig, rows: int) -> Float[Array, "b"]:
     """Draws the log of each row's token price over lambda, uniform in +-`config.price_range`.
 
     The same number is added to the row's stop logits. At the stop's optimum the gain of the next
     token equals its price, so the margin learns minus the logarithm of that gain, and a stop bias
     at inference acts as a price.
-
-    Args:
-        key: PRNG key; consumed.
-        config: policy configuration.
-        own: rows that stop by themselves; the others pay nothing and get 0.
     """
-    drawn = jax.random.uniform(key, own.shape, minval=-1.0, maxval=1.0) * config.price_range
-    return jnp.where(own, drawn, 0.0)
+    return jax.random.uniform(key, (rows,), minval=-1.0, maxval=1.0) * config.price_range
 
 
 def update_running_count(
-    running: ArrayLike, count: Int[Array, "b"], own: Bool[Array, "b"], decay: ArrayLike = 0.9
+    running: ArrayLike, count: Int[Array, "b"], decay: ArrayLike = 0.9
 ) -> Float[Array, ""]:
-    """Updates the running mean of the hard count of rows that stop by themselves, Eq. (12).
-
-    Args:
-        running: mean so far, never NaN; 0 before the first update, which takes the batch's mean.
-        count: K of each row.
-        own: rows to include.
-        decay: weight of the past.
-    """
-    running, rows = jnp.asarray(running), jnp.sum(own)
-    mean = jnp.sum(jnp.where(own, count, 0)) / jnp.maximum(rows, 1)
+    """Updates the running mean of the hard count, Eq. (12); 0 before the first batch."""
+    running, mean = jnp.asarray(running), jnp.mean(count)
     merged = jnp.where(running > 0, decay * running + (1 - decay) * mean, mean)
-    return jnp.where(rows > 0, merged, running).astype(jnp.float32)
+    return merged.astype(jnp.float32)
 
 
 def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b"]:
     """Returns a surrogate of the count for gradients: E[K], or a probe's last decisions.
 
     The latter are the probabilities of continuing, sigmoid(-margin / stop_temperature), averaged
-    over the last `config.probe_window` of the budget, times `config.probe_weight`. Their gradient
+    over the last `PROBE_WINDOW` of the budget, times `PROBE_WEIGHT`. Their gradient
     is (dL/dk + price), the cost of one more token at the budget: a policy learns to continue where
     the language-model loss falls by more than the price, at that count or, with a window of 1/2, at
     up to twice that count. (Where the gain of tokens grows at first, as in a vote, the next token
@@ -94,11 +67,11 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
         return expected_count(trajectory.stop_prob)
     step = jnp.arange(trajectory.margin.shape[1])
     count = trajectory.count[:, None]
-    first = (1 - config.probe_window) * count
+    first = (1 - PROBE_WINDOW) * count
     asked = (step >= config.min_tokens) & (step >= first) & (step <= count)
     go_on = jax.nn.sigmoid(-trajectory.margin / config.stop_temperature)
     total, asked_times = jnp.sum(jnp.where(asked, go_on, 0), axis=1), jnp.sum(asked, axis=1)
-    return config.probe_weight * total / jnp.maximum(asked_times, 1)
+    return PROBE_WEIGHT * total / jnp.maximum(asked_times, 1)
 
 
 @jax.custom_vjp
@@ -117,56 +90,26 @@ bound_gradient.defvjp(
 def soft_budget(
     config: PolicyConfig,
     trajectory: Trajectory,
-    own: Bool[Array, "b"],
     running: ArrayLike,
     num_tokens: Int[Array, "b"],
 ) -> Float[Array, "b"]:
-    """Returns k of Eq. (12) for each row; rows with an exact budget always use that budget.
+    """Returns k of Eq. (12) for each row.
 
     Args:
         config: policy configuration. `soft_budget="straight_through"` lets the language-model loss
-            tell what one more token is worth for this image; `"per_sample"` is the same value
-            without gradient; `"batch_mean"` is the paper's running mean, at least 1, through which
-            the loss cannot change any single count.
+            tell what one more token is worth for this image; `"batch_mean"` is the paper's running
+            mean, at least 1, through which the loss cannot change any single count.
         trajectory: selection of the batch.
-        own: rows that stop by themselves.
         running: from `update_running_count`.
         num_tokens: N of each row, without its padding.
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
+    if config.soft_budget == "batch_mean":
+        return jnp.full_like(hard, jnp.maximum(running, 1))
     soft = differentiable_count(config, trajectory)
     # The value of a token is heavy-tailed: a few rows that the model gets wrong outweigh the rest.
     rows = jnp.maximum(num_tokens, 1) * num_tokens.shape[0]
-    through = bound_gradient(soft - jax.lax.stop_gradient(soft), config.gain_bound / rows)
-    own_budget = {
-        "straight_through": hard + through,
-        "per_sample": hard,
-        "batch_mean": jnp.full_like(hard, jnp.maximum(running, 1)),
-    }[config.soft_budget]
-    return jnp.where(own, own_budget, hard)
-
-
-def dual_ascent(
-    length_weight: ArrayLike,
-    mean_count: ArrayLike,
-    target: ArrayLike,
-    *,
-    num_tokens: int,
-    rate: ArrayLike = 1.0,
-) -> Float[Array, ""]:
-    """Takes one step of dual ascent on lambda towards a target mean count.
-
-    lambda <- max(0, lambda + rate (mean K - target) / N): the price rises while the policy spends
-    more than the target.
-
-    Args:
-        length_weight: lambda.
-        mean_count: mean K of the batch.
-        target: target mean K.
-        num_tokens: N.
-        rate: step size.
-    """
-    return jnp.maximum(0.0, length_weight + rate * jnp.subtract(mean_count, target) / num_tokens)
+    return hard + bound_gradient(soft - jax.lax.stop_gradient(soft), GAIN_BOUND / rows)
 
 
 def calibrate_stop_bias(

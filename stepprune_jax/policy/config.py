@@ -10,16 +10,14 @@ from stepprune_jax.policy.checks import is_integer, is_number
 # Allowed values of each field that names a reading; the field's documentation explains them.
 CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
-    "text_gate": ("attention", "norm", "printed"),
+    "text_gate": ("attention", "printed"),
     "stop": ("aligned", "softmax", "hazard"),
     "estimator": ("straight_through", "parallel"),
     "aggregation": ("discounted", "alive", "uniform", "last"),
-    "credit": ("soft", "straight_through"),
     "score_space": ("log", "linear"),
-    "polarisation": ("lapsum", "sigmoid"),
-    "soft_budget": ("straight_through", "per_sample", "batch_mean"),
-    "batch_budget": ("own", "random", "mix", "probe"),
-    "gate": ("vp", "scale", "gumbel"),
+    "soft_budget": ("straight_through", "batch_mean"),
+    "batch_budget": ("own", "probe"),
+    "gate": ("vp", "scale"),
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
@@ -40,14 +38,7 @@ _INTEGERS = {
     "group": 1,
 }
 _OPTIONAL = ("width", "max_steps")
-_POSITIVE = (
-    "temperature",
-    "stop_temperature",
-    "polarisation_temperature",
-    "polarisation_start",
-    "probe_weight",
-    "gain_bound",
-)
+_POSITIVE = ("temperature", "stop_temperature", "polarisation_temperature")
 
 Number = float | int
 
@@ -73,8 +64,8 @@ class PolicyConfig:
             cross-attention values nor an MLP: they would receive no gradient.
         encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
         text_gate: where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
-            `"norm"` scales text rows after each block's first norm, `"printed"` scales the
-            embeddings as in Eq. (3), where the next pre-norm divides the gate out again.
+            `"printed"` scales the embeddings as in Eq. (3), where the next pre-norm divides the
+            gate out again.
         max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer
             tokens has as many steps as tokens.
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
@@ -93,25 +84,17 @@ class PolicyConfig:
             steps in one causal pass.
         decay: beta of Eq. (11).
         aggregation: how pointer rows become one score per token; the four rows of Table 4 (b).
-        credit: `"soft"` credits p_t(i); `"straight_through"` credits the choice with p_t's gradient
-            (linear space only: its logarithm has no usable gradient).
         score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
-        polarisation: SoftTopK backend.
         polarisation_temperature: tau of Eq. (12), at the end of its annealing.
-        polarisation_start: tau at the start of training. A gate that is sharp from the start shows
-            the language model only the first guesses, so that no other token is ever tried.
-        polarisation_share: share of training over which tau is annealed, by a cosine; 0 for none.
-        soft_budget: k of Eq. (12): `"batch_mean"` as printed, `"per_sample"` the hard count K_b, or
-            `"straight_through"` K_b with the gradient of its expectation.
-        batch_budget: rows trained at their own count, at a random budget, or half and half
-            (`"mix"`). With `"probe"` every row has a random budget, and the stop learns from its
-            last decisions whether continuing was worth the price (`differentiable_count`).
-        probe_window: share of the budget, counted from its end, whose decisions are probed.
-        probe_weight: factor on the gradient of those decisions.
-        gain_bound: bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens
-            like lambda. The loss is assumed to be the mean over rows.
-        random_budget: range of random budgets as fractions of N, drawn log-uniformly.
-        gate: `"vp"` is Eq. (13); `"scale"` and `"gumbel"` are ablations.
+        polarisation_share: share of training over which tau is annealed from 2, by a cosine; 0 for
+            none. A gate that is sharp from the start shows the language model only the first
+            guesses, so that no other token is ever tried.
+        soft_budget: k of Eq. (12): `"batch_mean"` as printed, or `"straight_through"` the hard
+            count K_b with the gradient of its expectation.
+        batch_budget: `"own"` trains rows at their own count. With `"probe"` every row has a random
+            budget, and the stop learns from its last decisions whether continuing was worth the
+            price (`differentiable_count`).
+        gate: `"vp"` is Eq. (13); `"scale"` is an ablation.
         length_weight: lambda of Eq. (15).
         price_range: rows that stop by themselves are trained at a price of their own, lambda e^u
             with u uniform in +-price_range, and with u added to their stop logits. The stop logit
@@ -143,18 +126,11 @@ class PolicyConfig:
     estimator: str = "parallel"
     decay: Number = 0.9
     aggregation: str = "discounted"
-    credit: str = "soft"
     score_space: str = "log"
-    polarisation: str = "lapsum"
     polarisation_temperature: Number = 0.4
-    polarisation_start: Number = 2.0
     polarisation_share: Number = 0.9
     soft_budget: str = "straight_through"
     batch_budget: str = "probe"
-    random_budget: tuple[Number, Number] = (0.02, 0.5)
-    probe_window: Number = 0.25
-    probe_weight: Number = 10.0
-    gain_bound: Number = 10.0
     gate: str = "vp"
     length_weight: Number = 0.15
     price_range: Number = 2.0
@@ -179,15 +155,10 @@ class PolicyConfig:
         for name in ("length_weight", "price_range", "price_growth"):
             value = getattr(self, name)
             self._require(name, is_number(value) and value >= 0, "a number >= 0")
-        for name in ("polarisation_share", "probe_window"):
-            value = getattr(self, name)
-            self._require(name, is_number(value) and 0 <= value <= 1, "a share from 0 to 1")
+        share = self.polarisation_share
+        self._require("polarisation_share", is_number(share) and 0 <= share <= 1, "a share of 1")
         self._require("stop_bias", is_number(self.stop_bias), "a finite number")
         self._require("decay", is_number(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
-        budget = self.random_budget
-        pair = isinstance(budget, tuple) and len(budget) == 2 and all(map(is_number, budget))
-        fractions = pair and 0 < budget[0] <= budget[1] <= 1
-        self._require("random_budget", fractions, "fractions 0 < low <= high <= 1")
         if self.policy_width % self.num_heads:
             raise ValueError(
                 f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "
@@ -197,11 +168,6 @@ class PolicyConfig:
             raise ValueError(
                 "PolicyConfig.stop is 'softmax', expected 'aligned' or 'hazard': "
                 "batch_budget='probe' trains the margin of the stop"
-            )
-        if self.credit == "straight_through" and self.score_space == "log":
-            raise ValueError(
-                "PolicyConfig.credit='straight_through' needs score_space='linear': the logarithm "
-                "of a hard zero has no finite gradient"
             )
 
     def _require(self, name: str, holds: bool, expected: str):

@@ -18,12 +18,9 @@ def _block(
     num_heads: int,
     rows: int,
     bias: Float[Array, "1 1 1 s"] | None,
-    row_scale: Float[Array, "s 1"] | None,
 ) -> Float[Array, "b r d"]:
     """Applies a pre-norm transformer block and returns its first `rows` positions."""
     y = layers.layer_norm(params["norm1"], x)
-    if row_scale is not None:
-        y = y * row_scale.astype(y.dtype)
     weights = params["attention"]
     query = layers.split_heads(layers.dense(weights["query"], y[:, :rows]), num_heads)
     key = layers.split_heads(layers.dense(weights["key"], y), num_heads)
@@ -106,19 +103,17 @@ def encode(
         x = layers.dense(params["encoder"]["image_projection"], x)
     gate = jnp.asarray(text_gate, layers.score_dtype(x.dtype))
     mask = _attention_mask(config, image_mask, text_mask)
-    bias = row_scale = None
+    bias = None
     if text.shape[1]:
         text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
         text = _project_text(params, config, text, gate)
         # Not a concatenation, for the same reason as in the decoder.
         x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
-        is_text = jnp.arange(x.shape[1]) >= n
         if config.text_gate == "attention":
             # log of the smallest normal float32 is -87: g = 0 switches text off, finitely.
             log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(jnp.float32).tiny))
+            is_text = jnp.arange(x.shape[1]) >= n
             bias = jnp.where(is_text, log_gate, 0)[None, None, None]
-        elif config.text_gate == "norm":
-            row_scale = jnp.where(is_text, gate, 1)[:, None]
     for i in range(config.encoder_layers):
         last = i == config.encoder_layers - 1
         x = _block(
@@ -128,7 +123,6 @@ def encode(
             num_heads=config.num_heads,
             rows=n if last else x.shape[1],
             bias=bias,
-            row_scale=row_scale,
         )
     return jnp.where(image_mask[..., None], x, 0)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy.checks import AnyArray, checked
 
@@ -14,7 +14,6 @@ def length_penalty(
     expected: Float[AnyArray, "b"],
     num_tokens: ArrayLike,
     *,
-    where: Bool[AnyArray, "b"] | None = None,
     price: Float[AnyArray, "b"] | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of K/N, with the gradient of E[K]/N.
@@ -25,15 +24,12 @@ def length_penalty(
         count: K, hard.
         expected: E[K] from `expected_count`.
         num_tokens: N, a number or one per row.
-        where: rows to include, all by default; with none, the penalty is 0.
         price: factor on each row's share, 1 by default.
     """
     expected = jnp.asarray(expected)
     soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
     ratio = soft / jnp.maximum(jnp.asarray(num_tokens, soft.dtype), 1)
-    ratio = ratio if price is None else ratio * jnp.asarray(price)
-    rows = jnp.ones(ratio.shape, bool) if where is None else jnp.asarray(where)
-    return jnp.sum(jnp.where(rows, ratio, 0)) / jnp.maximum(jnp.sum(rows), 1)
+    return jnp.mean(ratio if price is None else ratio * jnp.asarray(price))
 
 
 def total_loss(

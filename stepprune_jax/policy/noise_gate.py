@@ -64,30 +64,11 @@ def scale_gate(x: Float[Array, "b n d"], alpha: Float[Array, "b n"]) -> Float[Ar
     return x * alpha[..., None].astype(x.dtype)
 
 
-def gumbel_gate(
-    key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
-) -> Float[Array, "b n d"]:
-    """Ablation: x~ = m x with m ~ Bernoulli(alpha), straight-through its binary concrete.
-
-    Args:
-        key: PRNG key; consumed.
-        x: tokens.
-        alpha: probability of keeping each token.
-    """
-    clipped = jnp.clip(alpha, 1e-6, 1 - 1e-6)
-    logit = jnp.log(clipped) - jnp.log1p(-clipped)
-    soft = jax.nn.sigmoid(logit + jax.random.logistic(key, alpha.shape, alpha.dtype))
-    mask = (soft > 0.5) + (soft - jax.lax.stop_gradient(soft))
-    return scale_gate(x, mask)
-
-
 def apply_gate(
     gate: str, key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
 ) -> Float[Array, "b n d"]:
     """Applies the gate that `PolicyConfig.gate` names; `key` is consumed."""
-    if gate == "vp":
-        return noise_gate(key, x, alpha)
-    return scale_gate(x, alpha) if gate == "scale" else gumbel_gate(key, x, alpha)
+    return noise_gate(key, x, alpha) if gate == "vp" else scale_gate(x, alpha)
 
 
 class FeatureStats(NamedTuple):

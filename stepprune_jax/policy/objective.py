@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.budget import (
     differentiable_count,
-    draw_limits,
+    draw_budgets,
     draw_log_prices,
     soft_budget,
     update_running_count,
@@ -57,7 +57,6 @@ class Gated(NamedTuple):
         alpha: gate of each token.
         budget: k of SoftTopK.
         trajectory: the selection behind it.
-        own: rows that stopped by themselves; the others had an exact budget.
         price: factor on lambda for each row at its count, see `PolicyConfig.price_range` and
             `price_growth`.
         stopped: count at which a row stops by itself; under a probe, the one at a price factor of
@@ -69,7 +68,6 @@ class Gated(NamedTuple):
     alpha: Float[Array, "b n"]
     budget: Float[Array, "b"]
     trajectory: Trajectory
-    own: Bool[Array, "b"]
     price: Float[Array, "b"]
     stopped: Int[Array, "b"]
     running_count: Float[Array, ""]
@@ -176,8 +174,11 @@ def gate(
     # T_max of a smaller image follows from its own tokens.
     halved = max_steps is None and config.max_steps is None
     longest = jnp.maximum(1, count // 2) if halved else steps
-    limits, own = draw_limits(budget_key, config, count, longest)
-    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, own)
+    if config.batch_budget == "probe":
+        least = most = draw_budgets(budget_key, count, longest)
+    else:
+        least, most = jnp.minimum(config.min_tokens, longest), longest
+    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
     if sequence_fn is None and not own_decoder:
         sequence_fn = pointer_sequence
     through_loop = config.estimator == "straight_through" or feedback_fn is not None
@@ -192,20 +193,19 @@ def gate(
         slots,
         image_mask=image_mask,
         max_steps=steps,
-        min_tokens=limits.min_tokens,
-        max_tokens=limits.max_tokens,
+        min_tokens=least,
+        max_tokens=most,
         stop_bias=stop_bias + log_price,
         init_fn=init_fn,
         step_fn=step_fn,
     )
     running = jnp.asarray(running_count, jnp.float32)
-    running = update_running_count(running, trajectory.count, own)
-    k = soft_budget(config, trajectory, own, running, count)
+    running = update_running_count(running, trajectory.count)
+    k = soft_budget(config, trajectory, running, count)
     alpha = soft_topk(
         trajectory_scores(config, trajectory),
         k,
         polarisation_temperature(config, progress),
-        backend=config.polarisation,
         where=image_mask,
     )
     tokens = gate_tokens(params, config, noise_key, x, alpha, real, stats).astype(image.dtype)
@@ -213,7 +213,7 @@ def gate(
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
     price = jnp.exp(log_price + log_price_growth(config, trajectory.count, count))
-    return Gated(tokens, alpha, k, trajectory, own, price, stopped, jax.lax.stop_gradient(running))
+    return Gated(tokens, alpha, k, trajectory, price, stopped, jax.lax.stop_gradient(running))
 
 
 def train_loss(
@@ -250,7 +250,6 @@ def train_loss(
         trajectory.count,
         differentiable_count(config, trajectory),
         tokens,
-        where=gated.own,
         price=gated.price,
     )
     weight = config.length_weight if length_weight is None else length_weight
@@ -262,29 +261,27 @@ def policy_metrics(
 ) -> dict[str, Float[Array, ""]]:
     """Returns scalars that show whether a policy learns.
 
-    `k_mean`, `k_std`: hard count over the rows that stop by themselves. `k_soft`: their expected
-    count. `k_cap`: share of them stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
+    `k_mean`, `k_std`: hard count. `k_soft`: expected count. `k_cap`: share of rows stopped by
+    T_max. `alpha_in`, `alpha_out`: mean gate inside and
     outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
     of the pointer over alive steps.
     """
-    t, own = gated.trajectory, gated.own.astype(jnp.float32)
-    count = gated.stopped.astype(jnp.float32)
+    t, count = gated.trajectory, gated.stopped.astype(jnp.float32)
     real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
     outside = real & ~t.selected
 
     def mean(x, weight):
         return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1)
 
-    k_mean = mean(count, own)
     open_gate = (gated.alpha > 0.5) & real
     union = jnp.maximum(jnp.sum(open_gate | t.selected, axis=1), 1)
     share = jnp.exp(t.log_prob - t.log_continue[..., None])
     entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0), -1)
     return {
-        "k_mean": k_mean,
-        "k_std": jnp.sqrt(mean((count - k_mean) ** 2, own)),
-        "k_soft": mean(expected_count(t.stop_prob), own),
-        "k_cap": mean((count >= t.action.shape[1]).astype(jnp.float32), own),
+        "k_mean": jnp.mean(count),
+        "k_std": jnp.std(count),
+        "k_soft": jnp.mean(expected_count(t.stop_prob)),
+        "k_cap": jnp.mean(count >= t.action.shape[1]),
         "alpha_in": mean(gated.alpha, t.selected.astype(jnp.float32)),
         "alpha_out": mean(gated.alpha, outside.astype(jnp.float32)),
         "iou": jnp.mean(jnp.sum(open_gate & t.selected, axis=1) / union),

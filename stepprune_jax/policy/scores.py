@@ -10,6 +10,9 @@ from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.trajectory import Trajectory
 
+# tau of Eq. (12) at the start of training, where it anneals.
+POLARISATION_START = 2.0
+
 
 def _exclusive(x: Float[Array, "b t"], first: float) -> Float[Array, "b t"]:
     """Shifts by one step, starting with `first`."""
@@ -45,7 +48,7 @@ def soft_scores(
     """s_i = sum_t A_t p_t(i) beta^t, Eq. (11), in linear space.
 
     Args:
-        prob: p_t(i), or a straight-through credit from `straight_through_credit`.
+        prob: p_t(i).
         stop_prob: p_t(stop).
         decay: beta.
         aggregation: `"discounted"` as above; the ablations of Table 4 (b) are `"alive"` (beta = 1),
@@ -100,16 +103,6 @@ def log_soft_scores(
     return _log_scores(_finite_log(jnp.asarray(prob)), log_continue, decay, aggregation)
 
 
-def straight_through_credit(trajectory: Trajectory) -> Float[Array, "b t n"]:
-    """The chosen token's one-hot per step, with the gradient of p_t: onehot - sg(p) + p.
-
-    Steps without a distribution (from a certain stop on) credit nothing.
-    """
-    prob, n = trajectory.prob, trajectory.prob.shape[-1]
-    hard = jax.nn.one_hot(trajectory.choice, n, dtype=prob.dtype) * (prob > 0)
-    return hard + (prob - jax.lax.stop_gradient(prob))
-
-
 def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b n"]:
     """Computes scores of a trajectory in the space and aggregation that `config` names.
 
@@ -119,11 +112,8 @@ def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Arr
     if config.score_space == "log":
         parts = (trajectory.log_prob, trajectory.log_continue)
         return _log_scores(*parts, config.decay, config.aggregation)
-    straight = config.credit == "straight_through"
-    credit = straight_through_credit(trajectory) if straight else trajectory.prob
-    return soft_scores(
-        credit, trajectory.stop_prob, decay=config.decay, aggregation=config.aggregation
-    )
+    parts = (trajectory.prob, trajectory.stop_prob)
+    return soft_scores(*parts, decay=config.decay, aggregation=config.aggregation)
 
 
 def cosine_anneal(start: float, end: float, progress: ArrayLike) -> Float[Array, ""]:
@@ -136,5 +126,5 @@ def polarisation_temperature(config: PolicyConfig, progress: ArrayLike) -> Array
     """Returns tau of Eq. (12) at a share `progress` of training."""
     if not config.polarisation_share:
         return config.polarisation_temperature
-    start, end = config.polarisation_start, config.polarisation_temperature
-    return cosine_anneal(start, end, progress / config.polarisation_share)
+    share = progress / config.polarisation_share
+    return cosine_anneal(POLARISATION_START, config.polarisation_temperature, share)

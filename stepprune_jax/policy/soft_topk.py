@@ -1,10 +1,8 @@
 """SoftTopK: a differentiable top-k indicator that sums to k exactly, Eq. (12).
 
-alpha_i = F(s_i / tau - b) with F a distribution function and b the one threshold for which
-sum_i alpha_i = k. With F the Laplace distribution this is LapSum (Struski et al., 2025,
-arXiv:2503.06242), whose threshold has a closed form; with F the logistic function it is entropic
-optimal transport to {0, 1} (Xie et al., 2020, arXiv:2002.06504). With density l_i at the solution
-and q = l / sum(l), for either F
+alpha_i = F(s_i / tau - b) with F the Laplace distribution function and b the one threshold for
+which sum_i alpha_i = k, in closed form: LapSum (Struski et al., 2025, arXiv:2503.06242). With
+density l_i at the solution and q = l / sum(l)
 
   d alpha_i / d s_j = (l_i [i = j] - l_i q_j) / tau
   d alpha_i / d k   = q_i
@@ -13,8 +11,6 @@ and q = l / sum(l), for either F
 so the backward pass is O(n) and does not differentiate the search for b.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,23 +18,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.checks import checked, is_static, require
-from stepprune_jax.policy.config import CHOICES
 from stepprune_jax.policy.layers import score_dtype
 
 # Sorts below every score and has no mass beside any of them.
 _ABSENT = -1e30
 
 
-def _cdf(backend: str, u: Array) -> Array:
-    if backend == "sigmoid":
-        return jax.nn.sigmoid(u)
+def _cdf(u: Array) -> Array:
     tail = 0.5 * jnp.exp(-jnp.abs(u))
     return jnp.where(u <= 0, tail, 1 - tail)
 
 
-def _log_density(backend: str, u: Array) -> Array:
-    if backend == "sigmoid":
-        return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
+def _log_density(u: Array) -> Array:
     return -jnp.abs(u) - jnp.log(2.0).astype(u.dtype)
 
 
@@ -56,7 +47,7 @@ def _cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array
     return jax.lax.platform_dependent(z, tpu=scan, default=window)
 
 
-def _lapsum_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
+def _threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
     """Closed form: between neighbouring scores the total mass is A e^b + B e^-b + C in b."""
     n = z.shape[-1]
     z = jnp.sort(z, axis=-1)
@@ -81,24 +72,7 @@ def _lapsum_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float
     return jnp.where(m > 0, rising, falling)
 
 
-def _sigmoid_threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
-    """Bisection, started where every token is out and where every token is in."""
-    present = z > _ABSENT / 2
-    top = jnp.max(z, axis=-1, keepdims=True) + 40
-    bottom = jnp.min(jnp.where(present, z, -_ABSENT), axis=-1, keepdims=True) - 40
-    bottom = jnp.minimum(bottom, top)
-
-    def halve(_, bracket):
-        low, high = bracket
-        middle = 0.5 * (low + high)
-        heavy = jnp.sum(_cdf("sigmoid", z - middle), axis=-1, keepdims=True) >= k
-        return jnp.where(heavy, middle, low), jnp.where(heavy, high, middle)
-
-    low, high = jax.lax.fori_loop(0, 80, halve, (bottom, top))
-    return 0.5 * (low + high)
-
-
-def _offsets(backend: str, scores, k, temperature, where) -> Float[Array, "*b n"]:
+def _offsets(scores, k, temperature, where) -> Float[Array, "*b n"]:
     """u_i = s_i / tau - b; far below for absent tokens."""
     z = scores / temperature
     # b is found relative to a nearby score, for accuracy in float32.
@@ -110,33 +84,32 @@ def _offsets(backend: str, scores, k, temperature, where) -> Float[Array, "*b n"
     near = jnp.where(inside, jnp.take_along_axis(ranked, at, axis=-1), near)
     z = jnp.where(where, z - near, _ABSENT)
     solvable = jnp.where(inside, k, 0.5 * count)
-    threshold = {"lapsum": _lapsum_threshold, "sigmoid": _sigmoid_threshold}[backend]
-    b = threshold(z, solvable)
+    b = _threshold(z, solvable)
     for _ in range(2):  # Newton steps restore the last digits of float32.
         u = z - b
-        excess = jnp.sum(jnp.where(where, _cdf(backend, u), 0), axis=-1, keepdims=True) - solvable
-        slope = jnp.sum(jnp.where(where, jnp.exp(_log_density(backend, u)), 0), -1, keepdims=True)
+        excess = jnp.sum(jnp.where(where, _cdf(u), 0), axis=-1, keepdims=True) - solvable
+        slope = jnp.sum(jnp.where(where, jnp.exp(_log_density(u)), 0), -1, keepdims=True)
         b = b + jnp.clip(excess / jnp.maximum(slope, jnp.finfo(z.dtype).tiny), -1, 1)
     return z - b
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _soft_topk(backend: str, scores, k, temperature, where):
-    return _soft_topk_fwd(backend, scores, k, temperature, where)[0]
+@jax.custom_vjp
+def _soft_topk(scores, k, temperature, where):
+    return _soft_topk_fwd(scores, k, temperature, where)[0]
 
 
-def _soft_topk_fwd(backend, scores, k, temperature, where):
-    u = _offsets(backend, scores, k, temperature, where)
+def _soft_topk_fwd(scores, k, temperature, where):
+    u = _offsets(scores, k, temperature, where)
     count = jnp.sum(where, axis=-1, keepdims=True)
-    alpha = jnp.where(k >= count, 1.0, jnp.where(k <= 0, 0.0, _cdf(backend, u)))
+    alpha = jnp.where(k >= count, 1.0, jnp.where(k <= 0, 0.0, _cdf(u)))
     return jnp.where(where, alpha, 0.0).astype(u.dtype), (scores, k, temperature, where, u)
 
 
-def _soft_topk_bwd(backend, residuals, g):
+def _soft_topk_bwd(residuals, g):
     scores, k, temperature, where, u = residuals
     inside = (k > 0) & (k < jnp.sum(where, axis=-1, keepdims=True)) & where
     g = jnp.where(inside, g, 0.0)
-    log_density = jnp.where(inside, _log_density(backend, u), _ABSENT)
+    log_density = jnp.where(inside, _log_density(u), _ABSENT)
     density = jnp.where(inside, jnp.exp(log_density), 0.0)
     # A softmax, so that q is right even where every density underflows.
     q = jnp.where(inside, jax.nn.softmax(log_density, axis=-1), 0.0)
@@ -157,7 +130,6 @@ def soft_topk(
     k: ArrayLike,
     temperature: ArrayLike,
     *,
-    backend: str = "lapsum",
     where: Bool[ArrayLike, "*b n"] | None = None,
 ) -> Float[Array, "*b n"]:
     """Polarises scores into alpha in [0, 1] with sum(alpha) = k, Eq. (12).
@@ -170,18 +142,14 @@ def soft_topk(
         k: mass to distribute, real; a number or one per row. 0 gives zeros and the number of tokens
             gives ones, both without gradient.
         temperature: tau > 0; a number or one per row.
-        backend: `"lapsum"` or `"sigmoid"`.
         where: True at tokens that take part; the others get exactly 0.
 
     Returns:
         alpha in the dtype of the scores, at least float32.
 
     Raises:
-        ValueError: an unknown backend, k outside [0, n] or temperature <= 0, where these can be
-            read before tracing.
+        ValueError: k outside [0, n] or temperature <= 0, where these can be read before tracing.
     """
-    known = CHOICES["polarisation"]
-    require(backend in known, "backend", repr(backend), f"one of {known}")
     scores = jnp.asarray(scores)
     dtype, batch, n = score_dtype(scores.dtype), scores.shape[:-1], scores.shape[-1]
     if is_static(k):
@@ -195,4 +163,4 @@ def soft_topk(
     def column(value: ArrayLike) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, dtype), batch)[..., None]
 
-    return _soft_topk(backend, scores.astype(dtype), column(k), column(temperature), mask)
+    return _soft_topk(scores.astype(dtype), column(k), column(temperature), mask)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import FeatureStats, ParamSpec, PolicyConfig
+from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.checks import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
@@ -54,7 +55,7 @@ class AutoSelectConfig:
     temperature_start: float | int = 2.0
     temperature_end: float | int = 0.4
     temperature_steps: float | int = 0.9
-    random_budget: tuple[float | int, float | int] = (0.02, 0.5)
+    random_budget: tuple[float | int, float | int] = RANDOM_BUDGET
     dtype: str | None = None
 
     def __post_init__(self):
@@ -68,6 +69,12 @@ class AutoSelectConfig:
             raise ValueError(
                 f"AutoSelectConfig.temperature_steps is {self.temperature_steps!r}, expected a "
                 "share of training in (0, 1]"
+            )
+        low, high = self.random_budget
+        if not (is_number(low) and is_number(high) and 0 < low <= high <= 1):
+            raise ValueError(
+                f"AutoSelectConfig.random_budget is {self.random_budget!r}, expected fractions "
+                "0 < low <= high <= 1"
             )
         try:
             self.shape  # noqa: B018  Its checks are those of the shared fields.
@@ -85,8 +92,6 @@ class AutoSelectConfig:
             num_heads=self.num_heads,
             mlp_ratio=self.mlp_ratio,
             encoder_layers=self.encoder_layers,
-            batch_budget="random",
-            random_budget=self.random_budget,
             dtype=self.dtype,
         )
 
@@ -240,8 +245,7 @@ def train_loss(
         stats=stats,
     )
     real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
-    limits, _ = policy.draw_limits(budget_key, config.shape, jnp.sum(real, axis=1), n)
-    budget = limits.max_tokens
+    budget = draw_budgets(budget_key, jnp.sum(real, axis=1), n, config.random_budget)
     alpha = policy.soft_topk(found, budget, temperature(config, progress), where=image_mask)
     x = policy.standardise(image, stats)
     tokens = policy.gate_tokens(params, config.shape, noise_key, x, alpha, real, stats)

@@ -13,9 +13,7 @@ from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, sa
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.pruning.calibration import Calibration
 
-CONFIG = PolicyConfig(
-    feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1, random_budget=(0.1, 0.5)
-)
+CONFIG = PolicyConfig(feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1)
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_the_file_is_readable_by_others(tmp_path, policy):
     with safetensors.safe_open(path, "np") as file:
         metadata = file.metadata()
     assert metadata["version"] == "1" and metadata["package_version"]
-    assert json.loads(metadata["config"])["random_budget"] == [0.1, 0.5]
+    assert json.loads(metadata["config"])["mlp_ratio"] == 1
 
 
 def test_weights_of_lower_precision_are_widened(tmp_path, policy):

@@ -10,9 +10,7 @@ from stepprune_jax.policy import ParamSpec, PolicyConfig, param_specs
 _PLAIN = dict(
     polarisation_temperature=0.3,
     polarisation_share=0.0,
-    batch_budget="mix",
-    random_budget=(0.08, 0.36),
-    probe_window=0.5,
+    batch_budget="own",
     length_weight=0.3,
     price_range=0.0,
     price_growth=0.0,

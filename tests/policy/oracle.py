@@ -60,8 +60,6 @@ def attend(query, keys, values, num_heads, bias=None):
 def encoder_block(weights, config, x, num_image, gate):
     """One pre-norm block over `num_image` image tokens followed by text tokens."""
     y = [layer_norm(weights["norm1"], row) for row in x]
-    if config.text_gate == "norm":
-        y = [row if i < num_image else gate * row for i, row in enumerate(y)]
     attention = weights["attention"]
     keys = [dense(attention["key"], row) for row in y]
     values = [dense(attention["value"], row) for row in y]
@@ -286,7 +284,7 @@ def log_scores(prob, stop_prob, decay, aggregation):
     return np.array([_log(s) for s in soft_scores(prob, stop_prob, decay, aggregation)])
 
 
-def soft_topk(scores, k, temperature, backend, where):
+def soft_topk(scores, k, temperature, where):
     """alpha_i = F(s_i / tau - b), b by bisection."""
     alpha, present = np.zeros(len(scores)), [i for i in range(len(scores)) if where[i]]
     if k >= len(present) or k <= 0:
@@ -294,8 +292,6 @@ def soft_topk(scores, k, temperature, backend, where):
         return alpha
 
     def share(u):
-        if backend == "sigmoid":
-            return 1 / (1 + math.exp(-u)) if u > 0 else math.exp(u) / (1 + math.exp(u))
         return 0.5 * math.exp(u) if u < 0 else 1 - 0.5 * math.exp(-u)
 
     z = {i: scores[i] / temperature for i in present}

@@ -43,10 +43,8 @@ class Group(NamedTuple):
 GROUPS = {
     "one token": Group(dict(num_heads=1, decoder_layers=1), 1, 1, 0, 1),
     "literal": Group(dict(num_heads=2), 2, 2, 1, 2, literal=True),
-    "causal, norm gate": Group(
-        dict(encoder_attention="causal", text_gate="norm", decoder_layers=1), 2, 3, 2, 3
-    ),
-    "three layers": Group(dict(num_heads=4, decoder_layers=3, text_gate="norm"), 2, 4, 2, 4),
+    "causal": Group(dict(encoder_attention="causal", decoder_layers=1), 2, 3, 2, 3),
+    "three layers": Group(dict(num_heads=4, decoder_layers=3), 2, 4, 2, 4),
     "causal, softmax stop": Group(dict(encoder_attention="causal", stop="softmax"), 3, 5, 4, 2),
     "hazard": Group(dict(num_heads=2, stop="hazard", decoder_layers=1), 3, 5, 4, 4),
     "hazard, three layers": Group(dict(stop="hazard", decoder_layers=3, text_width=0), 2, 6, 0, 5),

@@ -28,15 +28,6 @@ CONFIGS = {
         dtype="float32", min_tokens=0, batch_budget="own", stop="hazard", decoder_layers=1
     ),
     "literal": cases.small_literal(dtype="float32", decoder_layers=1),
-    "straight-through credit": cases.small_literal(
-        dtype="float32",
-        decoder_layers=1,
-        credit="straight_through",
-        estimator="parallel",
-        stop="aligned",
-        polarisation="sigmoid",
-        soft_budget="straight_through",
-    ),
 }
 
 
@@ -114,18 +105,6 @@ def test_gate_lets_rows_run_to_the_t_max_it_is_given_and_no_further():
             )
         )
         np.testing.assert_array_equal(run(params), [steps, steps])
-
-
-def test_gate_draws_no_budget_beyond_the_t_max_it_is_given():
-    rng = np.random.default_rng(63)
-    config = cases.small_config(dtype="float32", batch_budget="random", random_budget=(1.0, 1.0))
-    params = jax.tree.map(np.float32, cases.random_weights(rng, config))
-    image = np.float32(rng.normal(size=(2, 6, 8)))
-    # A budget of all six tokens is cut to T_max = 2.
-    run = jax.jit(
-        lambda params: gate(params, config, jax.random.key(0), image, None, max_steps=2).trajectory
-    )
-    np.testing.assert_array_equal(run(params).count, [2, 2])
 
 
 @pytest.mark.parametrize("chooser", [select, select_parallel])

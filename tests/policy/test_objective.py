@@ -77,7 +77,7 @@ def test_length_penalty_pushes_the_count_down():
 
 
 def test_metrics_by_hand():
-    # Two rows of four tokens, three steps. Row 0 keeps {0, 1} by itself, row 1 has budget 3.
+    # Two rows of four tokens, three steps. Row 0 keeps {0, 1}, row 1 {0, 1, 2}.
     prob = jnp.array([[[0.5, 0.25, 0.0, 0.0]] * 3, [[1.0, 0, 0, 0]] * 3])
     log_prob = jnp.where(prob > 0, jnp.log(jnp.maximum(prob, 1e-9)), -1e9)
     stop_prob = jnp.array([[0.25] * 3, [0.0] * 3])
@@ -94,22 +94,20 @@ def test_metrics_by_hand():
         selected=jnp.array([[True, True, False, False], [True, True, True, False]]),
     )
     alpha = jnp.array([[0.9, 0.4, 0.6, 0.1], [1.0, 1.0, 1.0, 0.0]])
-    own = jnp.array([True, False])
     gated = Gated(
         jnp.zeros((2, 4, 1)),
         alpha,
         jnp.array([2.0, 3.0]),
         trajectory,
-        own,
         jnp.ones(2),
         trajectory.count,
         jnp.array(2.0),
     )
     found = jax.jit(policy.policy_metrics)(gated)
-    np.testing.assert_allclose(found["k_mean"], 2.0)
-    np.testing.assert_allclose(found["k_std"], 0.0)
-    np.testing.assert_allclose(found["k_soft"], 0.75 + 0.75**2 + 0.75**3, rtol=1e-6)
-    np.testing.assert_allclose(found["k_cap"], 0.0)
+    np.testing.assert_allclose(found["k_mean"], 2.5)
+    np.testing.assert_allclose(found["k_std"], 0.5)
+    np.testing.assert_allclose(found["k_soft"], (0.75 + 0.75**2 + 0.75**3 + 3) / 2, rtol=1e-6)
+    np.testing.assert_allclose(found["k_cap"], 0.5)
     np.testing.assert_allclose(found["alpha_in"], (0.9 + 0.4 + 3.0) / 5, rtol=1e-6)
     np.testing.assert_allclose(found["alpha_out"], (0.6 + 0.1 + 0.0) / 3, rtol=1e-6)
     # Row 0: {0, 2} against {0, 1} agree on one of three; row 1 on all.
@@ -196,11 +194,10 @@ def test_statistics_make_features_of_any_scale_equal():
     [
         pytest.param("vp", "straight_through", marks=pytest.mark.slow),
         ("scale", "parallel"),
-        pytest.param("gumbel", "straight_through", marks=pytest.mark.slow),
     ],
 )
 def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
-    config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator, batch_budget="mix")
+    config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator)
     world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
     batch = marker_world.draw_batch(jax.random.key(1), world, 8, 16)
 

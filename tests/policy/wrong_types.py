@@ -61,7 +61,6 @@ def main():
         ("encoder_layers", True, "an integer from 1"),
         ("max_steps", 2.5, "None or an integer from 1"),
         ("decay", "x", "a number in (0, 1]"),
-        ("random_budget", 0.2, "fractions 0 < low <= high <= 1"),
         ("dtype", "banana", "one of "),
         ("stop", ["hazard"], "one of "),
     ):

@@ -59,7 +59,6 @@ def test_an_integer_is_a_number():
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
         ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
         ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
-        ({"policy.random_budget": ("half",)}, r"random_budget is \('half',\), expected two shares"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"data.workers": 10**5}, "data.workers is 100000, expected an integer from 0 to 512"),
         ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
@@ -131,11 +130,11 @@ def test_only_fields_that_change_what_is_learned_count():
     config.log_every, config.eval.batch_size, config.data.cache_gb = 1, 2, 0.5
     config.model.folder, config.autoselect.width = "elsewhere", 8
     assert read_run(config).changes(old) == []
-    config.policy.random_budget = (0.1, 0.2)
+    config.policy.price_range = 1.0
     config.batch_size = 8
     assert read_run(config).changes(old) == [
         "config.batch_size: 32 -> 8",
-        f"config.policy.random_budget: {old['policy.random_budget']} -> [0.1, 0.2]",
+        f"config.policy.price_range: {old['policy.price_range']} -> 1.0",
     ]
 
 
