@@ -84,13 +84,13 @@ def update(policy, moments, frozen, key, progress):
             batch.image,
             batch.text,
             lambda tokens: lm_loss(frozen, tokens, batch),
-            progress=progress,
+            progress=sp.Progress(progress),
         )
 
-    (value, gated), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
     updates, moments = optimiser.update(grads, moments, policy.params)
     params = optax.apply_updates(policy.params, updates)
-    return policy.replace(params=params), moments, sp.policy_metrics(gated) | {"loss": value}
+    return policy.replace(params=params), moments, sp.policy_metrics(aux) | {"loss": value}
 
 
 moments = optimiser.init(policy.params)

@@ -114,8 +114,7 @@ def test_the_policys_formula_is_what_is_traced(layers, stop):
     shape = jax.ShapeDtypeStruct
 
     def run(params, image, text):
-        slots = policy.memory(params, policy.encode(params, config, image, text))
-        return policy.pick(params, config, slots)
+        return policy.choose(params, config, policy.Inputs(image, text))
 
     inputs = (shape((1, 40, 24), jnp.float32), shape((1, 5, 12), jnp.float32))
     traced = traced_flops(jax.make_jaxpr(run)(policy.abstract_policy(config), *inputs))

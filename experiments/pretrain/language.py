@@ -21,8 +21,8 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import Rows, Wanted
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.policy.noise_gate import (
-    FeatureStats,
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.noise import (
     noise_gate,
     restore,
     standardise,

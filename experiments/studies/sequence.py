@@ -57,6 +57,7 @@ from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.noise import standardise
 from stepprune_jax.pruning import Method, Policy, View, make_method
 from stepprune_jax.workdir.lock import locked
 
@@ -245,7 +246,7 @@ def _directions(
     features: Float[np.ndarray, "i n d"], stats: FeatureStats | None
 ) -> Float[np.ndarray, "i n d"]:
     """Returns standardised features of length one."""
-    standard = np.asarray(functions.standardise(jnp.asarray(features, jnp.float32), stats))
+    standard = np.asarray(standardise(jnp.asarray(features, jnp.float32), stats))
     return standard / np.maximum(np.linalg.norm(standard, axis=-1, keepdims=True), 1e-9)
 
 
@@ -291,10 +292,9 @@ def _entropies(model: VLM, method: Method, encoded: Encoded, size: int) -> Float
 
 
 def _first_entropy(params: Any, pruner: Any, view: View) -> Float[Array, "r"]:
-    memory = pruner.memory(params, view)
-    steps = functions.select(
-        params.weights, pruner.config, memory, image_mask=view.valid, max_steps=1, min_tokens=1
-    )
+    limits = functions.Limits(max_steps=1, min_tokens=1)
+    inputs = pruner.inputs(params, view)
+    steps = functions.select(params.weights, pruner.config, inputs, limits)
     log_prob = jax.nn.log_softmax(steps.log_prob[:, 0].astype(jnp.float32))
     return -jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1)
 

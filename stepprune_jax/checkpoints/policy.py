@@ -132,6 +132,9 @@ def load_policy(path: str | Path) -> Policy:
         name: jnp.asarray(safetensors.read_tensor(entries[name], dtype=leaf.dtype), leaf.dtype)
         for name, leaf in wanted.items()
     }
+    broken = [name for name, leaf in tensors.items() if not np.isfinite(np.asarray(leaf)).all()]
+    if broken:
+        raise ValueError(f"{path}: {broken[0]!r} has values that are not finite")
     stats = None
     if has_stats:
         stats = FeatureStats(

@@ -30,6 +30,7 @@ from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch, jit_for_weights
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy.encoder import memory
 from stepprune_jax.pruning import Method, Trained
 
 _place = jit_for_weights(programs.place, ("config", "capacity", "positions", "projected", "mesh"))
@@ -289,9 +290,11 @@ def _encode_for_policy(
     shape: PolicyConfig,
 ) -> Array:
     """Computes the slots that a policy points at: its work before the loop."""
-    x = policy.standardise(features, learned.stats)
     text = vlm.embed_text(params, config, words) if shape.text_width else None
-    return policy.memory(learned.weights, policy.encode(learned.weights, shape, x, text))
+    encoded = policy.encode(
+        learned.weights, shape, policy.Inputs(features, text, stats=learned.stats)
+    )
+    return memory(learned.weights, encoded)
 
 
 _encode = jit_for_weights(_encode_for_policy, ("config", "shape"))

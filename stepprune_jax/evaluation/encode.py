@@ -25,7 +25,7 @@ from stepprune_jax.models.images import join_images
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.policy import bucket_ladder
+from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.user_input import user_input
 
 # Widths that prompts and the user's words are padded to, so that all sets share programs. One more

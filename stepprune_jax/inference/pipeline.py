@@ -31,7 +31,7 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
-from stepprune_jax.policy import bucket_ladder, choose_bucket
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.scores import expected_count
-from stepprune_jax.policy.trajectory import Trajectory, count_at_bias
+from stepprune_jax.policy.trajectory import count_at_bias
 
 # Range of random budgets as fractions of N.
 RANDOM_BUDGET = (0.02, 0.5)

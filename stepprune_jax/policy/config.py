@@ -4,8 +4,26 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
-from stepprune_jax.policy.checks import is_integer, is_number
+# Normal numbers of float32, apart from 0; an integer of Python's may be too large for any float.
+_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+Number = float | int
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether `value` is a Python or numpy integer; booleans are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether `value` is a Python or numpy number that float32 holds; booleans are not."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    if not real or isinstance(value, bool):
+        return False
+    value = value.item() if isinstance(value, np.generic) else value
+    return value == 0 or _LEAST <= abs(value) <= _LARGEST
+
 
 # Allowed values of each field that names a reading; the field's documentation explains them.
 CHOICES = {
@@ -21,26 +39,46 @@ CHOICES = {
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
-# Layers are held in a list, so a huge number of them must be rejected first.
-_MOST_LAYERS = 1024
-
-# Smallest value of each integer field.
-_INTEGERS = {
-    "feature_width": 1,
-    "text_width": 0,
-    "width": 1,
-    "num_heads": 1,
-    "mlp_ratio": 1,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "max_steps": 1,
-    "min_tokens": 0,
-    "group": 1,
-}
-_OPTIONAL = ("width", "max_steps")
-_POSITIVE = ("temperature", "stop_temperature", "polarisation_temperature")
-
-Number = float | int
+# Fields, what their values have to be, and how a message says so.
+_RULES = (
+    (
+        ("feature_width", "num_heads", "mlp_ratio", "group"),
+        lambda x: is_integer(x) and x >= 1,
+        "an integer from 1",
+    ),
+    (  # layers are held in a list
+        ("encoder_layers", "decoder_layers"),
+        lambda x: is_integer(x) and 1 <= x <= 1024,
+        "an integer from 1 to 1024",
+    ),
+    (
+        ("width", "max_steps"),
+        lambda x: x is None or (is_integer(x) and x >= 1),
+        "None or an integer from 1",
+    ),
+    (
+        ("text_width", "min_tokens"),
+        lambda x: is_integer(x) and x >= 0,
+        "an integer from 0",
+    ),
+    (
+        ("temperature", "stop_temperature", "polarisation_temperature"),
+        lambda x: is_number(x) and x > 0,
+        "a positive number",
+    ),
+    (
+        ("length_weight", "price_range", "price_growth"),
+        lambda x: is_number(x) and x >= 0,
+        "a number >= 0",
+    ),
+    (
+        ("polarisation_share",),
+        lambda x: is_number(x) and 0 <= x <= 1,
+        "a share from 0 to 1",
+    ),
+    (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
+    (("stop_bias",), is_number, "a finite number"),
+)
 
 
 @jax.tree_util.register_static
@@ -70,7 +108,7 @@ class PolicyConfig:
             tokens has as many steps as tokens.
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
         temperature: tau of the pointer softmax, Eq. (6).
-        group: tokens taken from one pointer distribution, best first; see `select`. 1 attends to
+        group: tokens taken from one pointer distribution, best first; see `Limits`. 1 attends to
             the history before every token.
         stop: stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
             sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
@@ -79,7 +117,7 @@ class PolicyConfig:
             do not interfere.
         stop_temperature: temperature of the aligned stop and of the hazard.
         stop_bias: constant added to every stop logit; below 0, episodes are long at first.
-        estimator: how `gate` differentiates the selection. `"straight_through"` carries gradients
+        estimator: how the selection is differentiated. `"straight_through"` carries gradients
             through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
             steps in one causal pass.
         decay: beta of Eq. (11).
@@ -140,35 +178,14 @@ class PolicyConfig:
     def __post_init__(self):
         for name, choices in CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
-        for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            left_out = value is None and name in _OPTIONAL
-            holds = left_out or (value is not None and is_integer(value) and value >= least)
-            none = "None or " if name in _OPTIONAL else ""
-            self._require(name, holds, f"{none}an integer from {least}")
-        for name in ("encoder_layers", "decoder_layers"):
-            good = getattr(self, name) <= _MOST_LAYERS
-            self._require(name, good, f"an integer from 1 to {_MOST_LAYERS}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            self._require(name, is_number(value) and value > 0, "a positive number")
-        for name in ("length_weight", "price_range", "price_growth"):
-            value = getattr(self, name)
-            self._require(name, is_number(value) and value >= 0, "a number >= 0")
-        share = self.polarisation_share
-        self._require("polarisation_share", is_number(share) and 0 <= share <= 1, "a share of 1")
-        self._require("stop_bias", is_number(self.stop_bias), "a finite number")
-        self._require("decay", is_number(self.decay) and 0 < self.decay <= 1, "a number in (0, 1]")
-        if self.policy_width % self.num_heads:
-            raise ValueError(
-                f"PolicyConfig.num_heads is {self.num_heads}, expected a divisor of the policy "
-                f"width {self.policy_width}"
-            )
-        if self.batch_budget == "probe" and self.stop == "softmax":
-            raise ValueError(
-                "PolicyConfig.stop is 'softmax', expected 'aligned' or 'hazard': "
-                "batch_budget='probe' trains the margin of the stop"
-            )
+        for names, holds, expected in _RULES:
+            for name in names:
+                self._require(name, holds(getattr(self, name)), expected)
+        divides = self.policy_width % self.num_heads == 0
+        self._require("num_heads", divides, f"a divisor of the policy width {self.policy_width}")
+        # A probe trains the margin of the stop, which a softmax has not.
+        probed = self.batch_budget != "probe" or self.stop != "softmax"
+        self._require("stop", probed, "'aligned' or 'hazard' where batch_budget is 'probe'")
 
     def _require(self, name: str, holds: bool, expected: str):
         if not holds:

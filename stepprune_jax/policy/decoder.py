@@ -1,26 +1,15 @@
-"""Pointer decoder: the logits of one step, Eq. (5), and of all steps at once.
-
-A decoder is three functions that `select` takes as arguments:
-
-* `init_fn(params, config, memory, memory_mask, steps) -> Decoder`: the first query, the quantities
-  computed once from the memory, and an empty cache;
-* `step_fn(params, config, context, query, cache, step) -> (logits [b, m], cache)`: one step. It is
-  *append-only*: step t reads no row of the cache after t and writes row t alone, so that a step can
-  be recomputed from the final cache. Its leaves are floating arrays;
-* `sequence_fn(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the same for
-  all steps, given every query (needed by the `parallel` estimator only).
-"""
+"""Pointer decoder: the logits of one step, Eq. (5), and of all steps at once."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import layers
+from stepprune_jax.policy.base import DecoderFns, Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.params import Params
 
 
 class Context(NamedTuple):
@@ -52,14 +41,6 @@ class History(NamedTuple):
 Cache = tuple[History, ...]
 
 
-class Decoder(NamedTuple):
-    """Start of an episode: the first query, the context and an empty cache."""
-
-    query: Float[Array, "b d"]
-    context: Any
-    cache: Any
-
-
 def empty_history(config: PolicyConfig, memory: Float[Array, "b m d"], rows: int) -> History:
     """Allocates keys and values for `rows` queries."""
     b, _, d = memory.shape
@@ -73,8 +54,8 @@ def pointer_init(
     memory: Float[Array, "b m d"],
     memory_mask: Bool[Array, "b m"],
     steps: int,
-) -> Decoder:
-    """Prepares `steps` steps of the pointer decoder over `memory`; an `init_fn`."""
+) -> tuple[Float[Array, "b d"], Context, Cache]:
+    """Prepares `steps` steps of the pointer decoder over `memory`."""
     b, _, d = memory.shape
     weights, heads = params["decoder"], config.num_heads
     pointer = weights["pointer"]
@@ -94,7 +75,7 @@ def pointer_init(
     )
     cache = (empty_history(config, memory, steps),) * (config.decoder_layers + hazard)
     start = jnp.broadcast_to(weights["start"].astype(memory.dtype), (b, d))
-    return Decoder(start, context, cache)
+    return start, context, cache
 
 
 def history_attention(params: Params, config: PolicyConfig, x, past: History, first, skip=0):
@@ -185,22 +166,11 @@ def pointer_step(
     cache: Cache,
     step: Int[Array, ""],
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """Runs one step of the pointer decoder, Eq. (5) without its mask; a `step_fn`.
+    """Runs one step of the pointer decoder, Eq. (5) without its mask.
 
     Causal self-attention over the queries so far, then cross-attention to the memory, whose logits
-    in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits.
-
-    Args:
-        params: policy weights.
-        config: policy configuration.
-        context: from `pointer_init`.
-        query: q_t, the embedding chosen at the previous step.
-        cache: keys and values of earlier queries.
-        step: t, counted from 0.
-
-    Returns:
-        Unmasked pointer logits in at least float32 (slot n is the stop), and the cache with row
-        `step` written.
+    in the last layer (one head of width d, scaled by 1/sqrt(d)) are the pointer logits, in at
+    least float32.
     """
     logits, cache = _decode(params, config, context, query[:, None], cache, step)
     return logits[:, 0], cache
@@ -213,5 +183,9 @@ def pointer_sequence(
     queries: Float[Array, "b t d"],
     cache: Cache,
 ) -> Float[Array, "b t m"]:
-    """Runs `pointer_step` for all steps in one causal pass, given the queries; a `sequence_fn`."""
+    """Runs `pointer_step` for all steps in one causal pass, given the queries."""
     return _decode(params, config, context, queries, cache, 0)[0]
+
+
+# The paper's decoder.
+POINTER = DecoderFns(pointer_init, pointer_step, pointer_sequence)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.params import Params
 
 # Replaces minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
 # where everything is masked, and small enough that sums over hundreds of steps stay finite.
@@ -72,15 +72,8 @@ def attention(
 ) -> Float[Array, "b h t c"]:
     """Computes scaled dot-product attention with a softmax in at least float32.
 
-    Args:
-        query: queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
-        key: keys.
-        value: values.
-        mask: True where a query may attend.
-        bias: added to the logits of each key.
-
-    Returns:
-        The attended values. A fully masked query gets the mean of all values, never NaN.
+    A fully masked query gets the mean of all values, never NaN. More than `MANY_QUERIES` queries
+    are processed `QUERIES` at a time.
     """
     length = query.shape[2]
     if length <= MANY_QUERIES:

@@ -2,21 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from stepprune_jax.policy.checks import require
+from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
 
-Params = dict[str, Any]
 Init = Literal["fan_in", "token", "ones", "zeros"]
-PARTS = ("encoder", "decoder", "stop", "denoiser")
-INFERENCE_PARTS = PARTS[:-1]
 
 
 class ParamSpec(NamedTuple):
@@ -153,16 +148,7 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
 
 
 def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32) -> Params:
-    """Draws the weights that a table of `ParamSpec` describes.
-
-    Args:
-        key: PRNG key; consumed.
-        specs: a nested dict of `ParamSpec`.
-        dtype: dtype of every leaf.
-
-    Returns:
-        A dict of arrays of the same structure.
-    """
+    """Draws the weights that a table of `ParamSpec` describes."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
 
     def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
@@ -178,38 +164,6 @@ def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32)
 def abstract_policy(config: PolicyConfig) -> Params:
     """Returns shapes and dtypes of `init_policy`, as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
-
-
-def check_params(params: Params, config: PolicyConfig, parts: Sequence[str] = PARTS) -> None:
-    """Checks weights against the configuration's shapes, at no cost in a compiled program.
-
-    Args:
-        params: weights; extra ones are ignored.
-        config: shapes and readings.
-        parts: parts to check, of `PARTS`.
-
-    Raises:
-        ValueError: a weight is missing, has another shape or is no floating-point number; the
-            message names the first one.
-    """
-    specs = param_specs(config)
-    for part in parts:
-        _check_part(params, specs[part], (part,))
-
-
-def _check_part(params: Any, spec: Any, path: tuple[str, ...]) -> None:
-    name = "params" + "".join(f"[{key!r}]" for key in path)
-    there = isinstance(params, Mapping) and path[-1] in params
-    expected = f"float{list(spec.shape)}" if _is_spec(spec) else f"a dict with {', '.join(spec)}"
-    require(there, name, "missing", expected)
-    found = params[path[-1]]
-    if _is_spec(spec):
-        shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", np.dtype(object))
-        good = shape == spec.shape and jnp.issubdtype(dtype, jnp.floating)
-        require(good, name, f"of shape {shape} and dtype {dtype}", expected)
-        return
-    for key, inner in spec.items():
-        _check_part(found, inner, (*path, key))
 
 
 def cast_weights(params: Params, dtype: Any) -> Params:

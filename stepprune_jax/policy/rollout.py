@@ -1,4 +1,4 @@
-"""The autoregressive loop: which token is pointed at in each step, and its gradient.
+"""An episode and its loop: which token is pointed at in each step, and its gradient.
 
 The loop runs all `steps` regardless of the stop: the pointer always moves on to the best remaining
 token, so that a token's score exists at every step. Where the episode ends is decided afterwards,
@@ -11,24 +11,118 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.checks import require
-from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.decoder import Decoder
-from stepprune_jax.policy.episode import Episode
+from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params
+from stepprune_jax.policy.config import PolicyConfig, is_integer
+from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.layers import score_dtype
-from stepprune_jax.policy.trajectory import Limits, step_distribution
+from stepprune_jax.policy.trajectory import RowLimits, step_distribution
+
+
+class Episode(NamedTuple):
+    """Arguments of an episode, broadcast to full shape.
+
+    Attributes:
+        query: the first query.
+        context: what the decoder computed once from the memory.
+        cache: the decoder's empty cache.
+        slots: M, zero in the padding.
+        image_mask: True at real tokens.
+        limits: bounds on the count, at most the row's number of tokens.
+        stop_bias: added to the stop logits.
+        steps: T_max.
+        group: tokens taken from one pointer distribution.
+        exact: whether the count is given, so that no stop has to be looked at.
+    """
+
+    query: Float[Array, "b d"]
+    context: Any
+    cache: Any
+    slots: Float[Array, "b m d"]
+    image_mask: Bool[Array, "b n"]
+    limits: RowLimits
+    stop_bias: Float[Array, "b"]
+    steps: int
+    group: int
+    exact: bool
+
+
+def read_limits(
+    limits: Limits, config: PolicyConfig, batch: int, num_tokens: int
+) -> tuple[int, int, RowLimits]:
+    """Returns T_max, the group and the bounds of each row.
+
+    Raises:
+        ValueError: T_max or the group below 1, a count out of range where it can be read,
+            `min_tokens` above `max_tokens`, or a budget together with another bound.
+    """
+    steps = config.steps(num_tokens) if limits.max_steps is None else limits.max_steps
+    group = config.group if limits.group is None else limits.group
+    for name, value in (("max_steps (T_max)", steps), ("group", group)):
+        if not (is_integer(value) and value >= 1):
+            raise ValueError(f"{name} is {value!r}, expected an integer from 1")
+    steps, group = min(steps, num_tokens), min(group, num_tokens)
+    low, high = limits.min_tokens, limits.max_tokens
+    if limits.budget is not None:
+        if low is not None or high is not None:
+            raise ValueError("budget is given with min_tokens or max_tokens, expected one of them")
+        exact = _row_counts("budget", limits.budget, 1, steps, batch)
+        return steps, group, RowLimits(exact, exact)
+    least = min(config.min_tokens, steps) if low is None else low
+    least = _row_counts("min_tokens", least, 0, steps, batch)
+    most = _row_counts("max_tokens", steps if high is None else high, 0, num_tokens, batch)
+    readable = not any(x is None or isinstance(x, Tracer) for x in (low, high))
+    if readable and (np.asarray(low) > np.asarray(high)).any():
+        raise ValueError(f"min_tokens is {low}, expected at most max_tokens ({high})")
+    return steps, group, RowLimits(least, most)
+
+
+def _row_counts(name: str, value: ArrayLike, low: int, high: int, batch: int) -> Int[Array, "b"]:
+    """Returns a count per row; raises if it can be read and is not in `[low, high]`."""
+    if not isinstance(value, Tracer):
+        found = np.asarray(value)
+        if found.dtype.kind not in "iu" or found.shape not in ((), (batch,)):
+            raise ValueError(f"{name} is {value!r}, expected an integer or one for each row")
+        if not ((found >= low) & (found <= high)).all():
+            raise ValueError(f"{name} is {value}, expected within [{low}, {high}]")
+    return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (batch,))
+
+
+def start_episode(
+    params: Params,
+    config: PolicyConfig,
+    memory: Float[AnyArray, "b m d"],
+    image_mask: Bool[AnyArray, "b n"] | None = None,
+    limits: Limits = Limits(),
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Episode:
+    """Prepares an episode over a memory; raises as `read_limits`."""
+    b, n = memory.shape[0], memory.shape[1] - 1
+    image_mask = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
+    memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
+    steps, group, rows = read_limits(limits, config, b, n)
+    # A row cannot keep more tokens than it has, whatever the budget.
+    most = jnp.minimum(rows.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
+    rows = RowLimits(jnp.minimum(rows.min_tokens, most), most)
+    slots = jnp.where(memory_mask[..., None], memory, 0)
+    start = decoder.init(params, config, slots, memory_mask, steps)
+    bias = jnp.broadcast_to(jnp.asarray(stop_bias, score_dtype(memory.dtype)), (b,))
+    exact = limits.budget is not None
+    return Episode(*start, slots, image_mask, rows, bias, steps, group, exact)
 
 
 class Loop(NamedTuple):
     """The static half of a rollout: configuration, functions and length."""
 
     config: PolicyConfig
-    step_fn: Callable
-    feedback_fn: Callable
+    step: Callable[..., Any]
+    feedback: Callable[..., Array]
     steps: int
-    unroll: int
 
 
 class Operands(NamedTuple):
@@ -40,12 +134,6 @@ class Operands(NamedTuple):
     query: Float[Array, "b d"]
     cache: Any
     stop_bias: Float[Array, "b"]
-
-    @classmethod
-    def of(cls, params: Any, episode: Episode) -> "Operands":
-        """Collects the operands of an episode."""
-        query, context, cache = episode.decoder
-        return cls(params, context, episode.slots, query, cache, episode.stop_bias)
 
 
 class Rollout(NamedTuple):
@@ -126,43 +214,42 @@ def hold(config: PolicyConfig, logits: Float[Array, "b t m"], group: int) -> Flo
     return held.at[..., -1].set(logits[..., -1]) if config.stop == "hazard" else held
 
 
-def grouped(episode: Episode, step_fn: Callable[..., Any]) -> tuple[Episode, Callable[..., Any]]:
+def grouped(episode: Episode, step: Callable[..., Any]) -> tuple[Episode, Callable[..., Any]]:
     """Makes the steps of an episode use the logits of their group's first step.
 
     The logits of all steps are one more leaf of the decoder's cache, written and read as an
-    append-only `step_fn` may.
+    append-only step may.
     """
-    query, context, cache = episode.decoder
     group = episode.group
     if group == 1:
-        return episode, step_fn
+        return episode, step
 
-    def held_step(params, config, context, query, cache, step):
+    def held_step(params, config, context, query, cache, t):
         cache, logits = cache
-        own, cache = step_fn(params, config, context, query, cache, step)
+        own, cache = step(params, config, context, query, cache, t)
         logits = jax.lax.dynamic_update_slice_in_dim(
-            logits, own[:, None].astype(logits.dtype), step, axis=1
+            logits, own[:, None].astype(logits.dtype), t, axis=1
         )
-        held = jax.lax.dynamic_index_in_dim(logits, step - step % group, axis=1, keepdims=False)
+        held = jax.lax.dynamic_index_in_dim(logits, t - t % group, axis=1, keepdims=False)
         held = held.at[:, -1].set(own[:, -1]) if config.stop == "hazard" else held
         return held, (cache, logits)
 
     b, m, _ = episode.slots.shape
     logits = jnp.zeros((b, episode.steps, m), score_dtype(episode.slots.dtype))
-    return episode._replace(decoder=Decoder(query, context, (cache, logits))), held_step
+    return episode._replace(cache=(episode.cache, logits)), held_step
 
 
 def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, choice):
     """Computes the next query from one step's logits."""
     p = step_distribution(loop.config, logits, available, step, limits, stop_bias)
     prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
-    return loop.feedback_fn(memory, prob, choice)
+    return loop.feedback(memory, prob, choice)
 
 
 def plain_rollout(
-    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: Limits
+    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: RowLimits
 ) -> Rollout:
-    """Runs the loop as one `lax.scan` that JAX differentiates itself; a `rollout_fn`.
+    """Runs the loop as one `lax.scan` that JAX differentiates itself.
 
     Its backward pass keeps one copy of the cache per step: memory grows as the square of `steps`.
     Kept as the reference for `saved_rollout`.
@@ -173,7 +260,7 @@ def plain_rollout(
 def _scan(loop: Loop, operands: Operands, image_mask, limits):
     def body(carry, step):
         query, cache, available = carry
-        logits, cache = loop.step_fn(
+        logits, cache = loop.step(
             operands.params, loop.config, operands.context, query, cache, step
         )
         choice = best_token(logits, available)
@@ -185,18 +272,18 @@ def _scan(loop: Loop, operands: Operands, image_mask, limits):
 
     start = (operands.query, operands.cache, image_mask)
     steps = jnp.arange(loop.steps, dtype=jnp.int32)
-    (_, cache, _), outputs = jax.lax.scan(body, start, steps, unroll=loop.unroll)
+    (_, cache, _), outputs = jax.lax.scan(body, start, steps)
     return outputs, cache
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def saved_rollout(
-    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: Limits
+    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: RowLimits
 ) -> Rollout:
-    """Runs the same loop with a backward pass whose memory is linear in `steps`; a `rollout_fn`.
+    """Runs the same loop with a backward pass whose memory is linear in `steps`.
 
     The forward pass saves each step's query and logits, and the final cache once. The backward
-    pass walks the steps in reverse, recomputes a step from the final cache (a `step_fn` is
+    pass walks the steps in reverse, recomputes a step from the final cache (steps are
     append-only, so later rows are invisible to it) and accumulates the cotangents of weights,
     memory and cache. Gradients equal those of `plain_rollout`.
     """
@@ -205,8 +292,8 @@ def saved_rollout(
 
 def _saved_fwd(loop, operands, image_mask, limits):
     for leaf in jax.tree.leaves(operands.cache):
-        floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        require(floating, "a leaf of the decoder's cache", f"of dtype {leaf.dtype}", "floating")
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(f"the decoder's cache has a leaf of {leaf.dtype}, expected floats")
     (queries, logits, choice), cache = _scan(loop, operands, image_mask, limits)
     return Rollout(logits, choice), (operands, image_mask, limits, queries, logits, choice, cache)
 
@@ -224,7 +311,7 @@ def _saved_bwd(loop, residuals, cotangents):
             return _feedback(loop, memory, logits, available, step, limits, stop_bias, choice)
 
         def recompute(params, context, query, cache):
-            return loop.step_fn(params, loop.config, context, query, cache, step)
+            return loop.step(params, loop.config, context, query, cache, step)
 
         _, feedback_vjp = jax.vjp(feedback, operands.memory, logits_t, operands.stop_bias)
         memory_bar, through, bias_bar = feedback_vjp(query_bar)
@@ -239,9 +326,7 @@ def _saved_bwd(loop, residuals, cotangents):
     start = (totals, *jax.tree.map(jnp.zeros_like, (operands.query, cache)))
     steps = jnp.arange(loop.steps, dtype=jnp.int32)
     inputs = (steps, queries, logits, choices, cotangents.logits)
-    (totals, query_bar, cache_bar), _ = jax.lax.scan(
-        body, start, inputs, reverse=True, unroll=loop.unroll
-    )
+    (totals, query_bar, cache_bar), _ = jax.lax.scan(body, start, inputs, reverse=True)
     totals = jax.tree.map(lambda total, x: total.astype(x.dtype), totals, _floats(primals))
     params_bar, context_bar, memory_bar, bias_bar = totals
     return Operands(params_bar, context_bar, memory_bar, query_bar, cache_bar, bias_bar), None, None

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy.checks import AnyArray, checked
+from stepprune_jax.policy.base import AnyArray, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
-from stepprune_jax.policy.trajectory import Trajectory
 
 # tau of Eq. (12) at the start of training, where it anneals.
 POLARISATION_START = 2.0
@@ -19,13 +18,11 @@ def _exclusive(x: Float[Array, "b t"], first: float) -> Float[Array, "b t"]:
     return jnp.concatenate([jnp.full_like(x[:, :1], first), x[:, :-1]], axis=1)
 
 
-@checked
 def alive_probability(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b t"]:
     """A_t = prod_{u < t} (1 - p_u(stop)), the probability of reaching step t, Eq. (10)."""
     return jnp.cumprod(_exclusive(1 - jnp.asarray(stop_prob), 1.0), axis=1)
 
 
-@checked
 def expected_count(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b"]:
     """E[K] = sum_t A_t (1 - p_t(stop)), the expected count if the stop were drawn at random."""
     return jnp.sum(jnp.cumprod(1 - jnp.asarray(stop_prob), axis=1), axis=1)
@@ -37,7 +34,6 @@ def _discounts(aggregation: str, steps: int, decay: ArrayLike) -> Float[Array, "
     return base * jnp.arange(1, steps + 1)
 
 
-@checked
 def soft_scores(
     prob: Float[AnyArray, "b t n"],
     stop_prob: Float[AnyArray, "b t"],
@@ -82,7 +78,6 @@ def _finite_log(x: Array) -> Array:
     return jnp.where(positive, jnp.log(jnp.where(positive, x, 1)), MASKED)
 
 
-@checked
 def log_soft_scores(
     prob: Float[AnyArray, "b t n"],
     stop_prob: Float[AnyArray, "b t"],

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import layers
+from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import (
     Cache,
@@ -35,7 +36,6 @@ from stepprune_jax.policy.decoder import (
     finish_layer,
     history_attention,
 )
-from stepprune_jax.policy.params import Params
 
 # Full float32 even where the hardware would round products: near-ties decide the selection.
 _exactly = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -95,17 +95,9 @@ def tabulate(
     memory: Float[Array, "b m d"],
     start: Float[Array, "b d"],
 ) -> Tables:
-    """Computes the tables of an episode.
+    """Computes the tables of an episode from its slots and its first query.
 
-    Args:
-        params: policy weights.
-        config: policy configuration.
-        context: from `pointer_init`.
-        memory: slots to point at, finite in the padding, stop last.
-        start: the first query.
-
-    Returns:
-        The tables; m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
+    m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
     """
     weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
     pointer, direct = weights["pointer"], config.decoder_layers == 1
@@ -175,13 +167,7 @@ def walk_logits(
 ) -> tuple[Float[Array, "b m"], Cache]:
     """Returns pointer logits of a walk's last query, and the cache with its queries written.
 
-    Args:
-        params: policy weights; those of the layers after the first history are read.
-        config: policy configuration.
-        context: from `pointer_init`.
-        tables: from `tabulate`.
-        walk: state of the episode.
-        step: number of steps before this one, each of as many tokens as `walk.at` has.
+    `step` counts the steps before, each of as many tokens as `walk.at` has.
     """
     wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:

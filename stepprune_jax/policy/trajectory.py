@@ -7,34 +7,20 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.layers import MASKED
 
 
-class Limits(NamedTuple):
-    """Bounds on the count of each row. Equal bounds are an exact budget.
+class RowLimits(NamedTuple):
+    """Bounds on the count of each row; equal bounds are an exact budget."""
 
-    Attributes:
-        min_tokens: tokens chosen before the stop becomes available.
-        max_tokens: tokens after which the episode is stopped.
-    """
-
-    min_tokens: Int[Array, "b"]
-    max_tokens: Int[Array, "b"]
+    min_tokens: Int[Array, "*#b"]
+    max_tokens: Int[Array, "*#b"]
 
 
 class StepDistribution(NamedTuple):
-    """Distribution of one step; `prob` and `stop_prob` sum to one while tokens are left.
-
-    Attributes:
-        log_prob: log p_t(i), `MASKED` for tokens that cannot be chosen.
-        prob: p_t(i), exactly zero for those.
-        stop_prob: p_t(stop): 0 before `min_tokens`, 1 once `max_tokens` are chosen.
-        log_continue: log(1 - stop_prob), computed without cancellation.
-        margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop
-            is `margin > 0`.
-        stop: whether the episode, if still alive, ends here.
-    """
+    """Fields of a `Trajectory` at one step, and whether the episode, if still alive, ends here."""
 
     log_prob: Float[Array, "*b n"]
     prob: Float[Array, "*b n"]
@@ -44,44 +30,10 @@ class StepDistribution(NamedTuple):
     stop: Bool[Array, "*b"]
 
 
-class Trajectory(NamedTuple):
-    """A selection episode of T_max steps; slot n is the stop.
-
-    Attributes:
-        action: a_t; n from the step at which the row stopped.
-        choice: the token pointed at in every step, also after the stop.
-        log_prob: log p_t(i), finite.
-        prob: p_t(i).
-        stop_prob: p_t(stop).
-        log_continue: log(1 - p_t(stop)), finite.
-        margin: as in `StepDistribution`; see `count_at_bias`.
-        alive: whether the episode had not ended before step t (the hard A_t).
-        count: K, the number of tokens kept.
-        selected: whether token i is kept.
-    """
-
-    action: Int[Array, "b t"]
-    choice: Int[Array, "b t"]
-    log_prob: Float[Array, "b t n"]
-    prob: Float[Array, "b t n"]
-    stop_prob: Float[Array, "b t"]
-    log_continue: Float[Array, "b t"]
-    margin: Float[Array, "b t"]
-    alive: Bool[Array, "b t"]
-    count: Int[Array, "b"]
-    selected: Bool[Array, "b n"]
-
-
 def log_price_growth(
     config: PolicyConfig, count: Int[Array, "*#b"], num_tokens: Int[Array, "*#b"]
 ) -> Float[Array, "*b"]:
-    """Returns the logarithm of the `count`-th token's price over the price at a tenth of N.
-
-    Args:
-        config: policy configuration; `price_growth` is the power.
-        count: tokens kept, including that one; 0 counts as 1.
-        num_tokens: N of each row, without its padding.
-    """
+    """Returns the logarithm of the `count`-th token's price over the price at a tenth of N."""
     share = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
     return config.price_growth * jnp.log(share)
 
@@ -119,7 +71,7 @@ def hard_stop(
     margin: Float[Array, "*b"],
     available: Bool[Array, "*b n"],
     step: Int[Array, "*#b"],
-    limits: Limits,
+    limits: RowLimits,
 ) -> tuple[Bool[Array, "*b"], Bool[Array, "*b"], Bool[Array, "*b"]]:
     """Returns whether each row stops at `step`, whether it must not, and whether it must.
 
@@ -135,23 +87,13 @@ def step_distribution(
     logits: Float[Array, "*b m"],
     available: Bool[Array, "*b n"],
     step: Int[Array, "*#b"],
-    limits: Limits,
+    limits: RowLimits,
     stop_bias: Float[Array, "*#b"],
 ) -> StepDistribution:
     """Computes pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
 
-    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the remaining tokens. With `config.stop ==
-    "softmax"`, p_t(stop) is the stop's share of the softmax over all N+1 slots and the product is
-    that softmax; with `"aligned"` it is sigmoid((l_stop - max_i l_i) / stop_temperature), with
-    `"hazard"` sigmoid(l_stop / stop_temperature).
-
-    Args:
-        config: policy configuration.
-        logits: unmasked pointer logits, stop last.
-        available: True at tokens that are real and not yet chosen.
-        step: tokens chosen before, that is t - 1.
-        limits: bounds on the count.
-        stop_bias: added to the stop logit, on top of `config.stop_bias`.
+    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the remaining tokens; `PolicyConfig.stop`
+    says what p_t(stop) is.
     """
     image, stop, margin = stop_margin(config, logits, available, step, stop_bias)
     scaled = image / config.temperature
@@ -175,24 +117,14 @@ def read_trajectory(
     choice: Int[Array, "b t"],
     picked: Int[Array, "b n"],
     image_mask: Bool[Array, "b n"],
-    limits: Limits,
+    limits: RowLimits,
     stop_bias: Float[Array, "b"],
 ) -> Trajectory:
-    """Reads a whole rollout at once: nothing here is sequential.
-
-    Args:
-        config: policy configuration.
-        logits: unmasked pointer logits of every step.
-        choice: token pointed at in every step.
-        picked: first step at which each token was pointed at; t where it never was.
-        image_mask: True at real tokens.
-        limits: bounds on the count.
-        stop_bias: added to the stop logits.
-    """
+    """Reads a whole rollout at once; `picked` is the first step at which a token is pointed at."""
     steps, n = logits.shape[1], image_mask.shape[1]
     step = jnp.arange(steps)[None]
     available = image_mask[:, None] & (picked[:, None] >= step[..., None])
-    columns = Limits(limits.min_tokens[:, None], limits.max_tokens[:, None])
+    columns = RowLimits(limits.min_tokens[:, None], limits.max_tokens[:, None])
     p = step_distribution(config, logits, available, step, columns, stop_bias[:, None])
     count = first_true(p.stop)
     kept = step < count[:, None]

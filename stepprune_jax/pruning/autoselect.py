@@ -16,10 +16,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import FeatureStats, ParamSpec, PolicyConfig
+from stepprune_jax.policy import Inputs, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
-from stepprune_jax.policy.checks import is_number
+from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
+from stepprune_jax.policy.noise import gate_tokens
+from stepprune_jax.policy.params import ParamSpec, draw_params
+from stepprune_jax.policy.params import param_specs as policy_specs
+from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 
@@ -123,7 +127,7 @@ class Gated(NamedTuple):
 
 def param_specs(config: AutoSelectConfig) -> dict[str, Any]:
     """Returns the table of weights: StepPrune's encoder and denoiser, and a head of one logit."""
-    shared, d = policy.param_specs(config.shape), config.policy_width
+    shared, d = policy_specs(config.shape), config.policy_width
     head = {
         # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
         "norm": {"scale": ParamSpec((d,), (None,), "ones")},
@@ -143,49 +147,31 @@ def init(key: Array, config: AutoSelectConfig) -> Params:
         A nested dict of float32 arrays (float64 if `config.dtype` says so).
     """
     dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
-    return policy.draw_params(key, param_specs(config), dtype)
+    return draw_params(key, param_specs(config), dtype)
 
 
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
     """Returns tau at a share `progress` of training: a cosine from start to end, then constant."""
     share = progress / config.temperature_steps
-    return policy.cosine_anneal(config.temperature_start, config.temperature_end, share)
+    return cosine_anneal(config.temperature_start, config.temperature_end, share)
 
 
 def scores(
     params: Params,
     config: AutoSelectConfig,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
-    *,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
+    inputs: Inputs,
     text_gate: ArrayLike = 1.0,
-    stats: FeatureStats | None = None,
 ) -> Float[Array, "b n"]:
     """Computes one score per token, in at least float32; padding scores lowest.
 
     Args:
         params: weights.
         config: configuration.
-        image: image tokens X.
-        text: word embeddings of the question.
-        image_mask: True at real image tokens.
-        text_mask: True at real text tokens.
+        inputs: image and question.
         text_gate: g_txt.
-        stats: the statistics the scorer is trained with.
     """
-    x = policy.standardise(jnp.asarray(image), stats)
-    encoded = policy.encode(
-        params,
-        config.shape,
-        x,
-        text,
-        image_mask=image_mask,
-        text_mask=text_mask,
-        text_gate=text_gate,
-    )
-    return _head(params, encoded, image_mask)
+    encoded = policy.encode(params, config.shape, inputs, text_gate)
+    return _head(params, encoded, inputs.image_mask)
 
 
 def _head(params: Params, encoded: Array, image_mask: Any) -> Array:
@@ -200,15 +186,10 @@ def train_loss(
     params: Params,
     config: AutoSelectConfig,
     key: Array,
-    image: Float[ArrayLike, "b n d"],
-    text: Float[ArrayLike, "b l e"] | None,
+    inputs: Inputs,
     lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
     *,
-    progress: ArrayLike,
-    image_mask: Bool[ArrayLike, "b n"] | None = None,
-    text_mask: Bool[ArrayLike, "b l"] | None = None,
-    text_gate: ArrayLike = 1.0,
-    stats: FeatureStats | None = None,
+    progress: Progress,
 ) -> tuple[Float[Array, ""], Gated]:
     """Computes the training objective: the language-modelling loss on softly selected tokens.
 
@@ -219,38 +200,22 @@ def train_loss(
         params: weights; differentiate with respect to these alone.
         config: configuration.
         key: PRNG key; consumed (budgets and noise).
-        image: image tokens X.
-        text: word embeddings of the question, never of the answer.
+        inputs: image and question, never the answer.
         lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-        progress: share of training done, in [0, 1]; sets the temperature.
-        image_mask: True at real image tokens.
-        text_mask: True at real text tokens.
-        text_gate: g_txt.
-        stats: statistics of the features; `None` skips standardisation.
+        progress: schedules of the training so far.
 
     Returns:
         The loss, and the `Gated` behind it.
     """
-    image = jnp.asarray(image)
-    b, n, _ = image.shape
+    n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
-    found = scores(
-        params,
-        config,
-        image,
-        text,
-        image_mask=image_mask,
-        text_mask=text_mask,
-        text_gate=text_gate,
-        stats=stats,
-    )
-    real = jnp.ones((b, n), bool) if image_mask is None else jnp.asarray(image_mask)
-    budget = draw_budgets(budget_key, jnp.sum(real, axis=1), n, config.random_budget)
-    alpha = policy.soft_topk(found, budget, temperature(config, progress), where=image_mask)
-    x = policy.standardise(image, stats)
-    tokens = policy.gate_tokens(params, config.shape, noise_key, x, alpha, real, stats)
-    gated = Gated(tokens.astype(image.dtype), alpha, budget, found)
-    return lm_loss_fn(gated.tokens).astype(score_dtype(image.dtype)), gated
+    found = scores(params, config, inputs, progress.text_gate)
+    budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, config.random_budget)
+    tau = temperature(config, progress.share)
+    alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
+    tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)
+    gated = Gated(tokens, alpha, budget, found)
+    return lm_loss_fn(gated.tokens).astype(score_dtype(tokens.dtype)), gated
 
 
 def metrics(
@@ -301,14 +266,6 @@ class AutoSelect(Ranker):
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Orders the tokens by score."""
-        text = (view.text, view.text_valid) if self.config.text_width else (None, None)
-        found = scores(
-            params.weights,
-            self.config,
-            view.tokens,
-            text[0],
-            image_mask=view.valid,
-            text_mask=text[1],
-            stats=params.stats,
-        )
+        inputs = Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)
+        found = scores(params.weights, self.config, inputs)
         return Ranking(order(found)[:, :steps])

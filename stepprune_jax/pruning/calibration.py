@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from stepprune_jax.policy import calibrate_stop_bias, count_at_bias
+from stepprune_jax.policy import calibrate_stop_bias
+from stepprune_jax.policy.trajectory import count_at_bias
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25

@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy import Inputs, Limits, PolicyConfig
+from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, Pruner, Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
 
@@ -50,14 +51,8 @@ class StepPrune(Ranker):
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Rolls the policy out past its stop, recording margins without the bias."""
-        ranked = policy.rank(
-            params.weights,
-            self.config,
-            self.memory(params, view),
-            image_mask=view.valid,
-            max_steps=steps,
-            group=self.group,
-        )
+        limits = Limits(max_steps=steps, group=self.group)
+        ranked = policy.rank(params.weights, self.config, self.inputs(params, view), limits)
         return Ranking(ranked.choice, ranked.margin)
 
     def counts(
@@ -67,26 +62,20 @@ class StepPrune(Ranker):
         if self.budget.is_exact:
             return exact
         least = min(self.config.min_tokens, ranking.order.shape[1])
-        count = policy.count_at_bias(jnp.asarray(ranking.margin), params.stop_bias, least)
+        count = count_at_bias(jnp.asarray(ranking.margin), params.stop_bias, least)
         return jnp.minimum(count, self._longest(exact, int(np.max(exact))))
 
     def select(self, params: Trained, view: View, capacity: int) -> Kept:
         """Runs the loop until every row has stopped."""
         r, n = view.tokens.shape[:2]
         if self.budget.is_exact:
-            limits = {"budget": view.count}
+            limits, bias = Limits(budget=view.count, group=self.group), 0.0
         else:
             sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
-            limits = {"max_tokens": self._longest(sizes, n), "stop_bias": params.stop_bias}
-        picks = policy.pick(
-            params.weights,
-            self.config,
-            self.memory(params, view),
-            image_mask=view.valid,
-            max_steps=self.config.steps(n),
-            group=self.group,
-            **limits,
-        )
+            limits = Limits(max_tokens=self._longest(sizes, n), group=self.group)
+            bias = params.stop_bias
+        inputs = self.inputs(params, view)
+        picks = policy.choose(params.weights, self.config, inputs, limits, stop_bias=bias)
         pruned = policy.gather(picks, view.tokens, capacity)
         order = jnp.where(picks.action < n, picks.action, -1)[:, :capacity]
         index, tokens, valid, count = pruned
@@ -97,11 +86,6 @@ class StepPrune(Ranker):
         table = [min(self.most(size), size) for size in range(n + 1)]
         return jnp.asarray(table, jnp.int32)[sizes]
 
-    def memory(self, params: Trained, view: View) -> Array:
-        """Computes the slots to point at, the stop last."""
-        x = policy.standardise(view.tokens, params.stats)
-        text = (view.text, view.text_valid) if self.config.text_width else (None, None)
-        encoded = policy.encode(
-            params.weights, self.config, x, text[0], image_mask=view.valid, text_mask=text[1]
-        )
-        return policy.memory(params.weights, encoded)
+    def inputs(self, params: Trained, view: View) -> Inputs:
+        """Returns what the policy sees."""
+        return Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)

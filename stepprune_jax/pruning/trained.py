@@ -6,7 +6,6 @@ functions of `stepprune_jax.policy`, which take the same parts as arguments.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +15,19 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax import policy as functions
-from stepprune_jax.policy import FeatureStats, Picks, PolicyConfig, Pruned
-from stepprune_jax.policy.checks import AnyArray
+from stepprune_jax.policy import (
+    POINTER,
+    DecoderFns,
+    FeatureStats,
+    Inputs,
+    Limits,
+    Picks,
+    PolicyConfig,
+    Progress,
+    Pruned,
+)
+from stepprune_jax.policy.base import AnyArray
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 from stepprune_jax.pruning.calibration import Calibration, calibrate
@@ -120,8 +130,8 @@ class Policy:
             budget: exact count, an integer or one per row.
             mean_budget: mean count, by the policy's calibration.
             stop_bias: replaces the policy's own. Without any of the three it stops by itself.
-            **arguments: further keyword arguments of `prune`: image_mask, text_mask, min_tokens,
-                max_tokens, max_steps, group, ladder, order, init_fn, step_fn.
+            **arguments: image_mask and text_mask, as in `Inputs`; min_tokens, max_tokens, max_steps
+                and group, as in `Limits`; ladder, order and decoder, as in `prune`.
 
         Returns:
             The kept tokens in the smallest bucket that holds every row.
@@ -130,22 +140,17 @@ class Policy:
             ValueError: as `prune` and `bias_at`, or more than one of the three is given.
         """
         bias = self._bias(budget, mean_budget, stop_bias)
+        masks = {name: arguments.pop(name, None) for name in ("image_mask", "text_mask")}
+        inputs = Inputs(image, text, **masks, stats=self.stats)
         if isinstance(self.config, AutoSelectConfig):
-            image = jnp.asarray(image)
             order, ladder = arguments.pop("order", "raster"), arguments.pop("ladder", None)
-            picks = self._best(self.config, image, text, budget, **arguments)
-            sizes = functions.bucket_ladder(image.shape[1]) if ladder is None else ladder
-            capacity = functions.choose_bucket(picks.count, sizes)
-            return functions.gather(picks, image, capacity, order=order)
+            picks = self._best(self.config, inputs, budget)
+            sizes = bucket_ladder(inputs.image.shape[1]) if ladder is None else ladder
+            capacity = choose_bucket(picks.count, sizes)
+            return functions.gather(picks, inputs.image, capacity, order=order)
+        limits = _limits(budget, arguments)
         return functions.prune(
-            self.params,
-            self.config,
-            image,
-            text,
-            stats=self.stats,
-            budget=budget,
-            stop_bias=bias,
-            **arguments,
+            self.params, self.config, inputs, limits, stop_bias=bias, **arguments
         )
 
     def select_fn(
@@ -170,7 +175,8 @@ class Policy:
             mean_budget: mean count, by the policy's calibration. Without either the policy stops by
                 itself.
             order: order of the kept tokens, as in `gather`.
-            **arguments: further keyword arguments of `choose`.
+            **arguments: min_tokens, max_tokens, max_steps and group, as in `Limits`; decoder, as in
+                `choose`.
 
         Returns:
             A function of (policy, image, text), and of image_mask and text_mask by name, that
@@ -182,6 +188,7 @@ class Policy:
         """
         bias = self._bias(budget, mean_budget, None)
         own = budget is None and mean_budget is None
+        limits = _limits(budget, arguments)
 
         def select(
             policy: Policy,
@@ -197,19 +204,17 @@ class Policy:
                     f"select: policy is of type {kind}, expected the Policy: the function that "
                     "select_fn returned is called as select(policy, image, text)"
                 )
-            given = {"image_mask": image_mask, "text_mask": text_mask, **arguments}
+            inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
             if isinstance(policy.config, AutoSelectConfig):
-                picks = policy._best(policy.config, image, text, budget, **given)
+                picks = policy._best(policy.config, inputs, budget)
             else:
                 picks = functions.choose(
                     policy.params,
                     policy.config,
-                    image,
-                    text,
-                    stats=policy.stats,
-                    budget=budget,
+                    inputs,
+                    limits,
                     stop_bias=policy.stop_bias if own else bias,
-                    **given,
+                    **arguments,
                 )
             return functions.gather(picks, image, capacity, order=order)
 
@@ -221,7 +226,10 @@ class Policy:
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None,
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-        *arguments: Any,
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        progress: Progress = Progress(),
         **keywords: Any,
     ) -> tuple[Float[Array, ""], Any]:
         """Computes the training objective with the policy's own statistics; see `train_loss`.
@@ -234,27 +242,31 @@ class Policy:
             image: image tokens X.
             text: word embeddings of the question, never of the answer.
             lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-            *arguments: further arguments of the method's `train_loss`.
-            **keywords: further keyword arguments, except `stats`; "autoselect" needs `progress`.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            progress: schedules of the training so far.
+            **keywords: length_weight and decoder, as in `train_loss`.
 
         Returns:
-            The loss, and the `Gated` behind it.
+            The loss, and what led to it.
         """
-        given = (key, image, text, lm_loss_fn, *arguments)
-        keywords["stats"] = self.stats
+        given = (key, Inputs(image, text, image_mask, text_mask, self.stats), lm_loss_fn)
+        keywords["progress"] = progress
         if isinstance(self.config, AutoSelectConfig):
             return autoselect.train_loss(self.params, self.config, *given, **keywords)
         return functions.train_loss(self.params, self.config, *given, **keywords)
 
     def calibrate(
-        self, batches: Iterable[tuple[AnyArray, AnyArray | None]], **decoder: Any
+        self,
+        batches: Iterable[tuple[AnyArray, AnyArray | None]],
+        decoder: DecoderFns = POINTER,
     ) -> "Policy":
         """Measures the mean counts of stop biases.
 
         Args:
             batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
                 without padding. A few hundred questions do; a program is compiled for each shape.
-            **decoder: init_fn and step_fn of a decoder of your own, as in `prune`.
+            decoder: functions of a decoder of your own.
 
         Returns:
             The calibrated policy.
@@ -265,7 +277,7 @@ class Policy:
         if not isinstance(self.config, PolicyConfig):
             raise ValueError(f"{self.method} has no learned stop to calibrate")
         parts = [
-            (_margins(self, image, text, **decoder), jnp.shape(image)[:2])
+            (_margins(self, Inputs(image, text, stats=self.stats), decoder), jnp.shape(image)[:2])
             for image, text in batches
         ]
         if not parts:
@@ -294,27 +306,15 @@ class Policy:
     def _best(
         self,
         config: AutoSelectConfig,
-        image: Float[Array, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
+        inputs: Inputs,
         budget: Any,
-        *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
     ) -> Picks:
         """Picks the best tokens of a one-shot scorer."""
         if budget is None:
             raise ValueError("autoselect has no learned stop, expected a budget")
-        b, n = image.shape[:2]
-        found = autoselect.scores(
-            self.params,
-            config,
-            image,
-            text,
-            image_mask=image_mask,
-            text_mask=text_mask,
-            stats=self.stats,
-        )
-        real = jnp.full(b, n) if image_mask is None else jnp.sum(jnp.asarray(image_mask), axis=1)
+        b, n = inputs.image.shape[:2]
+        found = autoselect.scores(self.params, config, inputs)
+        real = jnp.sum(inputs.real, axis=1)
         count = jnp.minimum(jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (b,)), real)
         order = autoselect.order(found)
         action = jnp.where(jnp.arange(n) < count[:, None], order, n)
@@ -323,17 +323,13 @@ class Policy:
         return Picks(action, count, kept)
 
 
-@partial(jax.jit, static_argnames=("init_fn", "step_fn"))
-def _margins(
-    policy: Policy,
-    image: Float[Array, "b n d"],
-    text: Float[Array, "b l e"] | None,
-    **decoder: Any,
-) -> Float[Array, "b t"]:
+def _limits(budget: Any, arguments: dict[str, Any]) -> Limits:
+    """Takes the fields of `Limits` out of keyword arguments."""
+    names = ("min_tokens", "max_tokens", "max_steps", "group")
+    return Limits(budget, **{name: arguments.pop(name, None) for name in names})
+
+
+@jax.jit
+def _margins(policy: Policy, inputs: Inputs, decoder: DecoderFns) -> Float[Array, "b t"]:
     """Computes stop margins of rollouts that do not stop."""
-    x = functions.standardise(jnp.asarray(image), policy.stats)
-    encoded = functions.encode(policy.params, policy.config, x, text)
-    slots = functions.memory(policy.params, encoded)
-    if decoder:  # `rank` is for the built-in one
-        return functions.select(policy.params, policy.config, slots, **decoder).margin
-    return functions.rank(policy.params, policy.config, slots).margin
+    return functions.rank(policy.params, policy.config, inputs, decoder=decoder).margin

@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from stepprune_jax import policy
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.sharding import path_name
-from stepprune_jax.policy import FeatureStats, PolicyConfig
+from stepprune_jax.policy import FeatureStats, Inputs, PolicyConfig, Progress
 from stepprune_jax.pruning import autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 from stepprune_jax.user_input import nearest
@@ -25,36 +25,6 @@ METHODS = {
     "stepprune": (PolicyConfig, "policy"),
     "autoselect": (AutoSelectConfig, "autoselect"),
 }
-
-
-class Inputs(NamedTuple):
-    """Inputs of a selector, which never include the answer.
-
-    Attributes:
-        image: features of the frozen tower.
-        text: word embeddings of the human turns.
-        text_mask: True at real words.
-        image_mask: True at real tokens; None if all images have the same number.
-    """
-
-    image: Float[Array, "b n d"]
-    text: Float[Array, "b l e"]
-    text_mask: Bool[Array, "b l"]
-    image_mask: Bool[Array, "b n"] | None = None
-
-
-class Progress(NamedTuple):
-    """Progress of training, as traced scalars.
-
-    Attributes:
-        share: share of all steps done, in [0, 1).
-        text_gate: g_txt.
-        running_count: running mean of K, for `soft_budget="batch_mean"`.
-    """
-
-    share: Float[Array, ""]
-    text_gate: Float[Array, ""]
-    running_count: Float[Array, ""]
 
 
 def build(method: str, fields: Mapping[str, Any], model: ModelConfig) -> Selector:
@@ -152,17 +122,16 @@ def train_loss(
     Returns:
         The loss, and {"running_count": scalar, "metrics": scalars by name}.
     """
-    text = (inputs.text, inputs.text_mask) if selector.text_width else (None, None)
-    real = inputs.image_mask
-    options = {"text_gate": progress.text_gate, "stats": stats}
-    options |= {"text_mask": text[1], "image_mask": real}
-    arguments = (params, selector, key, inputs.image, text[0], lm_loss_fn)
+    inputs = inputs._replace(stats=stats)
     if isinstance(selector, PolicyConfig):
-        loss, gated = policy.train_loss(
-            *arguments, **options, running_count=progress.running_count, progress=progress.share
+        loss, found = policy.train_loss(
+            params, selector, key, inputs, lm_loss_fn, progress=progress
         )
-        metrics, running_count = policy.policy_metrics(gated, real), gated.running_count
+        metrics, running_count = policy.policy_metrics(found), found.gated.running_count
     else:
-        loss, gated = autoselect.train_loss(*arguments, **options, progress=progress.share)
-        metrics, running_count = autoselect.metrics(gated, real), progress.running_count
+        loss, gated = autoselect.train_loss(
+            params, selector, key, inputs, lm_loss_fn, progress=progress
+        )
+        metrics = {"lm_loss": loss} | autoselect.metrics(gated, inputs.image_mask)
+        running_count = progress.running_count
     return loss, jax.lax.stop_gradient({"metrics": metrics, "running_count": running_count})

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
-from stepprune_jax.policy import FeatureStats, update_stats
+from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
 from stepprune_jax.training import selectors
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, lm_loss, map_rows
 from stepprune_jax.training.optimizer import OptimizerSettings, learning_rate, make_optimizer
-from stepprune_jax.training.selectors import Inputs, Progress, Selector
+from stepprune_jax.training.selectors import Selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Input
     if setup.model.sizes_vary:
         tokens = setup.model.family.num_tokens(setup.model, batch.targets.grid)
         image_mask = jnp.arange(features.shape[1]) < tokens[:, None]
-    return Inputs(*constrain_rows(setup.forward.mesh, (features, text, mask, image_mask)))
+    return Inputs(*constrain_rows(setup.forward.mesh, (features, text, image_mask, mask)))
 
 
 def _norm_at_stop(grads: Any) -> Float[Array, ""]:
@@ -172,17 +172,10 @@ def learn(
     progress = Progress(share, text_gate, state.running_count)
 
     def loss(trained):
-        lm_losses = []
-
-        def record(tokens):
-            lm_losses.append(lm_loss_fn(tokens))
-            return lm_losses[-1]
-
         draw_key = jax.random.fold_in(key, step)
-        value, aux = selectors.train_loss(
-            trained, setup.selector, draw_key, inputs, record, progress, stats
+        return selectors.train_loss(
+            trained, setup.selector, draw_key, inputs, lm_loss_fn, progress, stats
         )
-        return value, aux | {"lm_loss": lm_losses[-1]}
 
     (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     norm = optax.tree.norm(grads)
@@ -196,7 +189,7 @@ def learn(
         "skipped_in_row": jnp.where(good, 0, state.skipped_in_row + 1),
     }
     lr = learning_rate(setup.optimizer, setup.steps, step)
-    scalars = {"loss": value, "lm_loss": aux["lm_loss"], **aux["metrics"], "grad_norm": norm}
+    scalars = {"loss": value, **aux["metrics"], "grad_norm": norm}
     scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
     # Replicated on each device as before; otherwise the next update would be another program.
     return constrain_whole(setup.forward.mesh, (State(*kept, **skipped), scalars | skipped))

@@ -23,7 +23,8 @@ from stepprune_jax.inference.programs import run_take
 from stepprune_jax.inference.sets import Answers, Batching, answer_all, batches, rank_all
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
-from stepprune_jax.policy import Pruned, choose_bucket
+from stepprune_jax.policy import Pruned
+from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from stepprune_jax import FeatureStats, PolicyConfig, init_policy, prune, testing
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import safetensors as files
 from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, save_policy
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -43,9 +43,7 @@ def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
     jax.tree.map(np.testing.assert_array_equal, loaded, policy)
     assert list(path.parent.iterdir()) == [path]
     image, text = jnp.ones((1, 5, 8)), jnp.ones((1, 2, 6))
-    ours, theirs = (
-        prune(p.params, p.config, image, text, stats=p.stats, budget=2) for p in (policy, loaded)
-    )
+    ours, theirs = (p.prune(image, text, budget=2) for p in (policy, loaded))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
@@ -110,6 +108,13 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path, policy):
     ):
         assert line in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path, policy):
+    path = save_policy(policy, tmp_path / "p")
+    rewrite(path, change=lambda tensors: tensors.update(stop=np.full(4, np.nan, np.float32)))
+    with pytest.raises(ValueError, match="'stop' has values that are not finite"):
+        load_policy(path)
 
 
 def changed_config(**changes):

@@ -23,7 +23,7 @@ from stepprune_jax.inference.sets import Batching, answer_all, rank_all
 from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.policy import count_at_bias
+from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning import Budget, Method, Pruner, make_method
 from stepprune_jax.pruning.base import take
 from stepprune_jax.pruning.method import NO_PRUNING

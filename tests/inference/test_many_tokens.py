@@ -79,8 +79,8 @@ def test_no_program_holds_all_scores_of_16_384_tokens():
     params = jax.eval_shape(lambda: policy.init_policy(jax.random.key(0), POLICY))
 
     def select(params, image, text):
-        memory = policy.memory(params, policy.encode(params, POLICY, image, text))
-        return policy.pick(params, POLICY, memory), policy.rank(params, POLICY, memory)
+        inputs = policy.Inputs(image, text)
+        return policy.choose(params, POLICY, inputs), policy.rank(params, POLICY, inputs)
 
     given = shape((1, MOST, 48), jnp.bfloat16), shape((1, 64, 48), jnp.bfloat16)
     programs["select"] = jax.jit(select).lower(params, *given).compile()

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.policy import ParamSpec, PolicyConfig, param_specs
+from stepprune_jax.policy import POINTER, Limits, PolicyConfig, Progress, gate, selection
+from stepprune_jax.policy.objective import total_loss
+from stepprune_jax.policy.params import ParamSpec, param_specs
+from stepprune_jax.policy.rollout import start_episode
 
 # Without annealing, probes and prices, each of which has tests of its own.
 _PLAIN = dict(
@@ -44,6 +47,38 @@ def random_weights(rng, config, scale=0.5):
 
     specs = param_specs(config)
     return jax.tree.map(draw, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def episode(params, config, memory, *, mask=None, stop_bias=0.0, decoder=POINTER, **limits):
+    """An episode over a memory, rather than over inputs."""
+    return start_episode(params, config, memory, mask, Limits(**limits), stop_bias, decoder)
+
+
+def select(params, config, memory, *, decoder=POINTER, loop=None, **given):
+    """`select` over a memory; `loop` holds options of its loop."""
+    run = episode(params, config, memory, decoder=decoder, **given)
+    return selection.select_loop(params, config, run, decoder, **(loop or {}))
+
+
+def select_parallel(params, config, memory, *, decoder=POINTER, **given):
+    run = episode(params, config, memory, decoder=decoder, **given)
+    return selection.select_parallel(params, config, run, decoder)
+
+
+def pick(params, config, memory, *, decoder=POINTER, **given):
+    run = episode(params, config, memory, decoder=decoder, **given)
+    return selection.pick(params, config, run, decoder)
+
+
+def rank(params, config, memory, *, decoder=POINTER, **given):
+    run = episode(params, config, memory, decoder=decoder, **given)
+    return selection.order(params, config, run, decoder)
+
+
+def train_loss(params, config, key, inputs, lm_loss_fn, progress=Progress(), stop_bias=0.0):
+    """`train_loss` at a stop bias."""
+    gated = gate(params, config, key, inputs, progress, stop_bias=stop_bias)
+    return total_loss(config, gated, lm_loss_fn(gated.tokens), config.length_weight), gated
 
 
 def random_mask(rng, b, size, share=0.7):

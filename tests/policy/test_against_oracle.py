@@ -11,14 +11,8 @@ import oracle
 import pytest
 from quick import quick_or_slow
 
-from stepprune_jax.policy import (
-    encode,
-    memory,
-    pick,
-    select,
-    select_parallel,
-    trajectory_scores,
-)
+from stepprune_jax.policy import Inputs, encode, trajectory_scores
+from stepprune_jax.policy.encoder import memory
 
 CASES = 20  # Per group; ten groups.
 KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
@@ -107,26 +101,19 @@ def make_case(group, kind, seed):
 def run_package(config, steps, exact, case):
     """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
     params, image_mask = case["params"], case["image_mask"]
-    encoded = encode(
-        params,
-        config,
-        case["image"],
-        case["text"],
-        image_mask=image_mask,
-        text_mask=case["text_mask"],
-        text_gate=case["gate"],
-    )[:, case["twins"]]
+    inputs = Inputs(case["image"], case["text"], image_mask, case["text_mask"])
+    encoded = encode(params, config, inputs, case["gate"])[:, case["twins"]]
     slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
     bounds = dict(min_tokens=case["least"], max_tokens=case["most"])
     arguments = dict(
-        image_mask=image_mask,
+        mask=image_mask,
         max_steps=steps,
         stop_bias=case["stop_bias"],
         **(dict(budget=case["least"]) if exact else bounds),
     )
-    trajectory = select(params, config, slots, **arguments)
-    parallel = select_parallel(params, config, slots, **arguments)
-    picks = pick(params, config, slots, **arguments)
+    trajectory = cases.select(params, config, slots, **arguments)
+    parallel = cases.select_parallel(params, config, slots, **arguments)
+    picks = cases.pick(params, config, slots, **arguments)
     return encoded, trajectory, parallel, picks, trajectory_scores(config, trajectory)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import quick_or_slow
 
-from stepprune_jax.policy import encode, gate, memory, pick, select, select_parallel, train_loss
+from stepprune_jax.policy import Inputs, Limits, Progress, gate, select
 
 CONFIGS = {
     "parallel, aligned": cases.small_config(dtype="float32", min_tokens=0, batch_budget="own"),
@@ -44,17 +44,10 @@ def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, 
     @jax.jit
     def run(params, image, image_mask, stop_bias, text_gate):
         def loss(params, stop_bias):
-            return train_loss(
-                params,
-                config,
-                jax.random.key(0),
-                image,
-                text,
-                lambda x: weigh(jnp.tanh(x)),
-                image_mask=image_mask,
-                stop_bias=stop_bias,
-                text_gate=text_gate,
-            )
+            given = Inputs(image, text, image_mask)
+            progress = Progress(text_gate=text_gate)
+            key, read = jax.random.key(0), lambda x: weigh(jnp.tanh(x))
+            return cases.train_loss(params, config, key, given, read, progress, stop_bias)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, stop_bias)
 
@@ -91,25 +84,19 @@ def test_gate_lets_rows_run_to_the_t_max_it_is_given_and_no_further():
     image = np.float32(rng.normal(size=(2, 6, 8)))
     # By itself the policy would take floor(6 / 2) = 3 steps.
     for steps in (2, 6):
-        run = jax.jit(
-            lambda params, steps=steps: (
-                gate(
-                    params,
-                    config,
-                    jax.random.key(0),
-                    image,
-                    None,
-                    max_steps=steps,
-                    stop_bias=-100.0,
-                ).trajectory.count
-            )
-        )
+        bounded = dataclasses.replace(config, max_steps=steps)
+
+        @jax.jit
+        def run(params, bounded=bounded):
+            key = jax.random.key(0)
+            return gate(params, bounded, key, Inputs(image), stop_bias=-100.0).trajectory.count
+
         np.testing.assert_array_equal(run(params), [steps, steps])
 
 
-@pytest.mark.parametrize("chooser", [select, select_parallel])
-def test_permuting_the_image_tokens_permutes_the_selection(chooser):
-    rng, config = np.random.default_rng(61), cases.small_config()
+@pytest.mark.parametrize("estimator", ["straight_through", "parallel"])
+def test_permuting_the_image_tokens_permutes_the_selection(estimator):
+    rng, config = np.random.default_rng(61), cases.small_config(estimator=estimator)
     params = cases.random_weights(rng, config)
     image, text = rng.normal(size=(3, 7, 8)), rng.normal(size=(3, 2, 5))
     image_mask = cases.random_mask(rng, 3, 7, 0.8)
@@ -117,8 +104,7 @@ def test_permuting_the_image_tokens_permutes_the_selection(chooser):
 
     @jax.jit
     def run(image, image_mask):
-        slots = memory(params, encode(params, config, image, text, image_mask=image_mask))
-        return chooser(params, config, slots, image_mask=image_mask, max_steps=5)
+        return select(params, config, Inputs(image, text, image_mask), Limits(max_steps=5))
 
     with jax.enable_x64(True):
         before, after = run(image, image_mask), run(image[:, order], image_mask[:, order])
@@ -137,12 +123,10 @@ def compiled(stop):
 
     @jax.jit
     def run(params, slots, mask, least, most, bias):
-        arguments = dict(
-            image_mask=mask, max_steps=5, min_tokens=least, max_tokens=most, stop_bias=bias
-        )
+        arguments = dict(mask=mask, max_steps=5, min_tokens=least, max_tokens=most, stop_bias=bias)
         both = (
-            select(params, config, slots, **arguments),
-            pick(params, config, slots, **arguments),
+            cases.select(params, config, slots, **arguments),
+            cases.pick(params, config, slots, **arguments),
         )
         return both
 

@@ -7,21 +7,12 @@ import numpy as np
 import pytest
 from quick import quick_or_slow
 
-from stepprune_jax.policy import (
-    denoise,
-    encode,
-    expected_count,
-    gate,
-    hard_feedback,
-    length_penalty,
-    log_soft_scores,
-    noise_gate,
-    param_paths,
-    select,
-    soft_scores,
-    soft_topk,
-    train_loss,
-)
+from stepprune_jax.policy import Inputs, Progress, encode, gate, noise_gate, soft_topk, train_loss
+from stepprune_jax.policy.noise import denoise
+from stepprune_jax.policy.objective import length_penalty
+from stepprune_jax.policy.params import param_paths
+from stepprune_jax.policy.rollout import hard_feedback
+from stepprune_jax.policy.scores import expected_count, log_soft_scores, soft_scores
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -124,7 +115,7 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     config = cases.small_config(
         feature_width=6, width=4, text_gate=text_gate, encoder_attention=attention
     )
-    masks = dict(image_mask=np.array([[True, True, False]]), text_mask=np.array([[False, True]]))
+    masks = np.array([[True, True, False]]), np.array([[False, True]])
     x = dict(
         params=cases.random_weights(rng, config),
         image=rng.normal(size=(1, 3, 6)),
@@ -134,8 +125,8 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     weigh = cases.weighted_sum(rng, np.zeros((1, 3, 4)))
 
     def function(x):
-        image, text, g = x["image"], x["text"], x["gate"]
-        return weigh(encode(x["params"], config, image, text, text_gate=g, **masks))
+        inputs = Inputs(x["image"], x["text"], *masks)
+        return weigh(encode(x["params"], config, inputs, x["gate"]))
 
     cases.assert_finite_differences(function, x, rng)
     gradient = jax.jit(jax.grad(function))(x)
@@ -166,16 +157,16 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
     )
 
     def run(x):
-        return select(
+        return cases.select(
             x["params"],
             config,
             x["memory"],
-            image_mask=masks,
+            mask=masks,
             max_steps=4,
             min_tokens=1,
             max_tokens=np.array([4, 2]),
             stop_bias=x["stop_bias"],
-            feedback_fn=hard_feedback,
+            loop={"feedback": hard_feedback},
         )
 
     found = jax.jit(run)(x)
@@ -191,25 +182,28 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
 def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
     config = cases.small_config(
-        decoder_layers=1, encoder_layers=1, soft_budget="batch_mean", score_space=score_space
+        decoder_layers=1,
+        encoder_layers=1,
+        soft_budget="batch_mean",
+        score_space=score_space,
+        max_steps=3,
     )
-    image, text = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5))
-    weigh, key = cases.weighted_sum(rng, image), jax.random.key(1)
-    arguments = dict(max_steps=3, text_gate=0.5, running_count=0.0)
+    inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
+    weigh, key = cases.weighted_sum(rng, inputs.image), jax.random.key(1)
+    progress = Progress(text_gate=0.5)
     x = dict(params=cases.random_weights(rng, config, 0.3), stop_bias=np.float64(0.1))
 
     def lm_loss(tokens):
         return weigh(jnp.tanh(tokens))
 
     def soft(x):
-        arrays = gate(x["params"], config, key, image, text, stop_bias=x["stop_bias"], **arguments)
+        arrays = gate(x["params"], config, key, inputs, progress, stop_bias=x["stop_bias"])
         share = jnp.mean(expected_count(arrays.trajectory.stop_prob)) / 5
         return lm_loss(arrays.tokens) + 0.3 * share
 
     def loss(x):
-        return train_loss(
-            x["params"], config, key, image, text, lm_loss, stop_bias=x["stop_bias"], **arguments
-        )[0]
+        given = (x["params"], config, key, inputs, lm_loss, progress, x["stop_bias"])
+        return cases.train_loss(*given)[0]
 
     cases.assert_finite_differences(soft, x, rng, gradient_of=loss, rtol=1e-4, size=1e-6)
 
@@ -233,7 +227,7 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
     ids=["default-1-blind", "default-3-wide", "literal-1-wide", "literal-3"],
 )
 def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fields):
-    config = make(**fields)
+    config = make(max_steps=5, **fields)
     # Not those of the start: the denoiser's zeros there starve the weights before them.
     params = cases.random_weights(rng, config, 0.3)
     image = rng.normal(size=(4, 6, config.feature_width))
@@ -245,11 +239,9 @@ def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fiel
             params,
             config,
             jax.random.key(2),
-            image,
-            text,
+            Inputs(image, text),
             lambda x: weigh(jnp.tanh(x)),
-            max_steps=5,
-            text_gate=0.7,
+            progress=Progress(text_gate=0.7),
         )[0]
 
     gradient = jax.jit(jax.grad(loss))(params)

@@ -8,27 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax.policy import (
-    Decoder,
+from stepprune_jax.policy import DecoderFns, trajectory_scores
+from stepprune_jax.policy.rollout import (
     hard_feedback,
-    pick,
     plain_rollout,
     saved_rollout,
-    select,
-    select_parallel,
     straight_through,
-    trajectory_scores,
 )
 
 A, B, C, D = range(4)
 MEMORY = jnp.array([[[1, 2], [0.9, 0], [0.8, 0.5], [0.5, 1], [0, 0]]])
 
 
-def init_fn(params, config, memory, memory_mask, steps):
-    return Decoder(jnp.array([[1.0, 0.0]]), memory, ())
+def init(params, config, memory, memory_mask, steps):
+    return jnp.array([[1.0, 0.0]]), memory, ()
 
 
-def step_fn(params, config, context, query, cache, step):
+def step(params, config, context, query, cache, step):
     return jnp.einsum("bmd,bd->bm", context, query), cache
 
 
@@ -44,9 +40,9 @@ def worked(group, max_steps=4, **limits):
         min_tokens=0,
         score_space="linear",
     )
-    parts = dict(init_fn=init_fn, step_fn=step_fn, max_steps=max_steps, group=group)
-    run = select({}, config, MEMORY, **parts, **limits)
-    return run, pick({}, config, MEMORY, **parts, **limits), trajectory_scores(config, run)
+    parts = dict(decoder=DecoderFns(init, step), max_steps=max_steps, group=group)
+    run = cases.select({}, config, MEMORY, **parts, **limits)
+    return run, cases.pick({}, config, MEMORY, **parts, **limits), trajectory_scores(config, run)
 
 
 @pytest.mark.parametrize(
@@ -115,23 +111,17 @@ def test_both_estimators_and_pick_agree_with_groups(layers, stop, group):
 
             return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(params, slots)
 
-        (_, looped), gradient = value(select, feedback_fn=hard_feedback)
-        (_, parallel), of_parallel = value(select_parallel)
+        (_, looped), gradient = value(cases.select, loop={"feedback": hard_feedback})
+        (_, parallel), of_parallel = value(cases.select_parallel)
         cases.assert_trees_close(parallel, looped, 1e-9)
         cases.assert_trees_close(of_parallel, gradient, 1e-9)
         assert np.abs(gradient[0]["decoder"]["pointer"]["key"]["kernel"]).max() > 0
         for rollout in (plain_rollout, saved_rollout):
-            through = value(select, feedback_fn=straight_through, rollout_fn=rollout)
+            loop = {"feedback": straight_through, "rollout_fn": rollout}
+            through = value(cases.select, loop=loop)
             first = through if rollout is plain_rollout else first
             cases.assert_trees_close(through, first, 1e-9)
         picks = jax.jit(
-            lambda params, slots: pick(params, config, slots, max_steps=7, min_tokens=0)
+            lambda params, slots: cases.pick(params, config, slots, max_steps=7, min_tokens=0)
         )(params, slots)
         np.testing.assert_array_equal(picks.action, looped.action)
-
-
-def test_fewer_than_one_token_a_step_is_refused():
-    with pytest.raises(ValueError, match="group is 0, expected an integer from 1"):
-        worked(0)
-    with pytest.raises(ValueError, match=r"PolicyConfig.group is 0, expected an integer from 1"):
-        cases.plain_config(group=0)

@@ -6,16 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepprune_jax.policy import (
-    hard_feedback,
-    param_paths,
-    plain_rollout,
-    pointer_init,
-    pointer_sequence,
-    saved_rollout,
-    select,
-    select_parallel,
-)
+from stepprune_jax.policy import POINTER
+from stepprune_jax.policy.params import param_paths
+from stepprune_jax.policy.rollout import hard_feedback, plain_rollout, saved_rollout
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -49,7 +42,7 @@ def test_the_margin_teaches_the_stop_alone(case, rng):
     weights = rng.normal(size=(2, 4))
 
     def margins(x):
-        found = select_parallel(x["params"], config, with_slot(x), max_steps=4, min_tokens=0)
+        found = cases.select_parallel(x["params"], config, with_slot(x), max_steps=4, min_tokens=0)
         return jnp.sum(weights * found.margin)
 
     grads = jax.jit(jax.grad(margins))(x)
@@ -71,7 +64,7 @@ def test_the_order_does_not_teach_the_stop(case, rng):
 
     def order(x):
         # An exact budget: no probability of stopping is part of it.
-        found = select_parallel(x["params"], config, with_slot(x), max_steps=4, budget=4)
+        found = cases.select_parallel(x["params"], config, with_slot(x), max_steps=4, budget=4)
         return jnp.sum(jnp.where(found.prob > 0, weights * found.log_prob, 0))
 
     paths = reached(jax.jit(jax.grad(order))(x)["params"])
@@ -91,9 +84,10 @@ def test_both_estimators_have_the_same_gradient(case, rng):
 
         return jax.jit(jax.grad(run))(x)
 
-    parallel = value(select_parallel)
+    parallel = value(cases.select_parallel)
     for rollout in (plain_rollout, saved_rollout):
-        looped = value(select, feedback_fn=hard_feedback, rollout_fn=rollout)
+        loop = {"feedback": hard_feedback, "rollout_fn": rollout}
+        looped = value(cases.select, loop=loop)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), parallel, looped)
 
 
@@ -106,8 +100,8 @@ def test_a_clock_tells_how_many_were_chosen(case):
     def stops(clock):
         hazard = x["params"]["decoder"]["hazard"] | {"clock": clock}
         params = x["params"] | {"decoder": x["params"]["decoder"] | {"hazard": hazard}}
-        _, context, cache = pointer_init(params, config, with_slot(x), real, 4)
-        return pointer_sequence(params, config, context, queries, cache)[..., -1]
+        _, context, cache = POINTER.init(params, config, with_slot(x), real, 4)
+        return POINTER.sequence(params, config, context, queries, cache)[..., -1]
 
     np.testing.assert_allclose(np.ptp(stops(jnp.zeros(8)), axis=1), 0, atol=1e-12)
     assert np.all(np.abs(np.diff(stops(jnp.linspace(-1, 1, 8)), axis=1)) > 1e-3)

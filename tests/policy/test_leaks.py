@@ -13,19 +13,10 @@ import numpy as np
 import pytest
 from quick import quick_or_slow
 
-from stepprune_jax.policy import (
-    denoise,
-    encode,
-    gate,
-    hard_feedback,
-    memory,
-    pointer_init,
-    pointer_sequence,
-    pointer_step,
-    select,
-    select_parallel,
-    straight_through,
-)
+from stepprune_jax.policy import POINTER, DecoderFns, Inputs, Limits, encode, gate, select
+from stepprune_jax.policy.encoder import memory
+from stepprune_jax.policy.noise import denoise
+from stepprune_jax.policy.rollout import hard_feedback, straight_through
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -53,10 +44,10 @@ def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
     config = cases.small_config(width=4, decoder_layers=layers)
     params = cases.random_weights(rng, config)
     slots = jnp.asarray(rng.normal(size=(1, 4, 4)))
-    decoder = pointer_init(params, config, slots, jnp.ones((1, 4), bool), 4)
+    _, context, cache = POINTER.init(params, config, slots, jnp.ones((1, 4), bool), 4)
 
     def logits(queries):
-        return pointer_sequence(params, config, decoder.context, queries, decoder.cache)
+        return POINTER.sequence(params, config, context, queries, cache)
 
     flow = np.abs(jacobian(logits, rng.normal(size=(1, 4, 4)))).max(axis=(0, 2, 3, 5))
     later = np.triu(np.ones((4, 4), bool), 1)  # [t, u]: from query u to logits t.
@@ -64,39 +55,38 @@ def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
     assert (flow[~later] > 0).all()
 
 
-def flow_between_steps(rng, what, feedback_fn):
+def flow_between_steps(rng, what, feedback):
     """[t, u]: how much prob of step t depends on a nudge of the query or the logits of step u."""
     config = cases.small_config(width=4, min_tokens=0, decoder_layers=2)
     params, slots = cases.random_weights(rng, config), rng.normal(size=(1, 6, 4))
 
-    def init_fn(params, *arguments):
-        return pointer_init(params["policy"], *arguments)
+    def init(params, *arguments):
+        return POINTER.init(params["policy"], *arguments)
 
-    def step_fn(params, config, context, query, cache, step):
-        nudge = params["nudge"][step]
+    def step(params, config, context, query, cache, t):
+        nudge = params["nudge"][t]
         query = query + nudge[:4] if what == "query" else query
-        logits, cache = pointer_step(params["policy"], config, context, query, cache, step)
+        logits, cache = POINTER.step(params["policy"], config, context, query, cache, t)
         return logits + nudge if what == "logits" else logits, cache
 
     def probabilities(nudge):
-        return select(
+        return cases.select(
             dict(policy=params, nudge=nudge),
             config,
             slots,
             max_steps=4,
-            init_fn=init_fn,
-            step_fn=step_fn,
-            feedback_fn=feedback_fn,
+            decoder=DecoderFns(init, step),
+            loop={"feedback": feedback},
         ).prob[0]
 
     return np.abs(jacobian(probabilities, np.zeros((4, 6)))).max(axis=(1, 3))
 
 
 @pytest.mark.parametrize(
-    "feedback_fn", quick_or_slow([straight_through, hard_feedback], [hard_feedback])
+    "feedback", quick_or_slow([straight_through, hard_feedback], [hard_feedback])
 )
-def test_a_query_reaches_its_own_and_later_steps_and_no_earlier_one(rng, feedback_fn):
-    flow = flow_between_steps(rng, "query", feedback_fn)
+def test_a_query_reaches_its_own_and_later_steps_and_no_earlier_one(rng, feedback):
+    flow = flow_between_steps(rng, "query", feedback)
     later = np.triu(np.ones((4, 4), bool), 1)
     assert (flow[later] == 0).all()
     assert (flow[~later] > 0).all()
@@ -112,26 +102,22 @@ def test_probabilities_reach_later_steps_through_straight_through_alone(rng):
     assert (cut[diagonal] > 0).all()
 
 
-def whole_selection(params, config, image, text, chooser, **masks):
-    image_mask = masks.get("image_mask")
-    slots = memory(params, encode(params, config, image, text, **masks))
-    run = chooser(params, config, slots, image_mask=image_mask, max_steps=3, min_tokens=0)
+def whole_selection(params, config, inputs):
+    run = select(params, config, inputs, Limits(max_steps=3, min_tokens=0))
     scores = jnp.where(run.prob > 0, run.log_prob, 0)
     return jnp.concatenate([run.prob, scores, run.stop_prob[..., None]], axis=-1)
 
 
-@pytest.mark.parametrize("chooser", quick_or_slow([select, select_parallel], [select]))
-def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, chooser):
-    config = cases.small_config(feature_width=4, width=4, text_width=3)
+@pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
+def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, estimator):
+    config = cases.small_config(feature_width=4, width=4, text_width=3, estimator=estimator)
     params = cases.random_weights(rng, config)
     x = dict(image=rng.normal(size=(2, 4, 4)), text=rng.normal(size=(2, 3, 3)))
     masks = dict(
         image_mask=np.array([[True, False, True, True], [True, True, True, False]]),
         text_mask=np.array([[True, True, False], [False, True, True]]),
     )
-    flow = jacobian(
-        lambda x: whole_selection(params, config, x["image"], x["text"], chooser, **masks), x
-    )
+    flow = jacobian(lambda x: whole_selection(params, config, Inputs(**x, **masks)), x)
     for name, mask in (("image", masks["image_mask"]), ("text", masks["text_mask"])):
         by_token = np.abs(flow[name]).max(axis=(1, 2, 5))  # [row, from row, from token]
         for row in range(2):
@@ -147,7 +133,7 @@ def test_the_stop_embedding_reaches_the_stop_probability(rng):
 
     def stop_prob(stop):
         slots = memory(params | dict(stop=stop), encoded)
-        return select(params, config, slots, max_steps=3, min_tokens=1).stop_prob[0]
+        return cases.select(params, config, slots, max_steps=3, min_tokens=1).stop_prob[0]
 
     flow = np.abs(jacobian(stop_prob, params["stop"])).max(axis=1)
     assert flow[0] == 0  # The stop is not available yet.
@@ -161,7 +147,7 @@ def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_t
     )
     params = cases.random_weights(rng, config)
     x = dict(image=rng.normal(size=(1, 4, 4)), text=rng.normal(size=(1, 2, 3)))
-    flow = jacobian(lambda x: encode(params, config, **x, text_gate=0.5), x)
+    flow = jacobian(lambda x: encode(params, config, Inputs(**x), 0.5), x)
     by_token = {name: np.abs(f).max(axis=(0, 2, 3, 5)) for name, f in flow.items()}
     later = np.triu(np.ones((4, 4), bool), 1)
     assert (by_token["image"][later] == 0).all()
@@ -174,14 +160,14 @@ def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
     config = cases.small_config(feature_width=4, width=4, text_width=3, text_gate=text_gate)
     params = cases.random_weights(rng, config)
     image, text = rng.normal(size=(1, 4, 4)), rng.normal(size=(2, 1, 2, 3))
-    run = jax.jit(lambda text: encode(params, config, image, text, text_gate=0.0))
+    run = jax.jit(lambda text: encode(params, config, Inputs(image, text), 0.0))
     np.testing.assert_allclose(run(text[0]), run(100 * text[1]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
 def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, estimator):
     """Through the whole training pathway; the consumer ignores tokens at padded positions."""
-    config = cases.small_config(estimator=estimator, encoder_layers=1, batch_budget="own")
+    config = cases.small_config(estimator=estimator, encoder_layers=1, max_steps=3)
     params = cases.random_weights(rng, config)
     masks = dict(
         image_mask=np.array([[True, False, True, True], [True, True, True, False]]),
@@ -193,7 +179,7 @@ def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, es
     }
 
     def loss(params, image, text):
-        gated = gate(params, config, jax.random.key(0), image, text, max_steps=3, **masks)
+        gated = gate(params, config, jax.random.key(0), Inputs(image, text, **masks))
         tokens = jnp.where(masks["image_mask"][..., None], gated.tokens, 0)
         return jnp.sum(jnp.sin(tokens)) + jnp.sum(gated.trajectory.stop_prob), gated.alpha
 

@@ -45,14 +45,3 @@ def test_soft_topk_through_the_gate_has_finite_gradients_at_any_sharpness():
 
     for temperature in (1e-3, 0.3, 10.0):
         assert bool(jnp.isfinite(grad(scores, temperature)).all())
-
-
-def test_scale_gate_scales():
-    x = jnp.ones((1, 2, 3))
-    scaled = policy.scale_gate(x, jnp.array([[0.25, 1.0]]))
-    np.testing.assert_allclose(scaled[..., 0], [[0.25, 1.0]])
-
-
-def test_gate_keeps_the_dtype_of_the_features():
-    x = jnp.ones((1, 2, 3), jnp.bfloat16)
-    assert policy.noise_gate(jax.random.key(0), x, jnp.ones((1, 2))).dtype == jnp.bfloat16

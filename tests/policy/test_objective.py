@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Gated, PolicyConfig, Trajectory
+from stepprune_jax.policy import Gated, Inputs, Limits, PolicyConfig, Progress, Trajectory
+from stepprune_jax.policy.base import TrainAux
+from stepprune_jax.policy.noise import standardise
 
 CONFIG = cases.plain_config(
     feature_width=32,
@@ -33,9 +35,8 @@ def loss_slope_at_the_stop(config, rows=64):
     def slope(bias, key, params):
         draw_key, gate_key = jax.random.split(key)
         batch = marker_world.draw_batch(draw_key, world, rows, 32)
-        gated = policy.gate(
-            params, config, gate_key, batch.image, batch.text, stop_bias=bias, running_count=8.0
-        )
+        given = (gate_key, Inputs(batch.image, batch.text), Progress(running_count=8.0))
+        gated = policy.gate(params, config, *given, stop_bias=bias)
         return marker_world.reader_loss(world, gated.tokens, everything, batch)
 
     slopes = np.array([slope(1.0, jax.random.key(i), params) for i in range(8)])
@@ -62,16 +63,10 @@ def test_length_penalty_pushes_the_count_down():
     @jax.jit
     @jax.grad
     def slope(bias, params, batch):  # as arguments, which XLA does not compute with beforehand
-        return policy.train_loss(
-            params,
-            CONFIG,
-            jax.random.key(2),
-            batch.image,
-            batch.text,
-            lambda tokens: jnp.zeros(()),
-            length_weight=1.0,
-            stop_bias=bias,
-        )[0]
+        config = dataclasses.replace(CONFIG, length_weight=1.0)
+        inputs = Inputs(batch.image, batch.text)
+        given = (params, config, jax.random.key(2), inputs, lambda tokens: jnp.zeros(()))
+        return cases.train_loss(*given, stop_bias=bias)[0]
 
     assert slope(0.0, params, batch) < 0
 
@@ -102,8 +97,10 @@ def test_metrics_by_hand():
         jnp.ones(2),
         trajectory.count,
         jnp.array(2.0),
+        jnp.ones((2, 4), bool),
     )
-    found = jax.jit(policy.policy_metrics)(gated)
+    found = jax.jit(policy.policy_metrics)(TrainAux(gated, jnp.array(0.5)))
+    assert found["lm_loss"] == 0.5
     np.testing.assert_allclose(found["k_mean"], 2.5)
     np.testing.assert_allclose(found["k_std"], 0.5)
     np.testing.assert_allclose(found["k_soft"], (0.75 + 0.75**2 + 0.75**3 + 3) / 2, rtol=1e-6)
@@ -124,9 +121,9 @@ def test_every_row_pays_its_own_price():
 
     @jax.jit
     def run(params, image):
-        return policy.train_loss(params, config, key, image, None, lambda _: jnp.zeros(()))
+        return policy.train_loss(params, config, key, Inputs(image), lambda _: jnp.zeros(()))
 
-    loss, gated = run(params, image)
+    loss, (gated, _) = run(params, image)
     np.testing.assert_allclose(
         loss,
         0.4 * np.mean(np.asarray(gated.price) * np.asarray(gated.trajectory.count)) / 12,
@@ -136,8 +133,7 @@ def test_every_row_pays_its_own_price():
 
     @jax.jit
     def shifted(params, image, bias):
-        slots = policy.memory(params, policy.encode(params, config, image, None))
-        return policy.select(params, config, slots, stop_bias=bias).margin
+        return policy.select(params, config, Inputs(image), stop_bias=bias).margin
 
     margin = shifted(params, image, jnp.log(gated.price))
     np.testing.assert_allclose(margin, gated.trajectory.margin, atol=1e-4)
@@ -152,23 +148,20 @@ def test_a_token_costs_more_the_more_are_kept():
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(config, params, image):
-        return policy.train_loss(params, config, key, image, None, lambda _: jnp.zeros(()))
+        return policy.train_loss(params, config, key, Inputs(image), lambda _: jnp.zeros(()))
 
-    loss, gated = run(dear, params, image)
+    loss, (gated, _) = run(dear, params, image)
     count = np.asarray(gated.trajectory.count)
     np.testing.assert_allclose(gated.price, (count / 1.2) ** 2, rtol=1e-5)
     np.testing.assert_allclose(loss, 0.4 * np.mean((count / 1.2) ** 2 * count / 12), rtol=1e-5)
     # 2 ln(1 / 1.2), 2 ln(2 / 1.2), and so on to 2 ln(6 / 1.2).
     growth = [-0.364643, 1.021651, 1.832581, 2.407946, 2.854233, 3.218876]
-    more = gated.trajectory.margin - run(free, params, image)[1].trajectory.margin
+    more = gated.trajectory.margin - run(free, params, image)[1].gated.trajectory.margin
     np.testing.assert_allclose(more, np.tile(growth, (6, 1)), atol=1e-4)
     padded, mask = jnp.pad(image, ((0, 0), (0, 8), (0, 0))), jnp.arange(20)[None] < 12
-    gate = jax.jit(
-        lambda params, image, mask: policy.gate(
-            params, dear, key, image, None, image_mask=jnp.tile(mask, (6, 1)), max_steps=6
-        )
-    )
-    other = gate(params, padded, mask)
+    short = dataclasses.replace(dear, max_steps=6)
+    inputs = Inputs(padded, image_mask=jnp.tile(mask, (6, 1)))
+    other = jax.jit(policy.gate)(params, short, key, inputs)
     np.testing.assert_allclose(other.trajectory.margin, gated.trajectory.margin, atol=1e-4)
     np.testing.assert_allclose(other.price, gated.price, rtol=1e-5)
 
@@ -181,11 +174,11 @@ def test_statistics_make_features_of_any_scale_equal():
     plain = update_stats(policy.FeatureStats.start(32), image)
     scaled = update_stats(policy.FeatureStats.start(32), image * scale + shift)
     key = jax.random.key(2)
-    gate = jax.jit(lambda image, stats: policy.gate(params, CONFIG, key, image, None, stats=stats))
-    a, b = gate(image, plain), gate(image * scale + shift, scaled)
+    seen = (Inputs(image, stats=plain), Inputs(image * scale + shift, stats=scaled))
+    a, b = (jax.jit(policy.gate)(params, CONFIG, key, inputs) for inputs in seen)
     np.testing.assert_array_equal(a.trajectory.action, b.trajectory.action)
     np.testing.assert_allclose(
-        policy.standardise(a.tokens, plain), policy.standardise(b.tokens, scaled), atol=1e-3
+        standardise(a.tokens, plain), standardise(b.tokens, scaled), atol=1e-3
     )
 
 
@@ -206,8 +199,7 @@ def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
             params,
             config,
             jax.random.key(2),
-            batch.image,
-            batch.text,
+            Inputs(batch.image, batch.text),
             lambda tokens: marker_world.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
         )[0]
 
@@ -223,8 +215,7 @@ def test_selection_and_statistics_ignore_padding():
     stats = policy.update_stats(policy.FeatureStats.start(32), image)
     padded = jnp.concatenate([image, jnp.full((2, 6, 32), 1e3)], axis=1)
     mask = jnp.broadcast_to(jnp.arange(16) < 10, (2, 16))
-    options = {"stats": stats, "max_steps": 5}
-    short = policy.prune(params, CONFIG, image, None, **options)
-    long = policy.prune(params, CONFIG, padded, None, image_mask=mask, **options)
+    seen = (Inputs(image, stats=stats), Inputs(padded, image_mask=mask, stats=stats))
+    short, long = (policy.prune(params, CONFIG, x, Limits(max_steps=5)) for x in seen)
     np.testing.assert_array_equal(short.index, long.index)
     np.testing.assert_array_equal(short.tokens, long.tokens)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Decoder, PolicyConfig
+from stepprune_jax.policy import DecoderFns, Inputs, Limits, PolicyConfig
 
 CONFIG = PolicyConfig(
     feature_width=32, text_width=32, num_heads=2, mlp_ratio=2, encoder_layers=1, max_steps=8
@@ -18,20 +18,20 @@ CONFIG = PolicyConfig(
 ROWS, TOKENS = 16, 24
 
 
-def init_fn(params, config, memory, memory_mask, steps):
+def init(params, config, memory, memory_mask, steps):
     start = jnp.broadcast_to(params["decoder"]["start"], memory[:, 0].shape)
-    return Decoder(query=start, context=memory @ params["decoder"]["key"], cache=())
+    return start, memory @ params["decoder"]["key"], ()
 
 
-def step_fn(params, config, context, query, cache, step):
+def step(params, config, context, query, cache, step):
     return jnp.einsum("bmd,bd->bm", context, query) / 6, cache
 
 
-def sequence_fn(params, config, context, queries, cache):
+def sequence(params, config, context, queries, cache):
     return jnp.einsum("bmd,btd->btm", context, queries) / 6
 
 
-OWN = {"init_fn": init_fn, "step_fn": step_fn}
+OWN = DecoderFns(init, step)
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +48,25 @@ def batch():
     return world, marker_world.draw_batch(jax.random.key(1), world, ROWS, TOKENS)
 
 
-def objective(params, config, key, world, batch, **parts):
+def objective(params, config, key, world, batch, decoder=OWN):
     def reader(tokens):
         return marker_world.reader_loss(world, tokens, jnp.ones(tokens.shape[:2], bool), batch)
 
-    given = (params, config, key, batch.image, batch.text, reader)
-    return policy.train_loss(*given, **OWN, **parts)[0]
+    inputs = Inputs(batch.image, batch.text)
+    return policy.train_loss(params, config, key, inputs, reader, decoder=decoder)[0]
 
 
-def gradient(config, params, batch, **parts):
+def gradient(config, params, batch, decoder=OWN):
     def loss(params, batch):
-        return objective(params, config, jax.random.key(2), *batch, **parts)
+        return objective(params, config, jax.random.key(2), *batch, decoder)
 
     return jax.jit(jax.grad(loss))(params, batch)
 
 
-def test_the_parallel_estimator_has_one_gradient_with_and_without_a_sequence_fn(params, batch):
+def test_the_parallel_estimator_has_one_gradient_with_and_without_a_sequence(params, batch):
     config = dataclasses.replace(CONFIG, estimator="parallel")
-    loop, pass_ = (gradient(config, params, batch, **p) for p in ({}, {"sequence_fn": sequence_fn}))
+    loop = gradient(config, params, batch)
+    pass_ = gradient(config, params, batch, DecoderFns(init, step, sequence))
     for name in ("key", "start"):
         found = loop["decoder"][name]
         assert float(jnp.abs(found).max()) > 1e-4
@@ -77,7 +78,8 @@ def test_the_feedback_carries_the_gradient_that_it_is_given_with(params, batch):
         return jnp.einsum("bm,bmd->bd", prob, memory)
 
     config = dataclasses.replace(CONFIG, estimator="parallel")
-    hard, own = (gradient(config, params, batch, **p) for p in ({}, {"feedback_fn": soft}))
+    hard = gradient(config, params, batch)
+    own = gradient(config, params, batch, DecoderFns(init, step, sequence, soft))
     through = gradient(dataclasses.replace(CONFIG, estimator="straight_through"), params, batch)
     starts = [tree["decoder"]["key"] for tree in (hard, own, through)]
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -107,10 +109,10 @@ def test_a_few_steps_lower_the_loss(params, batch):
 
 
 def test_prune_keeps_what_select_chooses(params, batch):
-    image, text = batch[1].image, batch[1].text
-    slots = policy.memory(params, policy.encode(params, CONFIG, image, text))
-    chosen = policy.select(params, CONFIG, slots, budget=5, **OWN)
-    pruned = policy.prune(params, CONFIG, image, text, budget=5, order="pick", **OWN)
+    given = (params, CONFIG, Inputs(batch[1].image, batch[1].text), Limits(budget=5))
+    chosen = policy.select(*given, decoder=OWN)
+    pruned = policy.prune(*given, order="pick", decoder=OWN)
     np.testing.assert_array_equal(pruned.index[:, :5], chosen.action[:, :5])
-    with pytest.raises(ValueError, match=r"params\['decoder'\]\['\w+'\] is missing"):
-        policy.prune(params, CONFIG, image, text, budget=5)
+    ranked = policy.rank(*given, decoder=OWN)
+    np.testing.assert_array_equal(ranked.choice, chosen.choice)
+    np.testing.assert_allclose(ranked.margin, chosen.margin, rtol=1e-5, atol=1e-5)

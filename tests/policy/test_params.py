@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stepprune_jax import policy
-from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy import Inputs, PolicyConfig
+from stepprune_jax.policy import params as tables
 
 CONFIGS = [
     PolicyConfig(feature_width=16, text_width=12, num_heads=4),
@@ -30,7 +31,7 @@ def test_init_has_the_abstract_shapes(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_weight_is_matched_by_exactly_one_rule(config):
     rules = policy.partition_rules(config, {"embed": "fsdp", "hidden": "tensor"})
-    for path in policy.param_paths(policy.abstract_policy(config)):
+    for path in tables.param_paths(policy.abstract_policy(config)):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
 
 
@@ -43,10 +44,10 @@ def test_same_key_same_weights_and_another_key_others():
 
 
 def test_last_decoder_layer_owns_no_dead_weights():
-    specs = policy.param_specs(dataclasses.replace(CONFIGS[0], decoder_layers=2))["decoder"]
+    specs = tables.param_specs(dataclasses.replace(CONFIGS[0], decoder_layers=2))["decoder"]
     assert set(specs["pointer"]) == {"history", "norm", "memory_norm", "query", "key"}
     assert "key" in specs["layer_0"]["cross"]["attention"] and "mlp" in specs["layer_0"]
-    assert set(policy.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start", "hazard"}
+    assert set(tables.param_specs(CONFIGS[1])["decoder"]) == {"pointer", "start", "hazard"}
 
 
 def test_size_at_the_papers_shape():
@@ -69,7 +70,7 @@ def test_sharded_weights_give_the_same_loss():
     @jax.jit
     def loss(params, image, text):
         return policy.train_loss(
-            params, config, jax.random.key(3), image, text, lambda x: jnp.mean(x**2)
+            params, config, jax.random.key(3), Inputs(image, text), lambda x: jnp.mean(x**2)
         )[0]
 
     expected = loss(params, image, text)
@@ -93,19 +94,19 @@ def test_weights_cast_once_give_the_same_result_to_the_bit():
     )
     params = policy.init_policy(jax.random.key(0), config)
     cast = policy.cast_weights(params, config.dtype)
-    leaves = zip(policy.param_paths(cast), jax.tree.leaves(cast), strict=True)
+    leaves = zip(tables.param_paths(cast), jax.tree.leaves(cast), strict=True)
     narrow = {path for path, leaf in leaves if leaf.dtype == jnp.bfloat16}
     # Whatever multiplies activations; norms, the clock and single tokens are kept whole.
     assert {"kernel", "bias"} == {path.rpartition("/")[2] for path in narrow}
     assert not any("norm" in path or "read" in path for path in narrow)
     assert "encoder/text_projection/kernel" in narrow and "denoiser/value/kernel" in narrow
-    kernels = {path for path in policy.param_paths(params) if path.endswith("kernel")}
+    kernels = {path for path in tables.param_paths(params) if path.endswith("kernel")}
     assert kernels <= narrow
 
     @jax.jit
     def run(params, image, text):
-        slots = policy.memory(params, policy.encode(params, config, image, text))
-        return policy.select(params, config, slots), policy.pick(params, config, slots)
+        inputs = Inputs(image, text)
+        return policy.select(params, config, inputs), policy.choose(params, config, inputs)
 
     image = jax.random.normal(jax.random.key(1), (2, 6, 16))
     text = jax.random.normal(jax.random.key(2), (2, 3, 12))

@@ -9,20 +9,14 @@ import numpy as np
 import oracle
 import pytest
 
-from stepprune_jax.policy import (
-    Picks,
+from stepprune_jax.policy import Inputs, Picks, choose, gather, noise_gate, select, soft_topk
+from stepprune_jax.policy.base import Limits
+from stepprune_jax.policy.noise import denoise
+from stepprune_jax.policy.scores import (
     alive_probability,
-    denoise,
-    encode,
     expected_count,
-    gather,
     log_soft_scores,
-    memory,
-    noise_gate,
-    pick,
-    select,
     soft_scores,
-    soft_topk,
 )
 
 
@@ -51,12 +45,6 @@ def test_alive_probability_equals_the_product_and_expected_count_the_enumeration
     for row in range(6):
         close(alive[row], oracle.alive_probability(stop_prob[row]))
         close(count[row], oracle.expected_count(stop_prob[row]))
-
-
-def test_expected_count_by_hand(x64):
-    # K = 0 with .5; K = 1 with .5 * .25; K = 2 with .5 * .75 * 1: 0 + .125 + .75 = .875.
-    close(oracle.expected_count([0.5, 0.25, 1.0]), 0.875)
-    close(expected_count(np.array([[0.5, 0.25, 1.0]])), [0.875])
 
 
 @pytest.mark.parametrize("aggregation", ["discounted", "alive", "uniform", "last"])
@@ -140,10 +128,8 @@ def _gap(row, config):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _choose(params, config, image, stop_bias):
-    slots = memory(params, encode(params, config, image, None))
-    run = select(params, config, slots, max_steps=4, min_tokens=0, stop_bias=stop_bias)
-    picks = pick(params, config, slots, max_steps=4, min_tokens=0, stop_bias=stop_bias)
-    return run, picks
+    given = (params, config, Inputs(image), Limits(max_steps=4, min_tokens=0))
+    return select(*given, stop_bias=stop_bias), choose(*given, stop_bias=stop_bias)
 
 
 @pytest.mark.parametrize(

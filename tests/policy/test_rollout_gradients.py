@@ -1,7 +1,5 @@
 """Gradients through the loop: a written-out surrogate, the two rollouts, the two estimators."""
 
-import functools
-
 import cases
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,12 @@ import pytest
 import surrogate
 from quick import quick_or_slow
 
-from stepprune_jax.policy import (
-    Decoder,
+from stepprune_jax.policy import DecoderFns, Inputs, objective, selection
+from stepprune_jax.policy.rollout import (
     hard_feedback,
-    objective,
     plain_rollout,
     saved_rollout,
-    select,
-    select_parallel,
     straight_through,
-    train_loss,
 )
 
 MASK = np.array([[True] * 6, [True, False, True, True, False, True], [False] * 6])
@@ -49,7 +43,7 @@ def make_loss(rng, config, chooser, **arguments):
             x["params"],
             config,
             x["memory"],
-            image_mask=MASK,
+            mask=MASK,
             max_steps=5,
             stop_bias=x["stop_bias"],
             **LIMITS,
@@ -65,7 +59,7 @@ def value_and_gradient(loss, x):
 
 
 @pytest.mark.parametrize(
-    ("fields", "feedback_fn"),
+    ("fields", "feedback"),
     [
         pytest.param(dict(decoder_layers=2), straight_through, marks=pytest.mark.slow),
         (dict(decoder_layers=1, stop="softmax", temperature=0.7), straight_through),
@@ -73,20 +67,20 @@ def value_and_gradient(loss, x):
     ],
     ids=["2-aligned-straight-through", "1-softmax-straight-through", "1-aligned-hard"],
 )
-def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedback_fn):
+def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedback):
     config = cases.small_config(width=4, **fields)
     x = make_inputs(rng, config)
     weights = [rng.normal(size=(3, 3, 6)), rng.normal(size=(3, 3))]
     least, most = np.array([1, 0, 2]), np.array([3, 1, 2])
 
     def by_package(x):
-        run = select(
+        run = cases.select(
             x["params"],
             config,
             x["memory"],
             max_steps=3,
             stop_bias=x["stop_bias"],
-            feedback_fn=feedback_fn,
+            loop={"feedback": feedback},
             min_tokens=least,
             max_tokens=most,
         )
@@ -103,7 +97,7 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
                 memory,
                 stop_bias,
                 *given,
-                straight_through=feedback_fn is straight_through,
+                straight_through=feedback is straight_through,
             )
 
         prob, stop_prob = jax.vmap(row)(x["memory"], x["stop_bias"], choice, least, most)
@@ -115,14 +109,14 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
 
 
 @pytest.mark.parametrize(
-    ("feedback_fn", "dtype", "relative"),
+    ("feedback", "dtype", "relative"),
     [
         pytest.param(straight_through, "float32", 1e-4, marks=pytest.mark.slow),
         (straight_through, "float64", 1e-10),
         pytest.param(hard_feedback, "float64", 1e-10, marks=pytest.mark.slow),
     ],
 )
-def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, feedback_fn):
+def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, feedback):
     config = cases.small_config(decoder_layers=2, num_heads=4, dtype=dtype)
     with jax.enable_x64(dtype == "float64"):
         x = make_inputs(rng, config, np.dtype(dtype).type)
@@ -130,9 +124,8 @@ def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, f
             make_loss(
                 np.random.default_rng(0),
                 config,
-                select,
-                feedback_fn=feedback_fn,
-                rollout_fn=rollout_fn,
+                cases.select,
+                loop={"feedback": feedback, "rollout_fn": rollout_fn},
             )
             for rollout_fn in (saved_rollout, plain_rollout)
         )
@@ -149,8 +142,8 @@ def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
     config = cases.small_config(decoder_layers=1)
     x = make_inputs(rng, config)
     through, cut = (
-        make_loss(np.random.default_rng(0), config, select, feedback_fn=feedback_fn)
-        for feedback_fn in (straight_through, hard_feedback)
+        make_loss(np.random.default_rng(0), config, cases.select, loop={"feedback": feedback})
+        for feedback in (straight_through, hard_feedback)
     )
     value, found = value_and_gradient(through, x)
     other_value, other = value_and_gradient(cut, x)
@@ -162,8 +155,9 @@ def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
 def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
     config = cases.small_config(decoder_layers=layers, dtype="float32")
     x = make_inputs(rng, config, np.float32)
-    parallel = make_loss(np.random.default_rng(0), config, select_parallel)
-    cut = make_loss(np.random.default_rng(0), config, select, feedback_fn=hard_feedback)
+    parallel = make_loss(np.random.default_rng(0), config, cases.select_parallel)
+    hard = {"feedback": hard_feedback}
+    cut = make_loss(np.random.default_rng(0), config, cases.select, loop=hard)
     value, found = value_and_gradient(parallel, x)
     expected_value, expected = value_and_gradient(cut, x)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
@@ -178,28 +172,22 @@ def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, es
 
     Both through the objective, budgets and text included.
     """
-    config = cases.small_config(estimator=estimator, encoder_layers=1)
-    image, text = rng.normal(size=(4, 6, 8)), rng.normal(size=(4, 2, 5))
+    config = cases.small_config(estimator=estimator, encoder_layers=1, max_steps=4)
+    inputs = Inputs(rng.normal(size=(4, 6, 8)), rng.normal(size=(4, 2, 5)))
     x = dict(params=cases.random_weights(rng, config), stop_bias=np.float64(0.2))
-    weigh = cases.weighted_sum(rng, image)
+    weigh = cases.weighted_sum(rng, inputs.image)
 
     def loss(x):
-        return train_loss(
-            x["params"],
-            config,
-            jax.random.key(0),
-            image,
-            text,
-            lambda y: weigh(jnp.tanh(y)),
-            stop_bias=x["stop_bias"],
-            max_steps=4,
-        )[0]
+        key, read = jax.random.key(0), lambda y: weigh(jnp.tanh(y))
+        return cases.train_loss(x["params"], config, key, inputs, read, stop_bias=x["stop_bias"])[0]
 
     _, found = value_and_gradient(loss, x)
-    feedback_fn = straight_through if estimator == "straight_through" else hard_feedback
-    plain = functools.partial(select, feedback_fn=feedback_fn, rollout_fn=plain_rollout)
-    monkeypatch.setattr(objective, "select", plain)
-    monkeypatch.setattr(objective, "select_parallel", lambda *x, sequence_fn, **y: plain(*x, **y))
+    feedback = straight_through if estimator == "straight_through" else hard_feedback
+
+    def plain(params, config, episode, decoder):
+        return selection.select_loop(params, config, episode, decoder, feedback, plain_rollout)
+
+    monkeypatch.setattr(objective, "roll_out", plain)
     # A new function, or the program compiled above would be found again.
     _, expected = value_and_gradient(lambda x: loss(x), x)
     cases.assert_trees_close(found, expected, 1e-9)
@@ -216,7 +204,7 @@ def tally_init(params, config, memory, memory_mask, steps):
     rows = jnp.zeros((b, steps, 3), memory.dtype)
     first = jnp.tanh(jnp.mean(memory, axis=1))[:, :3]
     start = jnp.broadcast_to(params["start"], (b, memory.shape[-1]))
-    return Decoder(start, {"keys": memory @ params["key"]}, {"rows": rows, "first": first})
+    return start, {"keys": memory @ params["key"]}, {"rows": rows, "first": first}
 
 
 def tally_step(params, config, context, query, cache, step):
@@ -229,8 +217,8 @@ def tally_step(params, config, context, query, cache, step):
     return jnp.einsum("bmc,bc->bm", context["keys"], state), {"rows": rows, "first": cache["first"]}
 
 
-@pytest.mark.parametrize("feedback_fn", [mixture, straight_through])
-def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedback_fn):
+@pytest.mark.parametrize("feedback", [mixture, straight_through])
+def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedback):
     config = cases.small_config(width=4)
     x = dict(
         params=dict(
@@ -239,14 +227,19 @@ def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedba
         memory=rng.normal(size=(3, 7, 4)),
         stop_bias=rng.normal(size=3),
     )
-    arguments = dict(init_fn=tally_init, step_fn=tally_step, feedback_fn=feedback_fn)
     saved, plain = (
-        make_loss(np.random.default_rng(0), config, select, rollout_fn=rollout_fn, **arguments)
+        make_loss(
+            np.random.default_rng(0),
+            config,
+            cases.select,
+            decoder=DecoderFns(tally_init, tally_step),
+            loop={"feedback": feedback, "rollout_fn": rollout_fn},
+        )
         for rollout_fn in (saved_rollout, plain_rollout)
     )
     _, found = value_and_gradient(saved, x)
     _, expected = value_and_gradient(plain, x)
     cases.assert_trees_close(found, expected, 1e-10)
-    if feedback_fn is mixture:
+    if feedback is mixture:
         # Nothing is straight-through here: the derivative is that of the function itself.
         cases.assert_finite_differences(saved, x, rng)

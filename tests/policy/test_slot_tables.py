@@ -1,7 +1,6 @@
 """Tables over slots make the choices of the step-by-step loop, in float32."""
 
 import functools
-import importlib
 
 import cases
 import jax
@@ -12,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import quick_or_slow
 
-from stepprune_jax import policy
-from stepprune_jax.policy import layers
-from stepprune_jax.policy.pick import BLOCK
+from stepprune_jax.policy import POINTER, DecoderFns, layers, selection
+from stepprune_jax.policy.rollout import hard_feedback
+from stepprune_jax.policy.selection import BLOCK
 
 B, N, STEPS = 2, 19, BLOCK + 2  # more than a block, and no whole number of them
 PROGRAMS = [  # decoder layers, stop, group
@@ -28,8 +27,8 @@ PROGRAMS = [  # decoder layers, stop, group
 
 
 def reference_step(*arguments):
-    """Another function than `pointer_step`, so that no tables are made."""
-    return policy.pointer_step(*arguments)
+    """Another function than the pointer's, so that no tables are made."""
+    return POINTER.step(*arguments)
 
 
 @functools.cache
@@ -46,18 +45,18 @@ def compiled(layers, stop, group):
 
     @jax.jit
     def run(params, slots, mask, least, most, bias):
-        options = dict(image_mask=mask, max_steps=STEPS)
+        options = dict(mask=mask, max_steps=STEPS)
         bounds = dict(min_tokens=least, max_tokens=most, stop_bias=bias)
 
         def both(**more):
-            ways = ({}, {"step_fn": reference_step})
-            return [policy.pick(params, config, slots, **options, **more, **way) for way in ways]
+            ways = (POINTER, DecoderFns(POINTER.init, reference_step))
+            given = options | more
+            return [cases.pick(params, config, slots, decoder=way, **given) for way in ways]
 
         budget = jnp.clip(most, 1, STEPS)
-        whole = policy.select(
-            params, config, slots, **options, feedback_fn=policy.hard_feedback, budget=STEPS
-        )
-        ranked = policy.rank(params, config, slots, **options)
+        loop = {"feedback": hard_feedback}
+        whole = cases.select(params, config, slots, **options, loop=loop, budget=STEPS)
+        ranked = cases.rank(params, config, slots, **options)
         return both(**bounds), both(budget=budget), (ranked, whole)
 
     return config, run
@@ -122,13 +121,12 @@ def test_large_tables_are_not_made(group, monkeypatch):
     slots = jnp.float32(rng.normal(size=(B, N + 1, 8)))
 
     def run():
-        picked = policy.pick(params, config, slots, max_steps=STEPS)
-        return picked, policy.rank(params, config, slots, max_steps=STEPS)
+        picked = cases.pick(params, config, slots, max_steps=STEPS)
+        return picked, cases.rank(params, config, slots, max_steps=STEPS)
 
     tables = jax.jit(run)()
-    module = importlib.import_module("stepprune_jax.policy.pick")  # behind the function's name
-    monkeypatch.setattr(module, "MOST_TABLE_BYTES", 0)
-    monkeypatch.setattr(module, "by_tables", None)
+    monkeypatch.setattr(selection, "MOST_TABLE_BYTES", 0)
+    monkeypatch.setattr(selection, "by_tables", None)
     steps = jax.jit(lambda: run())()
     np.testing.assert_array_equal(steps[0].action, tables[0].action)
     np.testing.assert_array_equal(steps[1].choice, tables[1].choice)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax.policy import log_soft_scores, soft_scores, soft_topk
+from stepprune_jax.policy import soft_topk
+from stepprune_jax.policy.scores import log_soft_scores, soft_scores
 
 alpha_of = jax.jit(soft_topk)
 

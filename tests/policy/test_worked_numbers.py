@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Decoder
+from stepprune_jax.policy import DecoderFns, budget, noise, scores
 
 SCORES = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0])
 soft_topk = jax.jit(policy.soft_topk)
@@ -74,13 +74,13 @@ STOP = jnp.array([[0.1, 0.2, 0.5]])
 
 
 def test_alive_probability_and_expected_count():
-    np.testing.assert_allclose(policy.alive_probability(STOP), [[1, 0.9, 0.72]], atol=1e-6)
+    np.testing.assert_allclose(scores.alive_probability(STOP), [[1, 0.9, 0.72]], atol=1e-6)
     # .9 + .9 * .8 + .9 * .8 * .5
-    np.testing.assert_allclose(policy.expected_count(STOP), [1.98], atol=1e-6)
+    np.testing.assert_allclose(scores.expected_count(STOP), [1.98], atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "scores"),
+    ("aggregation", "expected"),
     [
         ("discounted", [0.45, 0.7074, 0.49824]),
         ("uniform", [0.5, 0.9, 0.8]),
@@ -88,11 +88,11 @@ def test_alive_probability_and_expected_count():
         ("last", [0, 0, 0.5]),
     ],
 )
-def test_soft_scores(aggregation, scores):
-    linear = policy.soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
-    np.testing.assert_allclose(linear[0], scores, atol=1e-6)
-    log = policy.log_soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
-    np.testing.assert_allclose(jnp.exp(log)[0], scores, atol=1e-6)
+def test_soft_scores(aggregation, expected):
+    linear = scores.soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
+    np.testing.assert_allclose(linear[0], expected, atol=1e-6)
+    log = scores.log_soft_scores(PROB, STOP, decay=0.9, aggregation=aggregation)
+    np.testing.assert_allclose(jnp.exp(log)[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,22 @@ def test_soft_scores(aggregation, scores):
     ],
 )
 def test_raw_scores_polarise_against_the_first_pick(temperature, alpha):
-    scores = policy.soft_scores(PROB, STOP, decay=0.9)[0]
-    np.testing.assert_allclose(soft_topk(scores, 1.98, temperature), alpha, atol=2e-6)
+    raw = scores.soft_scores(PROB, STOP, decay=0.9)[0]
+    np.testing.assert_allclose(soft_topk(raw, 1.98, temperature), alpha, atol=2e-6)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_steps"))
 def _select(config, memory, max_steps):
     """Selects with PtrAttn(q, M) = M q / sqrt(2), from q_1 = [1, .5], without any weights."""
 
-    def init_fn(params, config, memory, memory_mask, steps):
-        del params, config, memory_mask, steps
-        return Decoder(jnp.array([[1.0, 0.5]]), memory, ())
+    def init(params, config, memory, memory_mask, steps):
+        return jnp.array([[1.0, 0.5]]), memory, ()
 
-    def step_fn(params, config, context, query, cache, step):
-        del params, config, step
+    def step(params, config, context, query, cache, t):
         return jnp.einsum("bmd,bd->bm", context, query) / jnp.sqrt(2.0), cache
 
-    return policy.select({}, config, memory, max_steps=max_steps, init_fn=init_fn, step_fn=step_fn)
+    decoder = DecoderFns(init, step)
+    return cases.select({}, config, memory, max_steps=max_steps, decoder=decoder)
 
 
 def test_pointer_loop():
@@ -139,11 +138,11 @@ def test_pointer_loop():
     ]
     np.testing.assert_allclose(t.prob[0], rows, atol=1e-6)
     np.testing.assert_allclose(t.stop_prob[0], [0.106738, 0.172324, 0.337750, 0.395497], atol=1e-6)
-    alive = policy.alive_probability(t.stop_prob)[0]
+    alive = scores.alive_probability(t.stop_prob)[0]
     np.testing.assert_allclose(alive, [1, 0.893262, 0.739331, 0.489622], atol=1e-6)
-    scores = policy.soft_scores(t.prob, t.stop_prob, decay=0.9)[0]
-    np.testing.assert_allclose(scores, [0.549806, 0.267823, 0.581795, 0.554495], atol=1e-6)
-    np.testing.assert_allclose(policy.expected_count(t.stop_prob), [2.418192], atol=1e-6)
+    found = scores.soft_scores(t.prob, t.stop_prob, decay=0.9)[0]
+    np.testing.assert_allclose(found, [0.549806, 0.267823, 0.581795, 0.554495], atol=1e-6)
+    np.testing.assert_allclose(scores.expected_count(t.stop_prob), [2.418192], atol=1e-6)
 
 
 def test_aligned_stop_is_half_where_stop_and_best_token_tie():
@@ -174,9 +173,9 @@ def test_a_hazard_is_the_stop_logit_alone():
 
 
 def test_running_count_starts_at_the_first_batch():
-    first = policy.update_running_count(jnp.array(0.0), jnp.array([4, 8]))
+    first = budget.update_running_count(jnp.array(0.0), jnp.array([4, 8]))
     np.testing.assert_allclose(first, 6.0)
-    second = policy.update_running_count(first, jnp.array([10, 12]))
+    second = budget.update_running_count(first, jnp.array([10, 12]))
     np.testing.assert_allclose(second, 6.5, rtol=1e-6)  # .9 * 6 + .1 * 11
 
 
@@ -190,8 +189,5 @@ def test_feature_statistics_merge_exactly():
     np.testing.assert_allclose(stats.mean, real.mean(0), rtol=1e-5)
     np.testing.assert_allclose(stats.var, real.var(0), rtol=1e-4)
     assert int(stats.count) == len(real)
-    z = policy.standardise(x, stats)
-    np.testing.assert_allclose(policy.restore(z, stats), x, rtol=1e-4, atol=1e-4)
-    for use in (policy.update_stats, lambda stats, x: policy.standardise(x, stats)):
-        with pytest.raises(ValueError, match="width of image is 1, expected 3, that of the stat"):
-            use(stats, x[..., :1])
+    z = noise.standardise(x, stats)
+    np.testing.assert_allclose(noise.restore(z, stats), x, rtol=1e-4, atol=1e-4)

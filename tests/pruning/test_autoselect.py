@@ -7,6 +7,7 @@ import pytest
 
 from stepprune_jax import FeatureStats
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.policy import Inputs, Progress
 from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
@@ -24,17 +25,8 @@ CONFIG = AutoSelectConfig(
 B, N, L = 3, 10, 4
 STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
 _loss = jax.jit(
-    lambda params, key, image, text, mask, gate, progress: autoselect.train_loss(
-        params,
-        CONFIG,
-        key,
-        image,
-        text,
-        lambda tokens: jnp.mean(tokens**2),
-        progress=progress,
-        image_mask=mask,
-        text_gate=gate,
-        stats=STATS,
+    lambda params, key, inputs, progress: autoselect.train_loss(
+        params, CONFIG, key, inputs, lambda tokens: jnp.mean(tokens**2), progress=progress
     )
 )
 
@@ -54,7 +46,8 @@ def inputs():
 
 def gated(params, inputs, mask=None, gate=1.0, progress=1.0, key=3):
     mask = jnp.ones((B, N), bool) if mask is None else mask
-    return _loss(params, jax.random.key(key), *inputs, mask, gate, progress)[1]
+    given = Inputs(*inputs, mask, stats=STATS)
+    return _loss(params, jax.random.key(key), given, Progress(progress, gate))[1]
 
 
 def test_the_gate_holds_the_drawn_budget(params, inputs):
@@ -71,7 +64,7 @@ def test_the_gate_holds_the_drawn_budget(params, inputs):
 def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     mask = jnp.arange(N) < 7
     mask = jnp.broadcast_to(mask, (B, N))
-    scored = scores(params, CONFIG, *inputs, image_mask=mask, stats=STATS)
+    scored = scores(params, CONFIG, Inputs(*inputs, mask, stats=STATS))
     found = autoselect.order(scored)
     assert scored.dtype == jnp.float32
     np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(N), (B, 1)))
@@ -79,7 +72,7 @@ def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     assert set(np.asarray(found[:, 7:]).ravel()) == {7, 8, 9}
     # What stands in the padding changes nothing.
     spoiled = jnp.where(mask[..., None], inputs[0], 1e6)
-    again = scores(params, CONFIG, spoiled, inputs[1], image_mask=mask, stats=STATS)
+    again = scores(params, CONFIG, Inputs(spoiled, inputs[1], mask, stats=STATS))
     np.testing.assert_array_equal(found, autoselect.order(again))
 
 
@@ -115,9 +108,9 @@ def test_every_weight_learns_from_the_loss(params, inputs):
             params,
             CONFIG,
             jax.random.key(3),
-            *inputs,
+            Inputs(*inputs),
             lambda x: jnp.sum(jnp.sin(x) * weights),
-            progress=0.5,
+            progress=Progress(0.5),
         )[0]
 
     grads = jax.jit(jax.grad(loss))(moved)
@@ -151,7 +144,7 @@ def test_the_pruner_keeps_what_is_scored_best(params, inputs):
     )
     pruner = AutoSelect(Budget("count", 5), CONFIG)
     kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
-    scored = scores(params, CONFIG, image, text, image_mask=valid, text_mask=words, stats=STATS)
+    scored = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))
     for row, count in enumerate([3, 1, 5]):
         best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])
         np.testing.assert_array_equal(kept.index[row], [*best, *[-1] * (6 - count)])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from small_world import stepprune
 
-from stepprune_jax import policy
+from stepprune_jax.policy.params import param_paths
 from stepprune_jax.pruning import View, make_method
 
 N, STEPS = 9, 7
@@ -54,6 +54,6 @@ def test_weights_of_a_narrow_policy_are_cast_when_the_method_is_made():
     for dtype, expected in ((None, jnp.float32), ("bfloat16", jnp.bfloat16)):
         learned = stepprune(dtype=dtype)
         weights = make_method(policy=learned).params.weights
-        leaves = zip(policy.param_paths(weights), jax.tree.leaves(weights), strict=True)
+        leaves = zip(param_paths(weights), jax.tree.leaves(weights), strict=True)
         assert {path: leaf.dtype for path, leaf in leaves}[kernel] == expected
         assert learned.params["decoder"]["pointer"]["query"]["kernel"].dtype == jnp.float32

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy as functions
-from stepprune_jax.policy import Decoder, FeatureStats, PolicyConfig
+from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig, Policy, autoselect, make_method
 from stepprune_jax.pruning.calibration import calibrate, read_calibration
 
@@ -40,11 +40,11 @@ def calibrated(policy, world):
 
 def test_it_prunes_with_its_statistics_and_its_stop(policy, world):
     found = policy.prune(*world)
-    expected = functions.prune(
-        policy.params, CONFIG, *world, stats=policy.stats, stop_bias=policy.stop_bias
-    )
+    inputs = Inputs(*world, stats=policy.stats)
+    expected = functions.prune(policy.params, CONFIG, inputs, stop_bias=policy.stop_bias)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    forgotten = functions.prune(policy.params, CONFIG, *world, stop_bias=policy.stop_bias)
+    inputs = Inputs(*world)
+    forgotten = functions.prune(policy.params, CONFIG, inputs, stop_bias=policy.stop_bias)
     assert found.count.tolist() != forgotten.count.tolist()
     with pytest.raises(TypeError, match="stats"):
         Policy(policy.params, CONFIG)
@@ -74,7 +74,7 @@ def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
 
 
 def own_start(params, config, memory, memory_mask, steps):
-    return Decoder(jnp.zeros_like(memory[:, 0]), context=memory @ params["decoder"], cache=())
+    return jnp.zeros_like(memory[:, 0]), memory @ params["decoder"], ()
 
 
 def own_step(params, config, context, query, cache, step):
@@ -83,13 +83,12 @@ def own_step(params, config, context, query, cache, step):
 
 def test_a_decoder_of_ones_own_keeps_a_mean_count(policy, world):
     own = policy.replace(params=policy.params | {"decoder": 0.1 * jnp.eye(16)})
-    decoder = {"init_fn": own_start, "step_fn": own_step}
-    own = own.calibrate([world], **decoder)
+    decoder = DecoderFns(own_start, own_step)
+    own = own.calibrate([world], decoder)
     low, high = own.calibration.mean_count[0], own.calibration.mean_count[-1]
     mean = (low + high) / 2
-    assert float(own.prune(*world, mean_budget=mean, **decoder).count.mean()) == pytest.approx(
-        mean, abs=0.5
-    )
+    found = own.prune(*world, mean_budget=mean, decoder=decoder)
+    assert float(found.count.mean()) == pytest.approx(mean, abs=0.5)
 
 
 def test_a_policy_without_calibration_says_how_to_make_one(policy, world):
@@ -161,9 +160,8 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     mask = jnp.arange(N) < jnp.where(jnp.arange(B) == 0, 3, N)[:, None]
     found = scorer.prune(image, text, budget=5, image_mask=mask, order="pick")
     assert found.count.tolist() == [3] + [5] * (B - 1)
-    scores = autoselect.scores(
-        scorer.params, scorer.config, image, text, image_mask=mask, stats=scorer.stats
-    )
+    inputs = Inputs(image, text, mask, stats=scorer.stats)
+    scores = autoselect.scores(scorer.params, scorer.config, inputs)
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
     for wrong in ({}, {"mean_budget": 4}):
         with pytest.raises(ValueError, match="no learned stop"):

@@ -16,7 +16,8 @@ from stepprune_jax.checkpoints.policy import Policy, save_policy
 from stepprune_jax.configurations import load_config
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.settings import EvaluationRun, read_evaluation
-from stepprune_jax.policy import FeatureStats, ParamSpec, param_specs
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.params import ParamSpec, param_specs
 from stepprune_jax.pruning import AutoSelectConfig, autoselect
 
 ROOT = Path(__file__).parents[2]

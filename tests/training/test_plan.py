@@ -39,15 +39,15 @@ def seven_b(**options):
 def policy_flops(setup):
     """Those of the policy's own loss and gradient, in front of a model that costs nothing."""
     shape, n, width = jax.ShapeDtypeStruct, SEVEN_B.max_image_tokens, SEVEN_B.vision.hidden_size
-    inputs = selectors.Inputs(
+    inputs = policy.Inputs(
         shape((ROWS, n, width), jnp.bfloat16),
         shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
-        shape((ROWS, BUCKET.text), bool),
+        text_mask=shape((ROWS, BUCKET.text), bool),
     )
     params = jax.eval_shape(lambda: selectors.init(jax.random.key(0), setup.selector))
 
     def loss(params, inputs):
-        progress = selectors.Progress(*(jnp.float32(0.5) for _ in range(3)))
+        progress = policy.Progress(*(jnp.float32(0.5) for _ in range(3)))
         return selectors.train_loss(
             params,
             setup.selector,

@@ -148,9 +148,7 @@ def test_what_the_policy_sees_does_not_depend_on_the_answer(run):
     def encoded(embedding):
         language = model.params["language"] | {"embed": {"embedding": embedding}}
         seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
-        found = policy.encode(
-            params, setup.selector, seen.image, seen.text, text_mask=seen.text_mask
-        )
+        found = policy.encode(params, setup.selector, seen)
         return jnp.sum(found**2)
 
     table = model.params["language"]["embed"]["embedding"]
@@ -184,10 +182,12 @@ def test_the_one_shot_baseline_has_the_same_interface(run):
     _, setup, _ = run
     baseline = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
     params = selectors.init(jax.random.key(0), baseline)
-    inputs = selectors.Inputs(
-        jax.random.normal(jax.random.key(1), (2, 9, 32)), jnp.ones((2, 3, 48)), jnp.ones((2, 3)) > 0
+    inputs = policy.Inputs(
+        jax.random.normal(jax.random.key(1), (2, 9, 32)),
+        jnp.ones((2, 3, 48)),
+        text_mask=jnp.ones((2, 3)) > 0,
     )
-    progress = selectors.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
+    progress = policy.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
 
     def loss(params):
         return selectors.train_loss(

@@ -55,16 +55,8 @@ def test_scores_do_not_depend_on_answers(world, tmp_path):
     def scores(table):
         language = model.params["language"] | {"embed": {"embedding": table}}
         seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
-        gated = policy.gate(
-            params,
-            setup.selector,
-            jax.random.key(1),
-            seen.image,
-            seen.text,
-            text_mask=seen.text_mask,
-            text_gate=1.0,
-            stats=stats,
-        )
+        seen = seen._replace(stats=stats)
+        gated = policy.gate(params, setup.selector, jax.random.key(1), seen)
         chosen = gated.alpha, gated.trajectory.prob, gated.trajectory.stop_prob
         # In random directions: sums of shares are constant.
         keys = jax.random.split(jax.random.key(2), 3)

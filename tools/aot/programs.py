@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax import policy
 from stepprune_jax.checkpoints.frozen import image_bounds, model_source
 from stepprune_jax.configurations import load_config
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
@@ -23,6 +22,8 @@ from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
 from stepprune_jax.policy.layers import compute_dtype
+from stepprune_jax.policy.rollout import start_episode
+from stepprune_jax.policy.selection import pick, select_parallel
 from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained
 from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.training import Run, plan, read_run, selectors, step
@@ -129,10 +130,10 @@ class Programs:
                 own = functools.partial(self._select, Budget("own"), rows)
                 table[f"select own {rows}"] = own
             table["policy.select_parallel"] = functools.partial(
-                self._choose, policy.select_parallel, self._rows
+                self._choose, select_parallel, self._rows
             )
             for rows in ROWS:
-                table[f"policy.pick {rows}"] = functools.partial(self._choose, policy.pick, rows)
+                table[f"policy.pick {rows}"] = functools.partial(self._choose, pick, rows)
         return table
 
     # Shapes and their shardings.
@@ -338,11 +339,16 @@ class Programs:
     # The policy alone.
 
     def _choose(self, function: Callable[..., Any], rows: int) -> Any:
-        """Traces `policy.pick` or `policy.select_parallel`."""
+        """Traces the selection over a memory."""
         config = self._setup.selector
         shape = (rows, self._tokens + 1, config.policy_width)
         memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
-        return jax.jit(function, static_argnames="config").trace(self._policy, config, memory)
+
+        @functools.wraps(function)
+        def run(params: Any, memory: Any) -> Any:
+            return function(params, config, start_episode(params, config, memory))
+
+        return jax.jit(run).trace(self._policy, memory)
 
 
 def _shape(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

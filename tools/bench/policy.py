@@ -31,19 +31,20 @@ from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
 from stepprune_jax.inference.pipeline import see
 from stepprune_jax.inference.sets import batches
-from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy import POINTER, Limits, PolicyConfig, selection
+from stepprune_jax.policy.rollout import hard_feedback, plain_rollout, start_episode
+from stepprune_jax.policy.scores import expected_count
+from stepprune_jax.policy.selection import select_loop, select_parallel
 from stepprune_jax.pruning import StepPrune
 from stepprune_jax.user_input import user_input
 
 PARTS = ("gradient", "loop", "operations", "agreement")
 
 ESTIMATORS = {
-    "plain scan": functools.partial(policy.select, rollout_fn=policy.plain_rollout),
-    "saved scan": functools.partial(policy.select, rollout_fn=policy.saved_rollout),
-    "saved scan, feedback cut": functools.partial(
-        policy.select, rollout_fn=policy.saved_rollout, feedback_fn=policy.hard_feedback
-    ),
-    "parallel": policy.select_parallel,
+    "plain scan": functools.partial(select_loop, rollout_fn=plain_rollout),
+    "saved scan": select_loop,
+    "saved scan, feedback cut": functools.partial(select_loop, feedback=hard_feedback),
+    "parallel": select_parallel,
 }
 
 
@@ -52,9 +53,10 @@ def selection_gradient(params, memory, weights, *, config, steps, name):
     """Returns the gradient of a weighted sum of soft scores and the expected count."""
 
     def loss(params, memory):
-        t = ESTIMATORS[name](params, config, memory, max_steps=steps)
+        episode = start_episode(params, config, memory, limits=Limits(max_steps=steps))
+        t = ESTIMATORS[name](params, config, episode)
         scores = policy.trajectory_scores(config, t)
-        return jnp.sum(scores * weights) + jnp.sum(policy.expected_count(t.stop_prob))
+        return jnp.sum(scores * weights) + jnp.sum(expected_count(t.stop_prob))
 
     trained = {"decoder": params["decoder"]}
     return jax.grad(loss, argnums=(0, 1))(trained, memory)
@@ -120,23 +122,25 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
 
 
 def step_by_step(*arguments):
-    """Wraps `pointer_step`, as `pick` builds tables only for the built-in decoder."""
-    return policy.pointer_step(*arguments)
+    """Wraps the pointer's step, as tables are built only for the built-in decoder."""
+    return POINTER.step(*arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "group", "tables"))
 def pick(params, memory, budget, *, config, steps, group=1, tables=True):
     """Chooses `budget` tokens."""
-    step_fn = {} if tables else {"step_fn": step_by_step}
-    return policy.pick(
-        params, config, memory, max_steps=steps, budget=budget, group=group, **step_fn
-    )
+    decoder = POINTER if tables else policy.DecoderFns(POINTER.init, step_by_step)
+    limits = Limits(budget, max_steps=steps, group=group)
+    episode = start_episode(params, config, memory, limits=limits, decoder=decoder)
+    return selection.pick(params, config, episode, decoder)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
 def pick_and_stop(params, memory, most, *, config, steps):
     """Chooses the same number, but checks the stop, which never wins."""
-    return policy.pick(params, config, memory, max_steps=steps, max_tokens=most, stop_bias=-1e6)
+    limits = Limits(max_tokens=most, max_steps=steps)
+    episode = start_episode(params, config, memory, limits=limits, stop_bias=-1e6)
+    return selection.pick(params, config, episode)
 
 
 class Size(NamedTuple):
@@ -158,14 +162,14 @@ def loop_report(
     image = draw(jax.random.key(3), (batch, num_tokens, config.feature_width))
     text = draw(jax.random.key(4), (batch, 64, config.text_width))
     budget = jnp.full(batch, kept)
-    encode = jax.jit(policy.encode, static_argnums=1)
+    encode = jax.jit(policy.encode)
     calls, of = {}, {}
     for count in layers:
         shape = dataclasses.replace(config, decoder_layers=count)
         params = policy.init_policy(jax.random.key(0), shape)
         params = policy.cast_weights(params, shape.dtype)
         if not calls:
-            calls["encoder"] = functools.partial(encode, params, shape, image, text)
+            calls["encoder"] = functools.partial(encode, params, shape, policy.Inputs(image, text))
         ways = {"step by step": functools.partial(pick, tables=False)}
         ways["tables, and the stop"] = pick_and_stop
         for group in groups:
@@ -206,13 +210,9 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
 
     @functools.partial(jax.jit, static_argnames=("config", "tables"))
     def order(weights, view, config, tables):
-        x = policy.standardise(view.tokens, learned.stats)
-        text = (view.text, view.text_valid) if config.text_width else (None, None)
-        hidden = policy.encode(weights, config, x, text[0], text_mask=text[1])
-        slots = policy.memory(weights, hidden)
-        if tables:
-            return policy.rank(weights, config, slots).choice
-        return policy.select(weights, config, slots, feedback_fn=policy.hard_feedback).choice
+        inputs = policy.Inputs(view.tokens, view.text, None, view.text_valid, learned.stats)
+        decoder = POINTER if tables else policy.DecoderFns(POINTER.init, step_by_step)
+        return policy.rank(weights, config, inputs, decoder=decoder).choice
 
     orders = {}
     for dtype, tables in itertools.product(("float32", "bfloat16"), (False, True)):

@@ -13,8 +13,9 @@ from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.policy.pick import BLOCK, UNROLL
+from stepprune_jax.policy import PolicyConfig, selection
+from stepprune_jax.policy.rollout import start_episode
+from stepprune_jax.policy.selection import BLOCK, UNROLL
 from tools.aot.hlo import loops
 
 
@@ -93,7 +94,13 @@ def trace_pick(target, config, rows, num_tokens, **options):
     params, memory, options = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes
     )
-    return jax.jit(policy.pick, static_argnames="config").trace(params, config, memory, **options)
+
+    @jax.jit
+    def pick(params, memory, options):
+        limits = policy.Limits(**options)
+        return selection.pick(params, config, start_episode(params, config, memory, limits=limits))
+
+    return pick.trace(params, memory, options)
 
 
 @pytest.mark.parametrize("name", ["h200", "a6000", "v5e"])

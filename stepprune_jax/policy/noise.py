@@ -1,13 +1,12 @@
-"""Variance-preserving noise gate, Eq. (13), its ablations, and feature statistics."""
-
-from typing import NamedTuple
+"""Noise gate, Eq. (13), denoiser, Eq. (14), and the statistics that standardise features."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from stepprune_jax.policy.checks import AnyArray, checked, require
-from stepprune_jax.policy.layers import score_dtype
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.base import AnyArray, FeatureStats, Inputs, Params
+from stepprune_jax.policy.config import PolicyConfig
 
 
 @jax.custom_jvp
@@ -26,7 +25,6 @@ def _bounded_sqrt_jvp(primals, tangents):
     return _bounded_sqrt(x), 0.5 * jax.lax.rsqrt(jnp.maximum(x, 1e-6)) * dx
 
 
-@checked
 def noise_gate(
     key: Array | None,
     x: Float[AnyArray, "b n d"],
@@ -49,10 +47,8 @@ def noise_gate(
         Gated tokens in the dtype of `x`, mixed in at least float32.
     """
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
-    wide = score_dtype(x.dtype)
+    wide = layers.score_dtype(x.dtype)
     if noise is None:
-        if key is None:
-            raise ValueError("key is None, expected a PRNG key where no noise is given")
         noise = jax.random.normal(key, x.shape, wide)
     alpha = alpha.astype(wide)[..., None]
     kept, replaced = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)
@@ -64,34 +60,44 @@ def scale_gate(x: Float[Array, "b n d"], alpha: Float[Array, "b n"]) -> Float[Ar
     return x * alpha[..., None].astype(x.dtype)
 
 
-def apply_gate(
-    gate: str, key: Array, x: Float[Array, "b n d"], alpha: Float[Array, "b n"]
+def denoise(
+    params: Params, config: PolicyConfig, x: Float[AnyArray, "b n d"]
 ) -> Float[Array, "b n d"]:
-    """Applies the gate that `PolicyConfig.gate` names; `key` is consumed."""
-    return noise_gate(key, x, alpha) if gate == "vp" else scale_gate(x, alpha)
+    """X^ = Denoise(X~; mask = diag): each token is updated from itself alone.
 
+    Under the diagonal mask the softmax has one entry, so attention is the linear map W_o W_v LN(x)
+    and queries and keys do not exist. The block starts as the identity and is used in training
+    only; at inference the LLM reads the selected tokens as they are.
 
-class FeatureStats(NamedTuple):
-    """Per-channel mean and variance of the frozen tower's features.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        x: gated tokens.
 
-    Features of real towers are far from unit variance (CLIP has channels tens of times wider than
-    others), so "variance-preserving" holds only after standardisation. The statistics are gathered
-    once before training, then fixed, and saved with the policy.
-
-    Attributes:
-        mean: mean of each channel.
-        var: variance of each channel.
-        count: tokens seen.
+    Returns:
+        Denoised tokens in the dtype of `x`.
     """
+    weights, dtype = params["denoiser"], jnp.asarray(x).dtype
+    x = jnp.asarray(x, layers.compute_dtype(config, dtype))
+    value = layers.dense(weights["value"], layers.layer_norm(weights["norm1"], x))
+    x = x + layers.dense(weights["out"], value)
+    x = x + layers.mlp(weights["mlp"], layers.layer_norm(weights["norm2"], x))
+    return x.astype(dtype)
 
-    mean: Float[Array, "d"]
-    var: Float[Array, "d"]
-    count: Float[Array, ""]
 
-    @classmethod
-    def start(cls, width: int) -> "FeatureStats":
-        """Returns empty statistics: mean 0 and variance 1 until the first update."""
-        return cls(jnp.zeros(width), jnp.ones(width), jnp.zeros(()))
+def gate_tokens(
+    params: Params,
+    config: PolicyConfig,
+    key: Array,
+    inputs: Inputs,
+    alpha: Float[Array, "b n"],
+) -> Float[Array, "b n d"]:
+    """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding."""
+    image, real = jnp.asarray(inputs.image), inputs.real[..., None]
+    x = jnp.where(real, standardise(image, inputs.stats), 0)
+    noisy = noise_gate(key, x, alpha) if config.gate == "vp" else scale_gate(x, alpha)
+    clean = restore(denoise(params, config, noisy), inputs.stats)
+    return jnp.where(real, clean, 0).astype(image.dtype)
 
 
 def update_stats(
@@ -103,11 +109,7 @@ def update_stats(
         stats: statistics so far.
         x: features.
         mask: True at real tokens.
-
-    Raises:
-        ValueError: features of another width.
     """
-    _require_width(x, stats)
     weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)
     count = jnp.sum(weight)
@@ -126,14 +128,9 @@ def update_stats(
 
 
 def standardise(x: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
-    """(x - mean) / std per channel, in float32; a constant channel stays finite.
-
-    Without statistics the features are returned unchanged. Raises a ValueError if their width is
-    not that of the statistics.
-    """
+    """(x - mean) / std per channel, in float32; unchanged without statistics."""
     if stats is None:
         return x
-    _require_width(x, stats)
     return (x.astype(jnp.float32) - stats.mean) * jax.lax.rsqrt(stats.var + 1e-6)
 
 
@@ -142,9 +139,3 @@ def restore(z: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array
     if stats is None:
         return z
     return z * jnp.sqrt(stats.var + 1e-6) + stats.mean
-
-
-def _require_width(x: Float[Array, "b n d"], stats: FeatureStats) -> None:
-    """Raises if features are not as wide as the statistics, which would be broadcast or fail."""
-    width = stats.mean.shape[-1]
-    require(x.shape[-1] == width, "width of image", x.shape[-1], f"{width}, that of the statistics")

@@ -1,0 +1,153 @@
+"""From a selection to a short prefix: kept tokens, padded to a bucket."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Float
+
+from stepprune_jax.policy.base import (
+    AnyArray,
+    DecoderFns,
+    Inputs,
+    Limits,
+    Params,
+    Picks,
+    Pruned,
+    Trajectory,
+)
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.rollout import read_limits
+from stepprune_jax.policy.selection import choose
+
+
+def bucket_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
+    """Returns bucket sizes up to `max_tokens`, each at most 1.5 times the one before.
+
+    16, 24, 32, 48, 64, 96, 128, 192, ...: programs compiled once per bucket serve every count, and
+    padding adds at most half as many entries again.
+    """
+    sizes, power = [], smallest
+    while power < max_tokens:
+        sizes += [power, power * 3 // 2]
+        power *= 2
+    return (*(size for size in sizes if size < max_tokens), max_tokens)
+
+
+def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
+    """Returns the smallest bucket of `ladder` that holds every row; runs on the host."""
+    largest = int(np.max(count, initial=0))
+    fitting = [size for size in ladder if size >= largest]
+    if not fitting:
+        raise ValueError(f"count is {largest}, expected at most the largest bucket of {ladder}")
+    return min(fitting)
+
+
+def gather(
+    selection: Trajectory | Picks,
+    features: Float[AnyArray, "b n d"],
+    capacity: int,
+    *,
+    order: str = "raster",
+) -> Pruned:
+    """Gathers the kept tokens X_S into a bucket.
+
+    Args:
+        selection: result of `select` or `choose`.
+        features: tokens to gather from, N per row (before or after the projector: it is
+            token-wise).
+        capacity: bucket size. If a row keeps more (an error where the count can be read), its first
+            `capacity` picks remain.
+        order: `"raster"` keeps the spatial order the language model was trained on; `"pick"` is the
+            order of selection.
+
+    Returns:
+        The pruned prefix, differentiable in `features`.
+
+    Raises:
+        ValueError: features of other tokens, a capacity outside [1, N] or below a count that can be
+            read, or an unknown order.
+    """
+    features = jnp.asarray(features)
+    n, steps = features.shape[1], selection.action.shape[1]
+    if order not in ("raster", "pick"):
+        raise ValueError(f"order is {order!r}, expected 'raster' or 'pick'")
+    if selection.selected.shape != features.shape[:2]:
+        shape = selection.selected.shape
+        raise ValueError(f"features is of shape {features.shape}, expected {(*shape, 'd')}")
+    count = selection.count
+    least = 1 if isinstance(count, Tracer) else max(1, int(np.max(count, initial=0)))
+    if not least <= capacity <= n:
+        raise ValueError(f"capacity is {capacity}, expected within [{least}, {n}]")
+    picks = selection.action[:, :capacity]
+    picks = jnp.pad(picks, ((0, 0), (0, max(0, capacity - steps))), constant_values=n)
+    index = jnp.sort(picks, axis=1) if order == "raster" else picks
+    valid = index < n
+    tokens = jnp.take_along_axis(features, jnp.minimum(index, n - 1)[..., None], axis=1)
+    return Pruned(
+        index=jnp.where(valid, index, -1),
+        tokens=jnp.where(valid[..., None], tokens, 0),
+        valid=valid,
+        count=jnp.minimum(selection.count, capacity),
+    )
+
+
+_choose = jax.jit(choose)
+_gather = jax.jit(gather, static_argnames=("capacity", "order"))
+
+
+def prune(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits = Limits(),
+    *,
+    stop_bias: ArrayLike = 0.0,
+    ladder: Sequence[int] | None = None,
+    order: str = "raster",
+    decoder: DecoderFns = POINTER,
+) -> Pruned:
+    """Prunes a batch of image tokens for its questions: the inference pathway.
+
+    Runs two compiled programs: one selects; the host reads the largest count and chooses a bucket;
+    the other gathers. The first is compiled once per shape, the second once per bucket. There is no
+    noise and no denoiser. Inside a jitted function, where no count can be read, call `choose` and
+    `gather`.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question, and the statistics the policy was trained with.
+        limits: bounds on the counts.
+        stop_bias: added to the stop logits; see `calibrate_stop_bias`.
+        ladder: bucket sizes; by default up to T_max, each at most 1.5 times the one before.
+        order: order of the kept tokens, as in `gather`.
+        decoder: functions of the decoder.
+
+    Returns:
+        The kept tokens in the smallest bucket that holds every row.
+
+    Raises:
+        ValueError: features of another width, limits out of range, or a row that keeps more than
+            the largest bucket.
+        TypeError: called inside a jitted function.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, inputs))):
+        raise TypeError(
+            "prune reads the counts on the host and cannot be jitted: jit choose(params, config, "
+            "inputs, ...) and gather(picks, image, capacity), or Policy.select_fn"
+        )
+    steps, group, rows = read_limits(limits, config, *inputs.image.shape[:2])
+    sizes = {"max_steps": steps, "group": group}
+    # Every count is an array, so that programs are the same for all.
+    if limits.budget is None:
+        limits = Limits(min_tokens=rows.min_tokens, max_tokens=rows.max_tokens, **sizes)
+    else:
+        limits = Limits(budget=rows.max_tokens, **sizes)
+    picks = _choose(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
+    bucket = choose_bucket(picks.count, bucket_ladder(steps) if ladder is None else ladder)
+    return _gather(picks, inputs.image, bucket, order=order)

@@ -1,0 +1,389 @@
+"""Selection: `select` with gradients, `choose` and `rank` without, the latter for all counts."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from stepprune_jax.policy import layers
+from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks, Ranked, Trajectory
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import (
+    POINTER,
+    empty_history,
+    hazard_logits,
+    pointer_init,
+    pointer_step,
+)
+from stepprune_jax.policy.encoder import encode, memory
+from stepprune_jax.policy.rollout import (
+    Episode,
+    Loop,
+    Operands,
+    Rollout,
+    best_token,
+    best_tokens,
+    grouped,
+    hard_feedback,
+    hold,
+    pick_step,
+    saved_rollout,
+    start_episode,
+    straight_through,
+)
+from stepprune_jax.policy.tables import Walk, start_walk, tabulate, take_rows, walk_logits
+from stepprune_jax.policy.trajectory import (
+    biased_stop,
+    first_true,
+    read_trajectory,
+    stop_margin,
+)
+
+# Tokens between two checks of the stop. Those after the last row has stopped are wasted; each check
+# reads the hazard's weights.
+BLOCK = 16
+# Steps compiled as one body with one decoder layer: on a GPU a step is six kernels then, and the
+# loop itself three or four. With more layers a step is thirty.
+UNROLL = 8
+# Tables grow with the square of the tokens. Episodes with larger ones are walked step by step.
+MOST_TABLE_BYTES = 4 << 30
+
+
+def begin(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits,
+    *,
+    text_gate: ArrayLike = 1.0,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Episode:
+    """Encodes the inputs and prepares an episode over them."""
+    slots = memory(params, encode(params, config, inputs, text_gate))
+    return start_episode(params, config, slots, inputs.image_mask, limits, stop_bias, decoder)
+
+
+def select(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits = Limits(),
+    *,
+    text_gate: ArrayLike = 1.0,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Trajectory:
+    """Runs the sequential policy for T_max steps, Eqs. (3)-(9), with gradients.
+
+    Each step points at the best token not yet chosen, feeds its memory slot back as the next query
+    and continues to T_max; the episode ends where the stop first wins. Rows do not influence each
+    other, and padding influences nothing. `config.estimator` says how it is differentiated.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question.
+        limits: bounds on the counts.
+        text_gate: g_txt.
+        stop_bias: added to the stop logits, a number or one per row.
+        decoder: functions of the decoder.
+
+    Returns:
+        The trajectory, its probabilities in at least float32.
+
+    Raises:
+        ValueError: inputs or limits that do not fit, where this can be read before tracing.
+    """
+    options: dict[str, Any] = {"text_gate": text_gate, "stop_bias": stop_bias, "decoder": decoder}
+    episode = begin(params, config, inputs, limits, **options)
+    return roll_out(params, config, episode, decoder)
+
+
+def roll_out(
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+) -> Trajectory:
+    """Runs an episode with the estimator and the feedback that are asked for."""
+    straight = config.estimator == "straight_through"
+    if not straight and decoder.sequence is not None and decoder.feedback is None:
+        return select_parallel(params, config, episode, decoder)
+    feedback = decoder.feedback or (straight_through if straight else hard_feedback)
+    return select_loop(params, config, episode, decoder, feedback)
+
+
+def select_loop(
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    decoder: DecoderFns = POINTER,
+    feedback: Callable[..., Array] = straight_through,
+    rollout_fn: Callable[..., Any] = saved_rollout,
+) -> Trajectory:
+    """Runs an episode whose loop is differentiated step by step."""
+    rollout = _loop(params, config, episode, decoder.step, feedback, rollout_fn)
+    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice)
+
+
+def _loop(params, config, episode, step, feedback, rollout_fn=saved_rollout) -> Rollout:
+    episode, step = grouped(episode, step)
+    operands = Operands(
+        params, episode.context, episode.slots, episode.query, episode.cache, episode.stop_bias
+    )
+    loop = Loop(config, step, feedback, episode.steps)
+    return cast(Rollout, rollout_fn(loop, operands, episode.image_mask, episode.limits))
+
+
+def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
+    picked = pick_step(choice, episode.image_mask.shape[1])
+    return read_trajectory(
+        config, logits, choice.T, picked, episode.image_mask, episode.limits, episode.stop_bias
+    )
+
+
+def select_parallel(
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+) -> Trajectory:
+    """Runs an episode with `hard_feedback`, its gradient taken in one causal pass, not the loop.
+
+    The loop runs without gradient; then `decoder.sequence` scores all steps at once, with the
+    chosen slots as their queries. Value and gradient equal those of the loop up to rounding, in a
+    fraction of the time and memory, as nothing is differentiated step by step.
+    """
+    choice = _order(params, config, episode, decoder)
+    later = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
+    queries = jnp.concatenate([episode.query[:, None], later], axis=1)
+    logits = decoder.sequence(params, config, episode.context, queries, episode.cache)
+    logits = hold(config, logits, episode.group)
+    return _read(config, episode, logits, choice)
+
+
+def _order(
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns
+) -> Int[Array, "t b"]:
+    """Returns the token pointed at in every step, with hard feedback and without gradient."""
+    given = (params, episode.query, episode.context, episode.cache, episode.slots)
+    params, query, context, cache, slots = jax.lax.stop_gradient(given)
+    episode = episode._replace(query=query, context=context, cache=cache, slots=slots)
+    if has_tables(decoder):
+        walker = by_tables(params, config, episode, episode.steps, margins=False)
+        return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]
+    return _loop(params, config, episode, decoder.step, hard_feedback).choice
+
+
+class Walker(NamedTuple):
+    """A walk through an episode, block by block.
+
+    Attributes:
+        start: initial state.
+        advance: `(state, first) -> (state, choice [k, b], margin [k, b] or None)`: the next k
+            tokens, from number `first` on, and the stop's margins before each.
+        block: k.
+    """
+
+    start: Any
+    advance: Callable[[Any, Int[Array, ""]], tuple[Any, Array, Array | None]]
+    block: int
+
+
+def step_by_step(
+    params: Params, config: PolicyConfig, episode: Episode, step: Callable[..., Any]
+) -> Walker:
+    """Walks one token per block: the reference, and for custom decoders."""
+    episode, step = grouped(episode, step)
+    n = episode.image_mask.shape[1]
+
+    def advance(state, t):
+        query, cache, available = state
+        logits, cache = step(params, config, episode.context, query, cache, t)
+        margin = stop_margin(config, logits, available, t, episode.stop_bias)[2]
+        choice = best_token(logits, available)
+        available = available & (jnp.arange(n) != choice[:, None])
+        state = (hard_feedback(episode.slots, None, choice), cache, available)
+        return state, choice[None], margin[None]
+
+    return Walker((episode.query, episode.cache, episode.image_mask), advance, 1)
+
+
+def has_tables(decoder: DecoderFns) -> bool:
+    """Returns whether a decoder is the built-in one, whose slots can be tabulated."""
+    return decoder.init is pointer_init and decoder.step is pointer_step
+
+
+def tables_fit(config: PolicyConfig, episode: Episode) -> bool:
+    """Returns whether the tables of an episode are within `MOST_TABLE_BYTES`."""
+    b, m, _ = episode.slots.shape
+    width = layers.score_dtype(episode.slots.dtype).itemsize
+    return width * b * m**2 * (config.num_heads + 1) <= MOST_TABLE_BYTES
+
+
+def by_tables(
+    params: Params, config: PolicyConfig, episode: Episode, block: int, margins: bool
+) -> Walker:
+    """Walks with tables over slots, `block` tokens at a time, rounded up to whole groups.
+
+    Margins of the stop are computed if asked for.
+    """
+    group, n = episode.group, episode.image_mask.shape[1]
+    pointer_steps = -(-block // group)
+    block = pointer_steps * group
+    rows = -(-episode.steps // block) * block
+    context = episode.context
+    tables = tabulate(params, config, context, episode.slots, episode.query)
+    hazard = margins and config.stop == "hazard"
+    past = empty_history(config, episode.slots, rows) if hazard else ()
+    tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
+
+    def step(walk, number):
+        logits, cache = walk_logits(params, config, context, tables, walk, number)
+        available = episode.image_mask & ~walk.seen[:, :n]
+        choice, strongest = best_tokens(logits, available, group)
+        chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
+        return Walk(choice, walk.seen | chosen, cache), (choice, logits[:, -1:], strongest)
+
+    unroll = min(UNROLL, pointer_steps) if config.decoder_layers == 1 else 1
+
+    def advance(state, first):
+        walk, past = state
+        before = walk.at[:, -1:]
+        numbers = first // group + jnp.arange(pointer_steps)
+        walk, read = jax.lax.scan(step, walk, numbers, unroll=unroll)
+        choice, stop, strongest = (x.swapaxes(0, 1) for x in read)
+        choice = choice.reshape(-1, block)
+        if not margins:
+            return (walk, past), choice.T, None
+        if hazard:
+            at = jnp.concatenate([before, choice[:, :-1]], axis=1)
+            queries = take_rows(tables.query, at)
+            stop, past = hazard_logits(params, config, context, queries, past, first)
+            strongest = 0.0
+        else:
+            strongest = strongest.reshape(-1, block)
+            stop = jnp.broadcast_to(stop, (*stop.shape[:2], group)).reshape(-1, block)
+        at_step = first + jnp.arange(block)
+        columns = (tokens[:, None], episode.stop_bias[:, None])
+        margin = biased_stop(config, stop, at_step, *columns) - strongest
+        return (walk, past), choice.T, margin.T
+
+    return Walker((start_walk(config, tables, rows, group), past), advance, block)
+
+
+def pick(
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+) -> Picks:
+    """Makes the decisions of an episode with `hard_feedback`.
+
+    Runs a `lax.while_loop` that ends with the last row instead of at T_max, without a host round
+    trip; not differentiable. With the built-in decoder it reads tables over slots (`tables.py`) and
+    checks the stop every `BLOCK` tokens, or, given a budget, never. Any other decoder is run step
+    by step, for at most max_b K_b + 1 steps, and so is the built-in one if its tables would be
+    large (more than 7,900 tokens of an image, with 16 heads).
+    """
+    (b, n), steps = episode.image_mask.shape, episode.steps
+    if has_tables(decoder) and tables_fit(config, episode):
+        margins = not episode.exact
+        walker = by_tables(params, config, episode, min(BLOCK, steps), margins=margins)
+    else:
+        walker = step_by_step(params, config, episode, decoder.step)
+    least, most = episode.limits
+    most = jnp.minimum(most, steps)
+
+    def running(carry):
+        first, alive, *_ = carry
+        return (first < steps) & jnp.any(alive)
+
+    def body(carry):
+        first, alive, state, choice, stop = carry
+        state, chosen, margin = walker.advance(state, first)
+        step = first + jnp.arange(walker.block)[:, None]
+        now = step >= most
+        if not episode.exact:
+            assert margin is not None  # requested above
+            now = now | ((step >= least) & (margin > 0))
+        choice, stop = (
+            jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
+            for whole, part in ((choice, chosen), (stop, now))
+        )
+        # Rows that are full need no further step to stop.
+        alive = alive & ~jnp.any(now, axis=0) & (first + walker.block < most)
+        return first + walker.block, alive, state, choice, stop
+
+    rows = -(-steps // walker.block) * walker.block
+    carry = (
+        jnp.int32(0),
+        jnp.ones(b, bool),
+        walker.start,
+        jnp.full((rows, b), n, jnp.int32),
+        jnp.ones((rows, b), bool),
+    )
+    *_, choice, stop = jax.lax.while_loop(running, body, carry)
+    count = first_true(stop.T)
+    action = jnp.where(jnp.arange(steps) < count[:, None], choice[:steps].T, n)
+    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], action].set(True, mode="drop")
+    return Picks(action, count, kept)
+
+
+def choose(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits = Limits(),
+    *,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Picks:
+    """Chooses the tokens of a batch, entirely on the device: `prune` before it gathers.
+
+    Every shape is static, so that it can be called inside a jitted function, followed by
+    `gather(picks, image, capacity)`. The decisions are those of `select`; not differentiable.
+
+    Args, returns and raises as `prune`.
+    """
+    episode = begin(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
+    return pick(params, config, episode, decoder)
+
+
+def rank(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits = Limits(),
+    *,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Ranked:
+    """Computes order and margins of `select`, for all counts and stop biases.
+
+    No episode is cut, and probabilities are not computed; not differentiable. A prefix of the order
+    is what `choose` keeps at that budget, and `calibrate_stop_bias` finds the stop bias of a mean
+    count.
+
+    Args, raises as `select`; of the limits, `max_steps` and `group` are read.
+
+    Returns:
+        The order and its margins; undefined where a row has no token left.
+    """
+    episode = begin(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
+    return order(params, config, episode, decoder)
+
+
+def order(
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+) -> Ranked:
+    """Computes order and margins of an episode."""
+    if has_tables(decoder) and tables_fit(config, episode):
+        walker = by_tables(params, config, episode, episode.steps, margins=True)
+        _, choice, margin = walker.advance(walker.start, jnp.int32(0))
+        assert margin is not None  # requested above
+    else:
+        walker = step_by_step(params, config, episode, decoder.step)
+
+        def step(state, number):
+            state, choice, margin = walker.advance(state, number)
+            assert margin is not None  # of every step
+            return state, (choice[0], margin[0])
+
+        _, (choice, margin) = jax.lax.scan(step, walker.start, jnp.arange(episode.steps))
+    return Ranked(choice[: episode.steps].T, margin[: episode.steps].T)
