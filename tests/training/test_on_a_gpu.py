@@ -62,14 +62,16 @@ def test_every_attention_is_that_of_the_products(
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("stop", ["hazard", "aligned", "softmax"])
-def test_pick_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
-    config = PolicyConfig(feature_width=64, text_width=0, num_heads=4, stop=stop)
+def test_a_gpu_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
+    config = PolicyConfig(
+        feature_width=64, text_width=0, num_heads=4, stop=stop, batch_budget="own"
+    )
     params = policy.init_policy(jax.random.key(0), config)
-    memory = 3 * jax.random.normal(jax.random.key(1), (rows, 145, 64))
-    params, memory = jax.device_put((params, memory), cpu)
-    expected = jax.jit(policy.select, static_argnames="config")(params, config, memory)
-    there = jax.device_put((params, memory), gpu)
-    result = jax.jit(policy.pick, static_argnames="config")(there[0], config, there[1])
+    inputs = policy.Inputs(3 * jax.random.normal(jax.random.key(1), (rows, 144, 64)))
+    params, inputs = jax.device_put((params, inputs), cpu)
+    expected = jax.jit(policy.select)(params, config, inputs)
+    params, inputs = jax.device_put((params, inputs), gpu)
+    result = jax.jit(policy.choose)(params, config, inputs)
     assert int(expected.count.min()) > 0
     np.testing.assert_array_equal(result.action, expected.action)
     np.testing.assert_array_equal(result.count, expected.count)
