@@ -1,21 +1,14 @@
 """Specifications of accelerators, from their vendors.
 
-Peaks are those of dense products. NVIDIA's data sheets give peaks "with sparsity" first, which are
-twice as high and are halved here.
+Peaks are those of dense products in bfloat16 with float32 sums. NVIDIA's data sheets give peaks
+"with sparsity" first, which are twice as high and are halved here.
 """
 
 from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """Specification of a device.
-
-    Attributes:
-        flops: peak operations per second in bfloat16 with float32 sums, without sparsity.
-        memory: memory in bytes.
-        bandwidth: bytes per second between the chip and its memory.
-        kind: words that jax's name of such a device (`device_kind`) contains.
-    """
+    """Peak operations per second, bytes, bytes per second, and words in jax's `device_kind`."""
 
     flops: float
     memory: float
@@ -53,10 +46,6 @@ ACCELERATORS = {
 
 
 def known_as(kind: str) -> str | None:
-    """Returns the name of a device in `ACCELERATORS`, or None.
-
-    Args:
-        kind: jax's `device_kind`, for example "NVIDIA A100-SXM4-80GB".
-    """
+    """Returns the name in `ACCELERATORS` of a `device_kind`, or None."""
     fitting = (n for n, known in ACCELERATORS.items() if all(word in kind for word in known.kind))
     return next(fitting, None)

@@ -20,14 +20,7 @@ OPTIONS = {
 
 
 class Usage(NamedTuple):
-    """Bytes on one device while a program runs.
-
-    Attributes:
-        arguments: weights and inputs.
-        outputs: results that do not reuse an argument's memory.
-        temporary: intermediates.
-        total: the sum.
-    """
+    """Bytes on one device while a program runs; outputs are those in memory of their own."""
 
     arguments: int
     outputs: int

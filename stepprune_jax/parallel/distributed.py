@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
-
-from stepprune_jax.parallel.peers import watch
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,16 +23,7 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def use_cores(count: int) -> None:
-    """Creates `count` CPU devices before jax starts; 0 leaves their number to jax.
-
-    One device leaves most of a second core idle. If jax sees accelerators, it uses those.
-
-    Args:
-        count: `config.cpu_devices`.
-
-    Raises:
-        ValueError: not a non-negative integer.
-    """
+    """Creates `config.cpu_devices` CPU devices before jax starts; 0 leaves their number to jax."""
     if not isinstance(count, int) or not 0 <= count <= _MOST_CORES:
         raise ValueError(
             f"config.cpu_devices is {count!r}, expected an integer from 0 to {_MOST_CORES}"
@@ -47,13 +35,8 @@ def use_cores(count: int) -> None:
 def start(environment: Mapping[str, str] = os.environ) -> None:
     """Joins this process to the others of its run, if the environment describes several.
 
-    Must be called before jax is asked for devices. See `arguments` for the supported variables.
-
-    Args:
-        environment: environment variables.
-
-    Raises:
-        ValueError: contradictory variables, or the other processes cannot be reached.
+    Must be called before jax is asked for devices. A process that is lost ends the others after
+    jax's heartbeat timeout, with a message that has its number.
     """
     settings = arguments(environment)
     if settings is None:
@@ -62,9 +45,6 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
         jax.distributed.initialize(**settings)
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not find each other: {error}") from error
-    # The client has no public name; the checkpoint library uses it as well.
-    state = jax_distributed.global_state
-    watch(state.client, state.process_id, state.num_processes)
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -73,15 +53,6 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     Plain variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID come first; then a Slurm step of several tasks (one for each GPU, or one for
     each node); then the hosts of a TPU slice; then an indexed Kubernetes job, as GKE runs them.
-
-    Args:
-        environment: environment variables.
-
-    Returns:
-        The arguments that are not left to jax's own detection.
-
-    Raises:
-        ValueError: a variable is missing or is not a number in its range.
     """
     plain = [environment.get(name) for name in _PLAIN]
     if plain[1] == "1":
@@ -105,24 +76,18 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _plain(environment: Mapping[str, str]) -> dict[str, Any]:
-    missing = [name for name in _PLAIN if not environment.get(name)]
-    if missing:
+    address, count, number = (environment.get(name, "") for name in _PLAIN)
+    good = address.rpartition(":")[2].isdecimal() and count.isdecimal() and number.isdecimal()
+    if not good or int(number) >= int(count):
+        given = ", ".join(f"{name}={environment.get(name, '')}" for name in _PLAIN)
         raise ValueError(
-            f"{' and '.join(missing)} not set: a run of several processes needs all of "
-            f"{', '.join(_PLAIN)}"
+            f"a run of several processes needs {_PLAIN[0]}=host:port, {_PLAIN[1]}, and {_PLAIN[2]} "
+            f"from 0 below it; got {given}"
         )
-    address, *numbers = (environment[name] for name in _PLAIN)
-    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
-        raise ValueError(
-            f"JAX_NUM_PROCESSES is {numbers[0]!r} and JAX_PROCESS_ID {numbers[1]!r}, expected a "
-            "count and a number from 0 below it"
-        )
-    if not address.rpartition(":")[2].isdecimal():
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS is {address!r}, expected host:port")
     return {
         "coordinator_address": address,
-        "num_processes": int(numbers[0]),
-        "process_id": int(numbers[1]),
+        "num_processes": int(count),
+        "process_id": int(number),
     }
 
 
@@ -145,16 +110,8 @@ def say(text: str) -> None:
 def main_first(function: Callable[[], T]) -> T:
     """Calls a function in the main process and, when it is done there, in the others.
 
-    Meant for functions that write files which the other processes read afterwards.
-
-    Args:
-        function: the function.
-
-    Returns:
-        Its result in this process.
-
-    Raises:
-        ValueError: in the others, if the main process failed, which raises its own error.
+    Meant for functions that write files which the other processes read afterwards. If the main one
+    fails, the others raise a ValueError.
     """
     if jax.process_count() == 1:
         return function()
@@ -173,15 +130,7 @@ def main_first(function: Callable[[], T]) -> T:
 
 
 def require_same(digest: str, what: str) -> None:
-    """Raises if a value differs between processes; all of them must call it.
-
-    Args:
-        digest: hash of the value, in hexadecimal.
-        what: name of the value, in the plural.
-
-    Raises:
-        ValueError: in every process, if the hashes are not equal.
-    """
+    """Raises if a hash in hexadecimal differs between processes; all of them must call it."""
     if jax.process_count() == 1:
         return
     digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))

@@ -40,16 +40,9 @@ def jit_for_weights(
 ) -> Callable[..., Any]:
     """Applies `jax.jit` to a function whose first argument is the weights.
 
-    Args:
-        function: the function to compile.
-        static: names of its static arguments.
-        donate: names of its donated arguments.
-
-    Returns:
-        The compiled function, with the `OPTIONS` of the weights' platform. On CPUs, all functions
-        together keep `MOST_PROGRAMS` programs. It has the attributes
-        `num_compiled`, a function that returns the number of programs compiled so far,
-        and `trace`, that of `jax.jit`, which also takes abstract weights with a sharding.
+    The program has the `OPTIONS` of their platform. On CPUs, all functions together keep
+    `MOST_PROGRAMS` programs. The result has `num_compiled()`, the programs compiled so far, and
+    `trace` of `jax.jit`, which also takes abstract weights with a sharding.
     """
     names = {"static_argnames": static, "donate_argnames": donate}
     programs = {
@@ -107,15 +100,7 @@ def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
 def local_rows(mesh: Mesh | None, rows: int) -> slice:
     """Returns the rows of a batch that this process provides: those on its own devices.
 
-    Args:
-        mesh: mesh over which rows are split; None for a single device.
-        rows: number of rows of the whole batch.
-
-    Returns:
-        A slice of the rows. Processes that share rows (a "tensor" axis across them) get the same.
-
-    Raises:
-        ValueError: the mesh assigns rows that are not contiguous to this process.
+    Processes that share rows (a "tensor" axis across them) get the same.
     """
     if mesh is None:
         return slice(0, rows)
@@ -133,13 +118,7 @@ def local_rows(mesh: Mesh | None, rows: int) -> slice:
 def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
     """Places arrays with a leading row axis on a mesh, split by rows if its axes divide them.
 
-    Args:
-        mesh: mesh over which rows are split; None leaves the arrays unchanged.
-        tree: host arrays of the whole batch or, in each process, of its `local_rows`.
-        rows: number of rows of the whole batch; by default each array is whole.
-
-    Returns:
-        The arrays, whole, over all processes of the mesh.
+    The arrays are whole, or each process gives its `local_rows` of `rows` in all.
     """
     if mesh is None:
         return tree
@@ -156,14 +135,7 @@ def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Copies whole arrays to the host; all processes that have parts of them must call it.
-
-    Args:
-        tree: arrays on devices.
-
-    Returns:
-        Host arrays of the same shapes, in each process.
-    """
+    """Copies whole arrays to the host; all processes that have parts of them must call it."""
 
     def whole(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

@@ -54,41 +54,34 @@ def build_mesh(
     if preset == "single":
         devices = devices[:1]
     sizes = _sizes(preset, devices) if isinstance(preset, str) else dict(preset)
-    unknown = set(sizes) - set(AXES)
-    if unknown:
-        raise ValueError(f"mesh axes {sorted(unknown)} are unknown; axes: {', '.join(AXES)}")
     shape = [sizes.get(axis, 1) for axis in AXES]
     known = math.prod(size for size in shape if size != -1)
     if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
         shape[shape.index(-1)] = len(devices) // known
-    if min(shape) < 1 or math.prod(shape) != len(devices):
+    if sizes.keys() - set(AXES) or min(shape) < 1 or math.prod(shape) != len(devices):
         raise ValueError(
-            f"mesh sizes {dict(zip(AXES, shape, strict=True))} do not fit {len(devices)} devices"
+            f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
         )
     return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
     """Returns sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
-    if "=" in preset:
-        pairs = [pair.partition("=") for pair in preset.split(",")]
-        try:
-            return {axis.strip(): int(size) for axis, _, size in pairs}
-        except ValueError:
-            raise ValueError(
-                f"mesh {preset!r}: expected sizes by axis, such as data=2,fsdp=-1"
-            ) from None
-    if preset not in PRESETS:
-        raise ValueError(
-            f"mesh preset {preset!r} is unknown; presets: {', '.join(PRESETS)}, or sizes by axis, "
-            "such as data=2,fsdp=-1"
-        )
     if preset == "single":
         return {}
-    first, _, second = preset.partition("_")
-    if second == "fsdp":
-        return {first: len({device.process_index for device in devices}), second: -1}
-    return {first: -1} | ({second: 2} if second else {})
+    if preset in PRESETS:
+        first, _, second = preset.partition("_")
+        if second == "fsdp":
+            return {first: len({device.process_index for device in devices}), second: -1}
+        return {first: -1} | ({second: 2} if second else {})
+    try:
+        pairs = [pair.split("=") for pair in preset.split(",")]
+        return {axis.strip(): int(size) for axis, size in pairs}
+    except ValueError:
+        raise ValueError(
+            f"mesh {preset!r} is unknown, expected one of {', '.join(PRESETS)}, or sizes by axis, "
+            "such as data=2,fsdp=-1"
+        ) from None
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -97,18 +90,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def spec_of(name: str, rules: Rules) -> P:
-    """Returns the spec of the first rule whose pattern matches a whole path or its last keys.
-
-    Args:
-        name: path joined by "/".
-        rules: ordered (pattern, spec) pairs, those of layers for stacked ones.
-
-    Returns:
-        The spec; for a layer that is apart, that of the stack without its first axis.
-
-    Raises:
-        ValueError: no rule matches.
-    """
+    """Returns the spec of the first rule that matches; of a layer apart, that within its stack."""
     stacked, apart = re.subn(r"(^|/)layers/\d+/", r"\1layers/", name)
     for pattern, spec in rules:
         if matches(stacked, pattern):

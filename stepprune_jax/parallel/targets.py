@@ -1,8 +1,6 @@
 """Accelerators to compile for without having one: devices, and options for their compilers.
 
-XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine. A topology
-describes a device to them. Its devices can form a mesh, and programs can be compiled for them, but
-not run.
+XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine.
 """
 
 import importlib.util
@@ -27,30 +25,14 @@ INSTALL = 'pip install "stepprune-jax[aot]"'
 
 
 class Target(NamedTuple):
-    """Devices of one kind that programs can be compiled for.
-
-    Attributes:
-        name: the given name, for example "h200:2" or "v5e:2x4".
-        devices: devices for a mesh.
-        options: options that the compiler needs without a device.
-    """
+    """Devices of one kind that programs can be compiled for."""
 
     name: str
     devices: tuple[Any, ...]
     options: dict[str, Any]
 
     def compile(self, lowered: Any) -> Any:
-        """Compiles a lowered program whose arguments lie on `devices`.
-
-        Args:
-            lowered: result of `jax.jit(...).lower`.
-
-        Returns:
-            A `jax.stages.Compiled`, which cannot be run.
-
-        Raises:
-            jax.errors.JaxRuntimeError: the compiler failed, or the program is too large for a TPU.
-        """
+        """Compiles a lowered program whose arguments lie on `devices`; it cannot be run."""
         try:
             return lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
@@ -60,31 +42,18 @@ class Target(NamedTuple):
 
 
 class Card(NamedTuple):
-    """Properties of a CUDA device that XLA needs.
-
-    Attributes:
-        name: name reported by the driver.
-        capability: compute capability, major and minor.
-        cores: streaming multiprocessors.
-        fpus: float32 units of a core.
-        threads: maximum number of threads of a core.
-        shared: KiB of shared memory of a core; a block gets one less.
-        bandwidth: bytes per second of the device's memory.
-        cache: MiB of the second-level cache.
-        clock: maximum GHz.
-        memory: bytes that the driver reports.
-    """
+    """Properties of a CUDA device that XLA needs, of a core (SM) and of the whole device."""
 
     name: str
     capability: tuple[int, int]
     cores: int
     fpus: int
     threads: int
-    shared: int
+    shared: int  # KiB of a core; a block gets one less
     bandwidth: int
-    cache: int
-    clock: float
-    memory: int
+    cache: int  # MiB
+    clock: float  # GHz
+    memory: int  # bytes that the driver reports
 
 
 # As in NVIDIA's data sheets and, for threads and shared memory, the table of compute capabilities
@@ -115,14 +84,7 @@ TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
 
 
 class Named(NamedTuple):
-    """Meaning of a target's name, independent of the installation.
-
-    Attributes:
-        kind: a name of `CARDS` or `TPUS`.
-        size: number of cards, or layout of chips.
-        count: number of devices.
-        accelerator: their name in `parallel.accelerators.ACCELERATORS`.
-    """
+    """Meaning of a target's name: a card or TPU, its number or layout, and its accelerator."""
 
     kind: str
     size: str
@@ -131,47 +93,23 @@ class Named(NamedTuple):
 
 
 def read_name(name: str) -> Named:
-    """Reads the name of a target.
-
-    Args:
-        name: a card of `CARDS`, with the number of them after a colon unless it is one, or a
-            generation of `TPUS`, with the layout of its chips: "h200", "a6000:2", "v5e:2x4".
-
-    Returns:
-        Its meaning.
-
-    Raises:
-        ValueError: an unknown name, or a bad number or layout.
-    """
+    """Reads the name of a target: "h200", "a6000:2" cards, or "v5e:2x4" chips."""
     kind, colon, size = name.partition(":")
-    if kind in CARDS:
-        if colon and not re.fullmatch(r"[1-9]\d*", size):
-            raise ValueError(f"target {name!r}: expected a number of cards, such as {kind}:2")
-        return Named(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
-    if kind in TPUS:
-        if colon and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", size):
-            raise ValueError(f"target {name!r}: expected a layout of chips, such as {kind}:2x4")
-        size = size or TPUS[kind]
-        return Named(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
     known = (*CARDS, *TPUS)
-    raise ValueError(
-        f"target {name!r} is unknown, expected one of {', '.join(known)}, such as h200:2 or "
-        f"v5e:2x4.{nearest(kind, known)}"
-    )
+    form = r"[1-9]\d*" if kind in CARDS else r"[1-9]\d*(x[1-9]\d*){1,2}"
+    if kind not in known or (colon and not re.fullmatch(form, size)):
+        raise ValueError(
+            f"target {name!r} is unknown, expected one of {', '.join(known)}, with a number of "
+            f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, known)}"
+        )
+    if kind in CARDS:
+        return Named(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
+    size = size or TPUS[kind]
+    return Named(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
 
 
 def make_target(name: str) -> Target:
-    """Creates the devices of a target, before or after jax has started.
-
-    Args:
-        name: as in `read_name`.
-
-    Returns:
-        The target.
-
-    Raises:
-        ValueError: a bad name, or the compiler is not installed.
-    """
+    """Creates the devices of a target, before or after jax has started."""
     named, problem = read_name(name), missing(name)
     if problem:
         raise ValueError(f"target {name!r}: {problem}")
@@ -179,14 +117,7 @@ def make_target(name: str) -> Target:
 
 
 def missing(name: str) -> str | None:
-    """Returns what a target's compiler lacks on this machine in one line, or None.
-
-    Args:
-        name: as in `read_name`.
-
-    Raises:
-        ValueError: a bad name.
-    """
+    """Returns what a target's compiler lacks on this machine in one line, or None."""
     if read_name(name).kind in CARDS:
         there = _has("jax_cuda12_plugin") and _cuda_toolkit()
         return None if there else f"XLA's CUDA compiler is missing: {INSTALL}"

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.parallel import distributed
+from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.settings import Settings
 from stepprune_jax.user_input import user_input
 
@@ -27,20 +28,14 @@ RUN_FILE = "run.json"
 FOLDER = "checkpoints"
 # Folder for checkpoints that cannot be read.
 DAMAGED = "damaged"
+# The hashes of a checkpoint's files: Orbax would return wrong numbers where a bit has changed.
+_HASHES = "hashes.json"
 # In TensorStore's messages for a full disk, missing permissions, and others of the system.
 _REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "os_error_code")
-# Hashes of a checkpoint's files, stored among them, and its step.
-_HASHES, _STEP = "files.json", "step"
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint.
-
-    Attributes:
-        step: updates done.
-        saved: the arrays.
-        about: the JSON object saved with them.
-    """
+    """A restored checkpoint: updates done, the arrays, and the JSON object saved with them."""
 
     step: int
     saved: Any
@@ -48,48 +43,20 @@ class Restored(NamedTuple):
 
 
 def read_latest(workdir: Path) -> Restored:
-    """Reads the latest undamaged checkpoint, without knowing its structure.
+    """Reads the latest undamaged checkpoint to the first device, in dictionaries by field.
 
     It changes nothing, so it may be called while the run trains.
-
-    Args:
-        workdir: folder of the run.
-
-    Returns:
-        The checkpoint, its arrays on the first device, in dictionaries by field.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: all are damaged.
     """
     folder = workdir / FOLDER
     if not folder.is_dir():
         raise FileNotFoundError(f"{workdir} has no {FOLDER}/: expected the --workdir of train.py")
     options = ocp.CheckpointManagerOptions(read_only=True)
-    problems = []
     with contextlib.closing(_open(folder, options)) as manager:
-        for step in sorted(manager.all_steps(), reverse=True):
-            problem = _damage(folder / str(step))
-            if problem:
-                problems.append(f"checkpoint {step} of {folder} is damaged ({problem})")
-                continue
-            parts = ocp.args.Composite(
-                arrays=ocp.args.StandardRestore(_here(manager.item_metadata(step)["arrays"])),
-                beside=ocp.args.JsonRestore(),
-            )
-            restored = manager.restore(step, args=parts)
-            for text in problems:
-                _LOG.warning("%s; using checkpoint %d", text, step)
-            return Restored(step, restored.arrays, restored.beside["about"])
-    if problems:
-        raise ValueError("; ".join(problems))
-    raise FileNotFoundError(f"{folder} holds no checkpoint yet")
-
-
-def _here(tree: Any) -> Any:
-    """Returns the shapes of a tree's leaves, for restoring to the first device."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+        step, problems = _newest(manager)
+        for number, problem in problems.items():
+            text = f"checkpoint {number} of {folder} is damaged ({problem})"
+            _LOG.warning("%s; using checkpoint %d", text, step)
+        return _read(manager, step)
 
 
 def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
@@ -103,6 +70,42 @@ def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.Checkpoint
                 f"{folder}: the file _CHECKPOINT_METADATA of a checkpoint is damaged; remove that "
                 f"checkpoint: {error}"
             ) from error
+
+
+def _newest(manager: ocp.CheckpointManager) -> tuple[int, dict[int, str]]:
+    """Returns the latest undamaged checkpoint, and what is wrong with later ones."""
+    folder, problems = Path(manager.directory), {}
+    for step in sorted(manager.all_steps(), reverse=True):
+        problem = _damage(folder / str(step)) if distributed.is_main() else ""
+        if not distributed.any_process(bool(problem)):
+            return step, problems
+        problems[step] = problem
+    if not problems:
+        raise FileNotFoundError(f"{folder} holds no checkpoint yet")
+    listed = "; ".join(f"{step} is damaged: {problem}" for step, problem in problems.items())
+    raise ValueError(f"no checkpoint in {folder} can be read ({listed}). Remove it to start over")
+
+
+def _read(manager: ocp.CheckpointManager, step: int, like: Any = None) -> Restored:
+    """Reads a checkpoint to arrays like the given ones, or to the first device."""
+    stored = manager.item_metadata(step)["arrays"]
+    if like is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), stored
+        )
+    elif _shapes(stored) == _shapes(like):
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    else:
+        raise ValueError(
+            f"checkpoint {step} of {manager.directory} was written by another version: its arrays "
+            "have other names or shapes"
+        )
+    parts = ocp.args.Composite(
+        arrays=ocp.args.StandardRestore(abstract), beside=ocp.args.JsonRestore()
+    )
+    restored = manager.restore(step, args=parts)
+    return Restored(step, restored.arrays, restored.beside)
 
 
 def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, Any]:
@@ -147,17 +150,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
 def check_same_run(
     step: int, about: Mapping[str, Any], config: Settings, run: Mapping[str, Any]
 ) -> None:
-    """Verifies that a checkpoint is of this run, not copied from the folder of another.
-
-    Args:
-        step: updates done.
-        about: the JSON object of the checkpoint, with the description of its run.
-        config: settings of the run.
-        run: the description of the run, from `claim`.
-
-    Raises:
-        ValueError: it is of a run with another configuration, model or training file.
-    """
+    """Raises if a checkpoint, described by `about`, is not of the run that `claim` returned."""
     changes = _differences(about, config, run["model"], run["data"])
     if changes:
         raise ValueError(
@@ -174,11 +167,7 @@ def _differences(old: Mapping[str, Any], config: Settings, model: str, data: str
 
 
 class Checkpoints:
-    """The states of a run, by the number of updates done.
-
-    They are written in the background, under a temporary name until they are complete. Each holds
-    the hashes of its files, so that a damaged one is detected before it is used.
-    """
+    """The states of a run, by the number of updates done, written in the background."""
 
     def __init__(self, workdir: Path, keep: int):
         """Opens workdir/checkpoints, which keeps the last `keep` states."""
@@ -209,9 +198,8 @@ class Checkpoints:
         """
         if step == self.latest:
             return
-        beside = {"about": about or {}, "shapes": _shapes(saved)}
         parts = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(beside)
+            arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(about or {})
         )
         with self._written():
             self._manager.wait_until_finished()
@@ -232,12 +220,10 @@ class Checkpoints:
                 raise OSError(f"{what}; earlier ones are kept: {reason}") from error
 
     def _seal(self):
-        """Stores the hashes of all files, after writing and before the final rename."""
+        """Adds the hashes of all files, after writing and before the final rename."""
         if distributed.is_main():
             (folder,) = self._folder.glob(f"{self._writing}.*")
-            hashes = {name: file_identity(folder / name) for name in sorted(_files(folder))}
-            described = {_STEP: self._writing, **hashes}
-            (folder / "beside" / _HASHES).write_text(json.dumps(described, indent=1))
+            (folder / _HASHES).write_text(json.dumps(_contents(folder, self._writing), indent=1))
 
     @user_input()
     def restore(self, like: Any) -> Restored:
@@ -253,55 +239,21 @@ class Checkpoints:
             ValueError: none can be read: damaged, or of other shapes.
         """
         self._manager.wait_until_finished()
-        problems: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            problem = _damage(self._folder / str(step)) if distributed.is_main() else ""
-            if not distributed.any_process(bool(problem)):
-                restored = self._read(step, like)
-                self._set_aside(problems, step)
-                return restored
-            problems[step] = problem
-        listed = "; ".join(f"{step}: {problem}" for step, problem in problems.items())
-        raise ValueError(
-            f"no checkpoint in {self._folder} can be read ({listed}). Remove it to start over"
-        )
-
-    def _read(self, step: int, like: Any) -> Restored:
-        """Reads a checkpoint after verifying its files."""
-        part = ocp.args.Composite(beside=ocp.args.JsonRestore())
-        beside = self._manager.restore(step, args=part).beside
-        old, new = beside["shapes"], _shapes(like)
-        differ = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-        if differ:
-            name = differ[0]
-            raise ValueError(
-                f"checkpoint {step} of {self._folder} was written by another version: "
-                f"{len(differ)} arrays differ, such as {name} ({old.get(name, 'absent')} there, "
-                f"{new.get(name, 'absent')} here)"
-            )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        part = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
-        return Restored(step, self._manager.restore(step, args=part).arrays, beside["about"])
-
-    def _set_aside(self, problems: dict[int, str], step: int):
-        """Moves damaged checkpoints away, so that their steps can be saved again."""
-        if not problems:
-            return
-        if distributed.is_main():
+        step, problems = _newest(self._manager)
+        restored = _read(self._manager, step, like)
+        if problems and distributed.is_main():
             self._damaged.mkdir(exist_ok=True)
             for number, problem in problems.items():
                 to = self._damaged / f"{number}-{time.time_ns()}"
                 text = f"checkpoint {number} is damaged ({problem}); moved to {to}, resuming"
                 _LOG.warning("%s from %d", text, step)
                 os.replace(self._folder / str(number), to)
-        distributed.main_first(self._manager.reload)
+        if problems:  # their steps can be saved again
+            distributed.main_first(self._manager.reload)
+        return restored
 
     def close(self):
-        """Waits for pending writes.
-
-        Raises:
-            OSError: as `save`.
-        """
+        """Waits for pending writes; raises an OSError as `save` does."""
         with self._written():
             self._manager.close()
 
@@ -315,30 +267,24 @@ def _copy(tree: Any) -> Any:
 def _shapes(tree: Any) -> dict[str, str]:
     """Describes each array of a tree by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+    return {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
-def _files(folder: Path) -> set[str]:
-    """Returns the names of a checkpoint's files that have a hash: all but that of the hashes."""
-    paths = [path for part in ("arrays", "beside") for path in (folder / part).rglob("*")]
-    return {str(x.relative_to(folder)) for x in paths if x.is_file()} - {f"beside/{_HASHES}"}
+def _contents(folder: Path, step: int) -> dict[str, int | str]:
+    """Returns the number of a checkpoint, and the hashes of its files."""
+    paths = [path for part in ("arrays", "beside") for path in sorted((folder / part).rglob("*"))]
+    hashes = {str(x.relative_to(folder)): file_identity(x) for x in paths if x.is_file()}
+    return {"step": step, **hashes}
 
 
 def _damage(folder: Path) -> str:
     """Returns what is wrong with the files of a checkpoint; empty if nothing is."""
     try:
-        hashes, names = read_json_object(folder / "beside" / _HASHES), _files(folder)
-        step = hashes.pop(_STEP, None)  # absent in older checkpoints
-        if step not in (None, int(folder.name)):
-            return f"it was written as checkpoint {step}"
-        for name in sorted(names ^ hashes.keys()):
-            return f"{name} was added later" if name in names else f"{name} is missing"
-        for name, expected in hashes.items():
-            if file_identity(folder / name) != expected:
-                return f"{name} has changed since it was written"
-    except (OSError, ValueError, AttributeError) as error:
+        written, found = read_json_object(folder / _HASHES), _contents(folder, int(folder.name))
+    except (OSError, ValueError) as error:
         return str(error)
-    return ""
+    changed = sorted(x for x in {*written, *found} if written.get(x) != found.get(x))
+    return f"{changed[0]} has changed since it was written" if changed else ""
 
 
 class Interrupt:

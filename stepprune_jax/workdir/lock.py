@@ -25,13 +25,6 @@ def locked(workdir: Path) -> Iterator[None]:
     The lock is the operating system's and ends with the process; its file remains and names the
     latest holder. A folder created for it is removed if an error leaves nothing else in it. With
     several processes of one run the main one holds the lock, and all of them must call this.
-
-    Args:
-        workdir: the folder; created if needed.
-
-    Raises:
-        ValueError: another process holds it; the message names its host and number.
-        OSError: the folder cannot be written to.
     """
     with contextlib.ExitStack() as stack:
         with user_input():

@@ -1,14 +1,15 @@
 """Scalars of a run: JSON lines, standard output, TensorBoard and Weights & Biases."""
 
 import contextlib
+import importlib
 import json
 import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,17 +19,28 @@ _LOG = logging.getLogger(__name__)
 
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+# Parts of a line on standard output: a text, and its scalars with their digits.
+_SHOWN = (
+    ("loss {}", {"loss": 3}),
+    ("lm {}", {"lm_loss": 3}),
+    ("told {}", {"told": 3}),
+    ("kind {}", {"class_kind": 3}),
+    ("color {}", {"class_color": 3}),
+    ("K {} +- {}", {"k_mean": 1, "k_std": 1}),
+    ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
+    ("IoU {}", {"iou": 2}),
+    ("grad {}", {"grad_norm": 2}),
+    ("accuracy {} %", {"accuracy": 1}),
+    ("{} images/s", {"images_per_s": 0}),
+)
 
 
-@runtime_checkable
-class Board(Protocol):
-    """A further destination of scalars."""
+class Board(NamedTuple):
+    """A further destination of scalars: `add(scalars, step)` and `close()`."""
 
-    def add(self, scalars: dict[str, float | int], step: int) -> None:
-        """Adds scalars by name."""
-
-    def close(self) -> None:
-        """Writes pending scalars."""
+    add: Callable[[dict[str, float | int], int], None]
+    close: Callable[[], None]
 
 
 class MetricsLog:
@@ -53,39 +65,33 @@ class MetricsLog:
         for path in self._paths.values():
             keep_until(path, step)
         self._steps, self._batch_size, self._boards = steps, batch_size, boards
-        self._begin, self._first = time.perf_counter(), step
+        self.start_clock(step)
 
     def start_clock(self, step: int):
         """Starts measuring speed, once programs are compiled."""
         self._begin, self._first = time.perf_counter(), step
 
     def write(self, step: int, scalars: dict[str, Any]):
-        """Fetches the scalars of an update and writes them.
-
-        Args:
-            step: updates done, including this one.
-            scalars: scalars by name, on device.
-        """
+        """Fetches the scalars of an update from the device and writes them."""
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
         seconds, done = time.perf_counter() - self._begin, step - self._first
         rate = done * self._batch_size / seconds if done else 0.0
         row["images_per_s"] = round(rate, 2)
         row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
-        left = seconds / done * (self._steps - step) if done else None
-        _LOG.info(_line(self._append(METRICS, row), self._steps, left))
+        line = self._append(METRICS, row)
+        if done:
+            left = int(seconds / done * (self._steps - step))
+            line += f"  {left // 60}:{left % 60:02d} left"
+        _LOG.info(line)
 
     def write_validation(self, row: dict[str, float | int]):
-        """Writes the results of a validation, whose time is excluded from training.
-
-        Args:
-            row: "step", "seconds" and scalars by name.
-        """
+        """Writes the results of a validation, whose time is excluded from training."""
         self._begin += row["seconds"]
-        line = _line(self._append(VALIDATION, row, "validation/"), self._steps, None)
+        line = self._append(VALIDATION, row, "validation/")
         _LOG.info("%s  (%d questions)", line, row["questions"])
 
-    def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> dict[str, Any]:
-        """Appends a line to a file and the boards; returns the row as written."""
+    def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> str:
+        """Appends a row to a file and the boards; returns it as a line for display."""
         # JSON has no NaN; None marks a number that was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
         path = self._paths[name]
@@ -94,46 +100,20 @@ class MetricsLog:
         shown = {prefix + k: v for k, v in row.items() if k != "step" and v is not None}
         for board in self._boards:
             board.add(shown, row["step"])
-        return row
+        parts = [f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"]
+        for text, digits in _SHOWN:
+            if digits.keys() <= row.keys():
+                values = ((row[name], count) for name, count in digits.items())
+                parts.append(
+                    text.format(*("nan" if v is None else f"{v:.{n}f}" for v, n in values))
+                )
+        parts += [f"{row['skipped']} skipped"] if row.get("skipped") else []
+        return "  ".join(parts)
 
     def close(self):
         """Closes the boards."""
         for board in self._boards:
             board.close()
-
-
-# Parts of a line: a text, and its scalars with their digits.
-_SHOWN = (
-    ("loss {}", {"loss": 3}),
-    ("lm {}", {"lm_loss": 3}),
-    ("told {}", {"told": 3}),
-    ("kind {}", {"class_kind": 3}),
-    ("color {}", {"class_color": 3}),
-    ("K {} +- {}", {"k_mean": 1, "k_std": 1}),
-    ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
-    ("IoU {}", {"iou": 2}),
-    ("grad {}", {"grad_norm": 2}),
-    ("accuracy {} %", {"accuracy": 1}),
-    ("{} images/s", {"images_per_s": 0}),
-)
-
-
-def _line(row: dict[str, Any], steps: int, left: float | None) -> str:
-    """Formats a line for display."""
-
-    def shown(name: str, digits: int) -> str:
-        value = row[name]
-        return "nan" if value is None else f"{value:.{digits}f}"
-
-    parts = [f"step {row['step']:>{len(str(steps))}}/{steps}"]
-    for text, scalars in _SHOWN:
-        if all(name in row for name in scalars):
-            parts.append(text.format(*(shown(*scalar) for scalar in scalars.items())))
-    if row.get("skipped"):
-        parts.append(f"{row['skipped']} skipped")
-    if left is not None:
-        parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
-    return "  ".join(parts)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -150,72 +130,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def keep_until(path: Path, step: int):
     """Drops lines of later steps and an incomplete last one; replaces the file atomically."""
-    if not path.exists():
-        return
-    write_json_lines(path, [row for row in read_rows(path) if row["step"] <= step])
-
-
-class _TensorBoard:
-    """Events under workdir/tensorboard; drops those after the step to resume from."""
-
-    def __init__(self, workdir: Path, step: int):
-        self._writer = _summary_writer()(str(workdir / "tensorboard"), purge_step=step + 1)
-
-    def add(self, scalars: dict[str, float | int], step: int) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """A run of a Weights & Biases project, which a resumed run continues."""
-
-    def __init__(self, project: str, workdir: Path, fields: dict[str, Any]):
-        path = workdir / _WANDB_ID
-        if not path.is_file():
-            path.write_text(uuid.uuid4().hex)
-        self._run = _wandb().init(
-            project=project,
-            name=workdir.name,
-            id=path.read_text(),
-            resume="allow",
-            dir=str(workdir),
-            config=fields,
-        )
-
-    def add(self, scalars: dict[str, float | int], step: int) -> None:
-        self._run.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def check_boards(tensorboard: bool, wandb: str) -> None:
-    """Checks that the packages of boards are installed.
-
-    Args:
-        tensorboard: `config.tensorboard`, whether to write TensorBoard's events.
-        wandb: `config.wandb`, a project of Weights & Biases, or empty for none.
-
-    Raises:
-        ValueError: a package is missing; the message gives a remedy.
-    """
-    if tensorboard:
-        _summary_writer()
-    if wandb:
-        _wandb()
+    if path.exists():
+        write_json_lines(path, [row for row in read_rows(path) if row["step"] <= step])
 
 
 def open_boards(
     tensorboard: bool, wandb: str, workdir: Path, step: int, fields: dict[str, Any]
 ) -> list[Board]:
-    """Opens the boards of a configuration.
+    """Opens TensorBoard's events and a run of a Weights & Biases project, if requested.
+
+    A resumed run continues the same events, without those after its step, and the same run.
 
     Args:
-        tensorboard: as in `check_boards`.
-        wandb: as in `check_boards`.
+        tensorboard: `config.tensorboard`, whether to write workdir/tensorboard.
+        wandb: `config.wandb`, a project, or empty for none.
         workdir: folder of the run.
         step: updates done.
         fields: the configuration by dotted name, for display.
@@ -223,31 +151,46 @@ def open_boards(
     Raises:
         ValueError: a package is missing.
     """
-    boards: list[Board] = []
+    boards = []
     if tensorboard:
-        boards.append(_TensorBoard(workdir, step))
+        folder = str(workdir / "tensorboard")
+        writer = _package("tensorboard").SummaryWriter(folder, purge_step=step + 1)
+
+        def add(scalars, step):
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+
+        boards.append(Board(add, writer.close))
     if wandb:
-        boards.append(_Wandb(wandb, workdir, fields))
+        path = workdir / _WANDB_ID
+        if not path.is_file():
+            path.write_text(uuid.uuid4().hex)
+        run = _package("wandb").init(
+            project=wandb,
+            name=workdir.name,
+            id=path.read_text(),
+            resume="allow",
+            dir=str(workdir),
+            config=fields,
+        )
+        boards.append(Board(lambda scalars, step: run.log(scalars, step=step), run.finish))
     return boards
 
 
-def _summary_writer() -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "config.tensorboard is set, but tensorboardX is not installed: pip install "
-            "tensorboardX, or set it to False; metrics.jsonl has the same numbers"
-        ) from error
-    return SummaryWriter
+def check_boards(tensorboard: bool, wandb: str) -> None:
+    """Raises a ValueError if the package of a requested board is missing."""
+    for field, requested in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if requested:
+            _package(field)
 
 
-def _wandb() -> Any:
+def _package(field: str) -> Any:
+    """Imports the package that a field of the configuration needs."""
+    name = _PACKAGES[field]
     try:
-        import wandb
+        return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            "config.wandb names a project, but wandb is not installed: pip install wandb, or leave "
-            "it empty; metrics.jsonl has the same numbers"
+            f"config.{field} is set, but {name} is not installed: pip install {name}, or unset it; "
+            f"{METRICS} has the same numbers"
         ) from error
-    return wandb

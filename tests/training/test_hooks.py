@@ -228,7 +228,7 @@ def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wandb": "pruning"}, "config.wandb names a project, but wandb is not installed"),
+        ({"wandb": "pruning"}, "config.wandb is set, but wandb is not installed"),
         ({"validation.every": -1}, "config.validation.every is -1, expected an integer from 0"),
         ({"validation.questions": 0}, "config.validation.questions is 0"),
         (

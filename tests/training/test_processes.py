@@ -36,17 +36,17 @@ def test_the_environment_says_who_is_there(environment, expected):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"JAX_PROCESS_ID": ""}, "JAX_PROCESS_ID not set"),
-        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS not set"),
-        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID '4', expected a count and a number from 0"),
-        ({"JAX_NUM_PROCESSES": "all"}, "JAX_NUM_PROCESSES is 'all'"),
-        ({"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1', expected host:port"),
+        {"JAX_PROCESS_ID": ""},
+        {"JAX_COORDINATOR_ADDRESS": "node1"},
+        {"JAX_PROCESS_ID": "4"},
+        {"JAX_NUM_PROCESSES": "all"},
     ],
 )
-def test_variables_that_do_not_fit_are_named(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_variables_that_do_not_fit_are_named(change):
+    (given,) = change.items()
+    with pytest.raises(ValueError, match="=".join(given)):
         distributed.start(PLAIN | change)
 
 

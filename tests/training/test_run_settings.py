@@ -61,7 +61,7 @@ def test_an_integer_is_a_number():
         ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
         ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
         ({"data.workers": 10**5}, "data.workers is 100000, expected an integer from 0 to 512"),
-        ({"mesh": "pipeline"}, "mesh preset 'pipeline' is unknown"),
+        ({"mesh": "pipeline"}, "mesh 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
         (
             {"mesh": "fsdp=4,tensor=2", "batch_size": 24},

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import json
 import os
-import pathlib
 import shutil
 import time
 
@@ -122,27 +120,7 @@ def test_whatever_file_is_damaged_no_wrong_number_comes_back(two, tmp_path, dama
             assert "warning: checkpoint 20 is damaged" in said
             assert said.strip().endswith("resuming from 10") and said.count("\n") == 1
         taken.append(found.step)
-    assert set(taken) <= {10, 20} and 10 in taken
-    if damage is not flip:
-        assert taken.count(10) >= 4  # arrays and what belongs to them, of several files
-
-
-def test_numbers_that_were_changed_behind_the_back_are_noticed(copy, capsys):
-    """Damage that leaves files readable: another state's arrays."""
-    arrays = copy / "checkpoints" / "20" / "arrays"
-    shutil.rmtree(arrays)
-    shutil.copytree(copy / "checkpoints" / "10" / "arrays", arrays)
-    assert_state(restore(copy), 10)
-    assert "warning: checkpoint 20 is damaged (" in capsys.readouterr().err
-
-
-HASHES = pathlib.PurePath("beside", "files.json")
-
-
-def rewrite(step, change):
-    hashes = json.loads((step / HASHES).read_text())
-    change(hashes)
-    (step / HASHES).write_text(json.dumps(hashes))
+    assert set(taken) <= {10, 20} and taken.count(10) >= 4  # arrays and what belongs to them
 
 
 def replace_by_pipe(step):
@@ -151,37 +129,37 @@ def replace_by_pipe(step):
     os.mkfifo(path)
 
 
-OTHER_FILES = {
-    "no hashes": (lambda step: rewrite(step, dict.clear), "_METADATA was added later"),
-    "a hash less": (lambda step: rewrite(step, lambda x: x.pop("beside/metadata")), "added later"),
-    "a hash more": (lambda step: rewrite(step, lambda x: x.update(zz="0")), "zz is missing"),
-    "a file more": (lambda step: (step / "arrays" / "zz").touch(), "arrays/zz was added later"),
-    "a pipe": (replace_by_pipe, "is missing"),
-    "a new number": (lambda step: step.rename(step.with_name("30")), "written as checkpoint 20"),
-}
+def take_other_arrays(step):
+    shutil.rmtree(step / "arrays")
+    shutil.copytree(step.with_name("10") / "arrays", step / "arrays")
 
 
-@pytest.mark.parametrize(("change", "said"), OTHER_FILES.values(), ids=OTHER_FILES)
-def test_a_checkpoint_of_other_files_than_were_written_is_damaged(copy, capsys, change, said):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: (step / "hashes.json").write_text("{}"),
+        lambda step: (step / "arrays" / "zz").touch(),
+        replace_by_pipe,
+        take_other_arrays,
+        lambda step: step.rename(step.with_name("30")),
+    ],
+    ids=["no hashes", "a file more", "a pipe", "other arrays", "a new number"],
+)
+def test_a_checkpoint_of_other_files_than_were_written_is_damaged(copy, capsys, change):
     change(copy / "checkpoints" / "20")
     assert read_latest(copy).step == 10
     assert_state(restore(copy), 10)
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and all("is damaged (" in line and said in line for line in told)
+    assert len(told) == 2 and all("is damaged (" in line for line in told)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"item_handlers": 3}'])
 def test_metadata_that_keep_the_folder_from_opening_are_named(copy, text):
     (copy / "checkpoints" / "20" / "_CHECKPOINT_METADATA").write_text(text)
     for read in (read_latest, restore):
-        with pytest.raises(ValueError, match=r"checkpoints: the file _CHECKPOINT_METADATA") as bad:
+        with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA") as bad:
             read(copy)
         assert is_user_error(bad.value)
-
-
-def test_a_checkpoint_without_its_number_is_of_an_older_version(copy):
-    rewrite(copy / "checkpoints" / "20", lambda hashes: hashes.pop("step"))
-    assert_state(restore(copy), 20)
 
 
 def test_a_damaged_checkpoint_makes_room_for_a_new_one(copy):
@@ -210,12 +188,9 @@ def test_what_was_being_written_does_not_count(copy):
 
 def test_states_of_other_shapes_are_refused_and_left_where_they_are(copy):
     before = files(copy)
-    with pytest.raises(
-        ValueError, match=r"'kernel'\] \(float32\[40, 30\] there, float32\[40, 31\]"
-    ):
-        restore(copy, tree(0) | {"kernel": jnp.zeros((40, 31))})
-    with pytest.raises(ValueError, match=r"'another'\] \(absent there, float32\[2\] here\)"):
-        restore(copy, tree(0) | {"another": jnp.zeros(2)})
+    for change in ({"kernel": jnp.zeros((40, 31))}, {"another": jnp.zeros(2)}):
+        with pytest.raises(ValueError, match="was written by another version"):
+            restore(copy, tree(0) | change)
     assert files(copy) == before
 
 
@@ -223,7 +198,7 @@ def test_if_all_are_damaged_nothing_is_moved(copy):
     for step in ("10", "20"):
         cut(copy / "checkpoints" / step / "beside" / "metadata")
     before = files(copy)
-    with pytest.raises(ValueError, match=r"can be read \(20: beside/metadata has changed .*; 10: "):
+    with pytest.raises(ValueError, match=r"can be read \(20 .*; 10 "):
         restore(copy)
     assert files(copy) == before
 
