@@ -42,18 +42,10 @@ def budget_of_rate(method: str, rate: float | None, num_tokens: int) -> int | No
 class Provenance(NamedTuple):
     """Provenance of an answer file: everything that determines its answers.
 
-    Attributes:
-        benchmark: name of the benchmark.
-        questions: `questions_digest` of all questions.
-        asked: number of questions.
-        method: name of the table row.
-        mode: "exact" (every image keeps the budget) or "adaptive" (the policy stops by itself).
-        budget: tokens to keep per image, on average if adaptive; N for all tokens; None for a
-            policy's own stop.
-        num_tokens: N, visual tokens of an image.
-        stop_bias: added to the stop logits; None for exact rows.
-        model: its name.
-        made: everything else that determines the answers, JSON values by name.
+    `questions` is a digest of the `asked` questions, and `method` the name of the table row. In the
+    mode "exact" every image keeps the budget, in "adaptive" the policy stops by itself and keeps it
+    on average; None is a policy's own stop, N of the `num_tokens` tokens are all of them. `made`
+    holds everything else, JSON values by name.
     """
 
     benchmark: str
@@ -91,12 +83,7 @@ def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
 
 
 class AnswerFile(NamedTuple):
-    """The answers of one method to one benchmark.
-
-    Attributes:
-        path: the file, JSON lines.
-        provenance: everything that determines the answers.
-    """
+    """The answers of one method to one benchmark."""
 
     path: Path
     provenance: Provenance
@@ -122,14 +109,7 @@ class AnswerFile(NamedTuple):
 
 
 class AnswerLine(NamedTuple):
-    """The answer to one question.
-
-    Attributes:
-        text: the answer.
-        kept: K, the number of visual tokens kept; 0 without an image.
-        ms: milliseconds it took.
-        order: the kept tokens in order of choice, if they are to be drawn; or None.
-    """
+    """An answer, how many tokens were kept, its time, and the tokens in order if drawn."""
 
     text: str
     kept: int
@@ -137,56 +117,37 @@ class AnswerLine(NamedTuple):
     order: Sequence[int] | None = None
 
 
-# Types of the fields of a provenance, and their least values.
-_FIELDS: dict[str, tuple[tuple[type, ...], int | None]] = {
-    **dict.fromkeys(("benchmark", "questions", "method", "mode", "model"), ((str,), None)),
-    "asked": ((int,), 0),
-    "budget": ((int, type(None)), 1),
-    "num_tokens": ((int,), 1),
-    "stop_bias": ((float, int, type(None)), None),
-    "made": ((dict,), None),
+# Types of the fields of a provenance.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("benchmark", "questions", "method", "mode", "model"), (str,)),
+    **dict.fromkeys(("asked", "num_tokens"), (int,)),
+    "budget": (int, type(None)),
+    "stop_bias": (float, int, type(None)),
+    "made": (dict,),
 }
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Verifies that a file has the provenance of this run; changes nothing.
-
-    Args:
-        file: the answer file, with the provenance of this run.
-
-    Raises:
-        ValueError: answers without a provenance, or with a different one; the message names the
-            fields that differ.
-    """
-    if file.provenance_path.is_file():
-        known, mine = _flat(_read(file.provenance_path)), _flat(file.provenance)
-        if file.parts():
-            changed = [
-                f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
-                for name in sorted(known.keys() | mine.keys())
-                if known.get(name) != mine.get(name)
-            ]
-            if changed:
-                raise ValueError(
-                    f"{file.path} holds answers of another provenance; move it and its .json "
-                    f"away, or give another --workdir. {'; '.join(changed)}"
-                )
-    elif file.parts():
+    """Raises if a file holds answers without a provenance, or of another one than this run's."""
+    if not file.parts():
+        return
+    there = file.provenance_path.is_file()
+    known, mine = _flat(_read(file.provenance_path)) if there else {}, _flat(file.provenance)
+    changed = [
+        f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
+        for name in sorted(known.keys() | mine.keys())
+        if known.get(name) != mine.get(name)
+    ]
+    if changed:
+        differ = "; ".join(changed) if there else f"{file.provenance_path.name} is missing"
         raise ValueError(
-            f"{file.path} holds answers, but their provenance {file.provenance_path.name} is "
-            "missing; move it away"
+            f"{file.path} holds answers of another provenance; move it and its .json away, or give "
+            f"another --workdir. {differ}"
         )
 
 
 def claim(file: AnswerFile) -> None:
-    """Claims a file for this run by writing its provenance next to it.
-
-    Args:
-        file: the answer file, with the provenance of this run.
-
-    Raises:
-        ValueError: as `check_claim`.
-    """
+    """Claims a file for this run by writing its provenance next to it."""
     check_claim(file)
     file.path.parent.mkdir(parents=True, exist_ok=True)
     write_json(file.provenance_path, file.provenance._asdict())
@@ -201,29 +162,15 @@ def _flat(provenance: Provenance) -> dict[str, Any]:
 def _read(path: Path) -> Provenance:
     """Reads a provenance."""
     value = read_json_object(path)
-    try:
-        if "pruning_rate" in value:  # written before budgets were counts
-            rate = value.pop("pruning_rate")
-            value["budget"] = budget_of_rate(value["method"], rate, value["num_tokens"])
-        found = Provenance(**value)
-    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the provenance of an answer file: {error}") from error
-    for name, (kinds, least) in _FIELDS.items():
-        entry = getattr(found, name)
-        if type(entry) not in kinds or (least is not None and entry is not None and entry < least):
-            raise ValueError(f"{path} is not the provenance of an answer file: {name} is {entry!r}")
-    return found
+    good = value.keys() == _FIELDS.keys()
+    good = good and all(type(value[name]) in kinds for name, kinds in _FIELDS.items())
+    if not good or value["num_tokens"] < 1:
+        raise ValueError(f"{path} is not the provenance of an answer file")
+    return Provenance(**value)
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
-    """Lists the answer files of one benchmark by name.
-
-    Args:
-        folder: folder of the benchmark.
-
-    Raises:
-        ValueError: a provenance that cannot be read.
-    """
+    """Lists the answer files of one benchmark by name."""
     paths = sorted(folder.glob("*.json"))
     files = [AnswerFile(path.with_suffix(".jsonl"), _read(path)) for path in paths]
     return [file for file in files if file.path.is_file()]
@@ -232,14 +179,7 @@ def read_files(folder: Path) -> list[AnswerFile]:
 def recover(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
 
-    Args:
-        path: the file; an incomplete last line is removed, a missing last newline is added.
-
-    Returns:
-        The objects; none if there is no file.
-
-    Raises:
-        ValueError: another line is not a JSON object; the message names it.
+    An incomplete last line is removed, a missing last newline is added.
     """
     if not path.is_file():
         return []
@@ -279,17 +219,8 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
     """Lists unanswered questions; merges parts and sorts lines in the order of the questions.
 
-    Must be called in one process only, while none writes.
-
-    Args:
-        file: a claimed file.
-        questions: questions of the benchmark.
-
-    Returns:
-        Numbers of questions, ascending. A question that occurs twice needs two lines.
-
-    Raises:
-        ValueError: a line cannot be read, or answers a question that was not asked.
+    Must be called in one process only, while none writes. A question that occurs twice needs two
+    lines.
     """
     waiting = defaultdict(list)
     for number, question in enumerate(questions):
@@ -328,18 +259,7 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> dict[str, Any]:
-    """Builds a line with LLaVA's fields in LLaVA's order, then ours.
-
-    Args:
-        file: the file that the line is for.
-        number: number of the question.
-        question: the question.
-        line: its answer.
-
-    Returns:
-        question_id, prompt, text, answer_id, model_id and metadata (with the benchmark's further
-        fields between them), then `kept`, `ms` and, where it was recorded, `order`.
-    """
+    """Builds a line with LLaVA's fields in LLaVA's order, then `kept`, `ms` and `order`."""
     fields = dict(question.fields)
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}

@@ -12,14 +12,7 @@ from stepprune_jax.data.json_files import identity, read_json_lines, words
 
 
 class Answer(NamedTuple):
-    """One line of an answer file.
-
-    Attributes:
-        where: file and line, for messages.
-        id: `question_id` as a string, so that 7 and "7" are the same question.
-        text: the model's answer, unchanged: any string, possibly empty.
-        fields: the whole object.
-    """
+    """A line of an answer file: its place, `question_id` as text, the answer, and all fields."""
 
     where: str
     id: str
@@ -28,30 +21,14 @@ class Answer(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The recorded question.
-
-        Raises:
-            ValueError: the line has no `prompt` or an empty one.
-        """
+        """The recorded question; a ValueError if the line has none."""
         return words(self.fields, "prompt", self.where)
 
 
 def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answer]:
-    """Reads an answer file.
+    """Reads an answer file, in its order.
 
-    Args:
-        file: UTF-8 JSON lines, with or without a byte order mark, with either kind of line end.
-        broken: if given, lines that are not JSON are skipped and a message on each is appended to
-            it; otherwise the first one is an error.
-
-    Returns:
-        The answers in the order of the file, at least one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there is no answer, or a line, which is named, is not JSON (for an incomplete
-            last line the message suggests truncation), or has no `question_id` or no string as
-            `text`.
+    Lines that are not JSON are an error; or skipped, with a message on each added to `broken`.
     """
     answers = []
     for where, value in read_json_lines(file, broken):
@@ -64,20 +41,12 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
 
 
 def latest(
-    answers: Iterable[Answer], known: Iterable[str], warnings: list[str]
+    answers: Iterable[Answer], known: Iterable[str], warnings: list[str], remedy: str = ""
 ) -> dict[str, Answer]:
-    """Picks the last answer to each question of a benchmark.
+    """Picks the last answer to each question of a benchmark, in the order of the known ids.
 
-    Args:
-        answers: lines of an answer file.
-        known: ids of the benchmark's questions.
-        warnings: duplicates, unknown ids and missing answers are reported here.
-
-    Returns:
-        The answers by question id, in the order of `known`; unanswered questions are absent.
-
-    Raises:
-        ValueError: no line answers a question of the benchmark.
+    Duplicates, unknown ids and missing answers become warnings. It is an error, with a remedy, if
+    no line answers any of the questions.
     """
     known = list(dict.fromkeys(known))
     last, repeated, unknown = dict.fromkeys(known), 0, []
@@ -89,9 +58,8 @@ def latest(
         last[answer.id] = answer
     kept = {name: answer for name, answer in last.items() if answer is not None}
     if not kept:
-        raise ValueError(
-            f"no answer is to a question of this benchmark, whose first question is {known[0]!r}"
-        )
+        first = f", such as {known[0]!r}" if known else ""
+        raise ValueError(f"no answer is to a question of this benchmark{first}{remedy}")
     if repeated:
         warnings.append(f"{repeated:,} questions answered repeatedly: the last answer counts")
     if unknown:

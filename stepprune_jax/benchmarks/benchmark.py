@@ -122,28 +122,13 @@ class Benchmark:
 def worth_by_id(
     known: Mapping[str, T], judge: Callable[[str, T], float | bool]
 ) -> Callable[[Answer], float | None]:
-    """Judges answers by the ids of their questions; see `Benchmark.worth`.
-
-    Args:
-        known: annotations of each question, by id.
-        judge: grades a text, given the annotations.
-
-    Returns:
-        A function that applies `judge`; None for answers to unknown questions.
-    """
+    """Judges answers by the ids of their questions; see `Benchmark.worth`."""
     return lambda answer: (
         float(judge(answer.text, known[answer.id])) if answer.id in known else None
     )
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:
-    """Averages values in percent.
-
-    Args:
-        values: grade of each question from 0 to 1; at least one.
-
-    Returns:
-        A number from 0 to 100.
-    """
+    """Averages values in percent."""
     values = list(values)
     return 100 * sum(values) / len(values)

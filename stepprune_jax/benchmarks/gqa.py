@@ -27,13 +27,8 @@ _NO_STEP = ("exist", "query: name", "choose name")
 class Question(NamedTuple):
     """Fields of a question that the official program reads.
 
-    Attributes:
-        answer: the correct answer.
-        structural: structural type, such as "verify"; "query" questions are the open ones.
-        semantic: semantic type, such as "attr".
-        steps: operations of its program, except those of naming and of existence.
-        words: words of the question.
-        group: global group, within which answers are distributed, or None.
+    `structural` is "query" for open questions; `steps` are the operations of its program, except
+    those of naming and of existence; answers are distributed within a global `group`, or None.
     """
 
     answer: str
@@ -45,40 +40,18 @@ class Question(NamedTuple):
 
 
 def predicted(text: str) -> str:
-    """Normalises an answer for comparison.
-
-    Args:
-        text: the model's answer.
-
-    Returns:
-        The answer without full stops at its end, in lower case; otherwise unchanged.
-    """
+    """Normalises an answer: no full stops at its end, lower case, otherwise unchanged."""
     return text.rstrip(".").lower()
 
 
 def read_questions(path: Path) -> dict[str, Question]:
-    """Reads the balanced questions of an official question file.
-
-    Args:
-        path: a JSON object from question id to record.
-
-    Returns:
-        The questions by id, in the order of the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is malformed, a record lacks a field, or no question is balanced.
-    """
+    """Reads the balanced questions of an official question file by id, in its order."""
+    fields = "isBalanced, question, answer, types, groups.global and semantic"
     questions = {}
     for name, record in read_json_object(path).items():
-        try:
+        with layout.expected(f"{path}: question {name!r}", fields):
             if record["isBalanced"]:
                 questions[name] = _question(record)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: question {name!r}: expected isBalanced, question, answer, "
-                f"types.structural, types.semantic, groups.global and semantic ({error!r})"
-            ) from error
     if not questions:
         raise ValueError(f"{path}: expected questions with isBalanced true, got none")
     return questions
@@ -86,14 +59,15 @@ def read_questions(path: Path) -> dict[str, Question]:
 
 def _question(record: Mapping[str, Any]) -> Question:
     """Extracts the relevant fields of a record."""
+    group = record["groups"]["global"]
     operations = (f"{each['operation']}: {each['argument']}" for each in record["semantic"])
     return Question(
         answer=record["answer"],
-        structural=record["types"]["structural"],
-        semantic=record["types"]["semantic"],
+        structural=str(record["types"]["structural"]),
+        semantic=str(record["types"]["semantic"]),
         steps=sum(not any(part in each for part in _NO_STEP) for each in operations),
         words=len(record["question"].split()),
-        group=record["groups"]["global"],
+        group=None if group is None else str(group),
     )
 
 
@@ -102,14 +76,8 @@ def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
 
     For each group, the chi-square statistic of the predicted counts of the right answers against
     their true counts; the mean over groups, weighted by questions; divided by 100. Answers that
-    are right to no question of the group do not count. Lower is better.
-
-    Args:
-        pairs: global group, right answer and prediction of each question that has a group; at
-            least one.
-
-    Returns:
-        The official program's "distribution".
+    are right to no question of the group do not count. Lower is better. The pairs are the global
+    group, the right answer and the prediction of each question that has a group.
     """
     right, said = defaultdict(Counter), defaultdict(Counter)
     for group, answer, prediction in pairs:
@@ -125,20 +93,10 @@ def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
     """Scores answers to the balanced test-dev questions.
 
-    Args:
-        root: LLaVA's evaluation folder; `gqa/data/testdev_balanced_questions.json` is read.
-        answers: an answer file.
-        missing: "refuse" as in the official program, or "leave-out" to score answered questions
-            only.
-
-    Returns:
-        Accuracy in per cent as headline. Parts: `binary` and `open` accuracy; accuracy per
-        `structural` type, `semantic` type, number of `steps` and of `words`; `distribution`
-        (see there); the number of `questions` scored.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or a question without an answer.
+    The headline is the accuracy in percent. Parts: `binary` and `open` accuracy; accuracy per
+    `structural` type, `semantic` type, number of `steps` and of `words`; `distribution`, as there;
+    the number of `questions` scored. If some have no answer, the official program refuses the file;
+    `missing="leave-out"` scores the others.
     """
     questions = read_questions(_questions_path(root))
     warnings = layout.size_warnings(
@@ -188,21 +146,7 @@ def _worth(root: Path) -> Callable[[Answer], float | None]:
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
-    """Writes the predictions file that the official program reads.
-
-    Args:
-        root: LLaVA's evaluation folder; not read.
-        answers: an answer file.
-        out: file to write; the official program looks for
-            gqa/data/testdev_balanced_predictions.json.
-
-    Returns:
-        `out`: a JSON list of `questionId` and `prediction`, one for each line of the answers.
-
-    Raises:
-        FileNotFoundError: there is no such answer file.
-        ValueError: it is malformed.
-    """
+    """Writes the file that the official program reads: `questionId` and `prediction` per line."""
     lines = [
         {"questionId": answer.id, "prediction": predicted(answer.text)}
         for answer in read_answers(answers)

@@ -1,23 +1,15 @@
 """Files of a benchmark under a root in LLaVA's layout (`playground/data/eval`)."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from stepprune_jax.data.json_files import replace_file
 
 
 def folder(root: str | Path, *names: str) -> Path:
-    """Finds the folder of a benchmark.
-
-    Args:
-        root: folder that holds one folder per benchmark.
-        names: possible names of the folder, the preferred one first.
-
-    Returns:
-        The first of them that exists.
-
-    Raises:
-        FileNotFoundError: none exists, or the root does not.
-    """
+    """Returns the first of a benchmark's possible folders that exists."""
     root = Path(root)
     for name in names:
         if (root / name).is_dir():
@@ -29,52 +21,38 @@ def folder(root: str | Path, *names: str) -> Path:
 
 
 def file(path: Path, source: str) -> Path:
-    """Checks that a file of the benchmark exists.
-
-    Args:
-        path: its path in the layout.
-        source: where to get it, for the message.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: it is missing.
-    """
+    """Returns a path, or raises an error with the file's source if there is no such file."""
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}: get it from {source}")
     return path
 
 
+def records(value: Mapping[str, Any], field: str, path: Path) -> list[tuple[str, Any]]:
+    """Returns the entries of the list in a file's field, each with its place for messages."""
+    entries = value.get(field)
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f'{path}: expected a list under "{field}"')
+    return [(f"{path}: {field} {number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+@contextlib.contextmanager
+def expected(where: str, what: str) -> Iterator[None]:
+    """Reports a record in which the fields that are read inside are absent or of other types."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{where}: expected {what} ({error!r})") from error
+
+
 def size_warnings(what: str, count: int, published: int) -> list[str]:
-    """Compares the size of a list with that of the published one.
-
-    Args:
-        what: description of the list, as file name and unit.
-        count: its size.
-        published: size of the published list.
-
-    Returns:
-        No warning, or one that gives both numbers.
-    """
+    """Returns a warning if a list is not as long as the published one."""
     if count == published:
         return []
     return [f"{what}: {count:,} here, {published:,} in the published list"]
 
 
 def write_submission(out: str | Path, content: bytes) -> Path:
-    """Writes a submission atomically, so that an interrupted run keeps the earlier file.
-
-    Args:
-        out: the file; its folder is created if missing.
-        content: its content.
-
-    Returns:
-        `out`.
-
-    Raises:
-        OSError: it cannot be written, for example because `out` is a folder.
-    """
+    """Writes a submission atomically, so that an interrupted run keeps the earlier file."""
     out = Path(out)
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: expected the name of a file")

@@ -6,7 +6,6 @@ are rows of the file. Liu et al., "MMBench: Is Your Multi-modal Model an All-aro
 """
 
 import base64
-import binascii
 import csv
 import io
 import itertools
@@ -16,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
@@ -46,14 +45,10 @@ _LAST_WORDS = 4
 
 
 class Edition(NamedTuple):
-    """One language of the benchmark.
+    """One language: its possible folders, the dev file, test files, and the size of the dev file.
 
-    Attributes:
-        name: name of the benchmark.
-        folders: possible folders of the files, the preferred one first.
-        dev: file with answers.
-        test: files without answers, which only the server scores.
-        size: rows and questions of the published dev file, if known.
+    Only the server scores the test files. The size is that of the published file, in rows and
+    questions, if known.
     """
 
     name: str
@@ -83,19 +78,9 @@ TsvRow = Mapping[str, str | None]
 
 
 def read_rows(path: Path) -> Iterator[TsvRow]:
-    """Reads a file of MMBench row by row.
-
-    Args:
-        path: tab-separated, with the names of the columns first; quoted fields may have newlines.
-
-    Yields:
-        Each row by column; None where pandas finds an empty cell.
-
-    Raises:
-        ValueError: it is malformed; or a row, whose last line is named, has too few or too many
-            fields or no integer as index.
-    """
+    """Reads a tab-separated file of MMBench row by row; None where pandas finds an empty cell."""
     limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the usual limit
+    known = set()
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, dialect="excel-tab")
@@ -103,15 +88,15 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
             if missing := [name for name in ("index", "question", "A", "B") if name not in names]:
                 raise ValueError(f"{path}: line 1: expected a column {missing[0]}")
             for fields in filter(None, reader):  # pandas skips blank lines, too
-                where = f"{path}: line {reader.line_num}"
-                if len(fields) != len(names):
+                cells = (None if field in _EMPTY else field for field in fields)
+                row = dict(zip(names, cells, strict=False))
+                index = row.get("index") or ""
+                if len(fields) != len(names) or not index.isdecimal() or int(index) in known:
                     raise ValueError(
-                        f"{where}: expected {len(names)} fields, got {len(fields)}: was the file "
-                        "truncated?"
+                        f"{path}: line {reader.line_num}: expected {len(names)} fields, with a "
+                        "number of its own as index: was the file truncated?"
                     )
-                row = dict(zip(names, (None if f in _EMPTY else f for f in fields), strict=True))
-                if not (row["index"] or "").isdecimal():
-                    raise ValueError(f"{where}: expected a number as index, got {row['index']!r}")
+                known.add(int(index))
                 yield row
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
@@ -120,35 +105,25 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
 
 
 def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
-    """Reads the questions of a file, rotations included.
+    """Reads the questions of a file, rotations included, with the images in its rows.
 
-    Args:
-        path: as for `read_rows`; images are in its rows.
-        images: not read.
-        instruction: the request for a letter, added to the message but not to the recorded prompt.
-
-    Yields:
-        The rows as questions, each with its hint, if it has one, and its options up to the first
-        that is empty.
-
-    Raises:
-        ValueError: as `read_rows`; or a row lacks its question or its image.
+    Each has its hint, if there is one, and its options up to the first that is empty. The
+    instruction, a request for a letter, is added to the message but not to the recorded prompt.
     """
     for row in read_rows(path):
-        where = f"{path}: index {row['index']}"
         options = list(itertools.takewhile(_has_text, (row.get(letter) for letter in _ASKED)))
-        if not _has_text(row["question"]):
-            raise ValueError(f"{where}: the question is empty")
+        try:
+            image = base64.b64decode(row.get("image") or "", validate=True)
+        except ValueError:
+            image = b""
+        if not (image and _has_text(row["question"])):
+            raise ValueError(
+                f"{path}: index {row['index']}: expected a question, and an image in base64"
+            )
         hint = row.get("hint")
         letters = list(_ASKED[: len(options)])
         named = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
         prompt = "\n".join([*([hint] if _has_text(hint) else []), row["question"], *named])
-        try:
-            image = base64.b64decode(row.get("image") or "", validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"{where}: the image is not base64: {error}") from error
-        if not image:
-            raise ValueError(f"{where}: no image")
         fields = {"round_id": 0, "options": options, "option_char": letters}
         yield BenchmarkQuestion(int(row["index"]), prompt + instruction, prompt, image, fields)
 
@@ -160,15 +135,10 @@ def _has_text(cell: str | None) -> bool:
 
 def _rows_by_index(path: Path) -> dict[str, TsvRow]:
     """Reads the rows of a file by index, without the images."""
-    table = {}
-    for row in read_rows(path):
-        name = str(int(row["index"]))
-        if name in table:
-            raise ValueError(f"{path}: index {name} occurs twice")
-        table[name] = {column: text for column, text in row.items() if column != "image"}
-    if not table:
-        raise ValueError(f"{path}: expected at least one row")
-    return table
+    return {
+        str(int(row["index"])): {name: text for name, text in row.items() if name != "image"}
+        for row in read_rows(path)
+    }
 
 
 def options_of(row: TsvRow) -> dict[str, str]:
@@ -187,12 +157,7 @@ def option_letter(text: str, options: Mapping[str, str]) -> str | None:
     4. the text is not longer than twice all options together, and the text of one option alone
        occurs in it, in any case.
 
-    Args:
-        text: the answer.
-        options: the option texts by letter.
-
-    Returns:
-        The letter, or None.
+    Otherwise there is none.
     """
     words = text.translate(_BLANKED).split()
     named = [letter for letter in options if letter in words]
@@ -213,50 +178,55 @@ def option_letter(text: str, options: Mapping[str, str]) -> str | None:
 def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) -> Score:
     """Scores answers to the dev split by circular accuracy.
 
-    Rows without an answer are wrong.
-
-    Args:
-        root: LLaVA's evaluation folder; the dev file of `edition` is read.
-        answers: answer file.
-        edition: the language.
-
-    Returns:
-        The headline is the circular accuracy in percent with letters found as `option_letter`
-        does. Parts: the same per `category` and `l2-category`; `letter_only`, where nothing but
-        the bare letter is right; `one_round` and `one_round_letter_only`, which leave the
-        rotations out and are not what is published; the number of `questions` and of `rows`.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or answers to another file.
+    Rows without an answer are wrong. The headline is the circular accuracy in percent with letters
+    found as `option_letter` does. Parts: the same per `category` and `l2-category`; `letter_only`,
+    where nothing but the bare letter is right; `one_round` and `one_round_letter_only`, which leave
+    the rotations out and are not what is published; the number of `questions` and of `rows`.
     """
-    name, table = edition.dev, _read_dev(root, edition)
-    rows = _one_round(answers)
-    if all(row.id not in table for row in rows):
-        raise ValueError(f"{answers}: no answer is to a question of {name}; {_submit(edition)}")
-    warnings: list[str] = []
-    kept = latest(rows, table, warnings)
-    questions = _questions(table, kept)
-    parts = {kind: _per_kind(questions, kind) for kind in ("category", "l2-category")}
+    table, warnings = _read_dev(root, edition), []
+    kept = latest(_one_round(answers), table, warnings, f"; {_submit(edition)}")
+    rotations = defaultdict(list)
+    for name in sorted(table, key=int):
+        rotations[int(name) % ROTATION].append(name)
+    said = {name: answer.text for name, answer in kept.items()}
+    matched = {name: _is_right(text, table[name]) for name, text in said.items()}
+    bare = {name: text == table[name]["answer"] for name, text in said.items()}
+
+    def all_right(right: Mapping[str, bool]) -> list[bool]:
+        return [all(right.get(name, False) for name in names) for names in rotations.values()]
+
+    def first_right(right: Mapping[str, bool]) -> list[bool]:
+        return [right.get(names[0], False) for names in rotations.values()]
+
+    parts: dict[str, Any] = {}
+    for column in ("category", "l2-category"):
+        kinds = defaultdict(list)
+        for names, right in zip(rotations.values(), all_right(matched), strict=True):
+            kinds[table[names[0]].get(column)].append(right)
+        kinds.pop(None, None)
+        parts[column] = {kind: mean_percent(rights) for kind, rights in sorted(kinds.items())}
     parts |= {
-        "letter_only": mean_percent(all(r.letter_only for r in q.rotations) for q in questions),
-        "one_round": mean_percent(q.rotations[0].matched for q in questions),
-        "one_round_letter_only": mean_percent(q.rotations[0].letter_only for q in questions),
-        "questions": len(questions),
+        "letter_only": mean_percent(all_right(bare)),
+        "one_round": mean_percent(first_right(matched)),
+        "one_round_letter_only": mean_percent(first_right(bare)),
+        "questions": len(rotations),
         "rows": len(table),
     }
     if edition.size is not None:
-        warnings += layout.size_warnings(f"{name}, rows", len(table), edition.size[0])
-        warnings += layout.size_warnings(f"{name}, questions", len(questions), edition.size[1])
-    return Score(mean_percent(q.right for q in questions), parts, warnings)
+        rows, questions = edition.size
+        warnings += layout.size_warnings(f"{edition.dev}, rows", len(table), rows)
+        warnings += layout.size_warnings(f"{edition.dev}, questions", len(rotations), questions)
+    return Score(mean_percent(all_right(matched)), parts, warnings)
+
+
+def _is_right(text: str, row: TsvRow) -> bool:
+    """Returns whether the chosen option is the right one."""
+    return option_letter(text, options_of(row)) == row["answer"]
 
 
 def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
     """Grades an answer to one row; see `Benchmark.worth`."""
-    table = _read_dev(root, edition)
-    return worth_by_id(
-        table, lambda text, row: option_letter(text, options_of(row)) == row["answer"]
-    )
+    return worth_by_id(_read_dev(root, edition), _is_right)
 
 
 def _submit(edition: Edition) -> str:
@@ -269,62 +239,13 @@ def _submit(edition: Edition) -> str:
 
 def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
     """Reads the rows of the dev file with their answers, without the images."""
-    path = _find(root, edition).get(edition.dev)
-    if path is None:
-        raise FileNotFoundError(
-            f"no {edition.dev} in {root}: get it from {SOURCE}; {_submit(edition)}"
-        )
+    path = _find(root, edition, edition.dev)[0]
     table = _rows_by_index(path)
     if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
         raise ValueError(
             f"{path}: index {unknown}: no letter in a column answer; {_submit(edition)}"
         )
     return table
-
-
-class _Outcome(NamedTuple):
-    """Whether the answer to a row is right, for each way of finding the letter."""
-
-    matched: bool
-    letter_only: bool
-
-
-class _Question(NamedTuple):
-    """A question: its first row and the outcomes of all its rows, the first one first."""
-
-    row: TsvRow
-    rotations: list[_Outcome]
-
-    @property
-    def right(self) -> bool:
-        """Returns whether every rotation was answered correctly."""
-        return all(outcome.matched for outcome in self.rotations)
-
-
-def _questions(table: Mapping[str, TsvRow], kept: Mapping[str, Answer]) -> list[_Question]:
-    """Groups the rows of a file by question and grades the answers."""
-    questions: dict[int, _Question] = {}
-    for name in sorted(table, key=int):
-        row = table[name]
-        question = questions.setdefault(int(name) % ROTATION, _Question(row, []))
-        text = kept[name].text if name in kept else None
-        question.rotations.append(
-            _Outcome(
-                text is not None and option_letter(text, options_of(row)) == row["answer"],
-                text is not None and text == row["answer"],
-            )
-        )
-    return list(questions.values())
-
-
-def _per_kind(questions: Sequence[_Question], column: str) -> dict[str, float]:
-    """Computes circular accuracy per value of a column."""
-    kinds = defaultdict(list)
-    for question in questions:
-        kinds[question.row.get(column)].append(question.right)
-    return {
-        kind: mean_percent(rights) for kind, rights in sorted(kinds.items()) if kind is not None
-    }
 
 
 def _one_round(answers: str | Path) -> list[Answer]:
@@ -340,14 +261,17 @@ def _one_round(answers: str | Path) -> list[Answer]:
     return rows
 
 
-def _find(root: str | Path, edition: Edition) -> dict[str, Path]:
-    """Finds the existing files of an edition, by name."""
+def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
+    """Finds those of the named files that exist, each in the preferred folder; at least one."""
     layout.folder(root, *edition.folders)
-    paths = {}
-    for name in (edition.dev, *edition.test):
-        for folder in edition.folders:
-            if (Path(root) / folder / name).is_file():
-                paths.setdefault(name, Path(root) / folder / name)
+    paths = []
+    for name in names:
+        places = (Path(root) / folder / name for folder in edition.folders)
+        paths += [place for place in places if place.is_file()][:1]
+    if not paths:
+        raise FileNotFoundError(
+            f"no {' or '.join(names)} in {root}: get it from {SOURCE}; {_submit(edition)}"
+        )
     return paths
 
 
@@ -357,33 +281,13 @@ def convert(
     """Writes the sheet for the server.
 
     The existing dev or test file that contains most of the answered rows is filled in: every row of
-    it, with the last of several answers, and an empty cell if there is none.
-
-    Args:
-        root: LLaVA's evaluation folder.
-        answers: answer file.
-        out: file to write; mmbench/answers_upload/SPLIT/MODEL.xlsx in LLaVA's layout.
-        edition: the language.
-
-    Returns:
-        `out`: the columns of the file without hint, category, l2-category, source, image and
-        comment, with the prediction as the seventh.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or answers to none of them.
+    it, with the last of several answers, and an empty cell if there is none. The prediction is the
+    seventh column; hint, category, l2-category, source, image and comment are left out.
     """
-    paths = _find(root, edition)
-    if not paths:
-        names = ", ".join((edition.dev, *edition.test))
-        raise FileNotFoundError(f"none of {names} in {root}: get one from {SOURCE}")
-    rows = _one_round(answers)
+    rows, messages = _one_round(answers), []
     asked = {row.id for row in rows}
-    tables = [_rows_by_index(path) for path in paths.values()]
+    tables = map(_rows_by_index, _find(root, edition, edition.dev, *edition.test))
     table = max(tables, key=lambda table: len(asked & table.keys()))
-    if asked.isdisjoint(table):
-        raise ValueError(f"{answers}: no answer is to a question of {', '.join(paths)}")
-    messages: list[str] = []
     kept = latest(rows, table, messages)
     for message in messages:
         notes.warn(message, stacklevel=2)
@@ -406,12 +310,6 @@ def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
 
     Characters that XML cannot hold are dropped, and a text is truncated to the 32,767 characters of
     a cell. Readers treat each line end as a newline, as in the sheets of LLaVA's program.
-
-    Args:
-        rows: the cells of each row, the names of the columns first. None is an empty cell.
-
-    Returns:
-        The content of an .xlsx file.
     """
     # Imported here: only a submission needs it.
     from openpyxl import Workbook

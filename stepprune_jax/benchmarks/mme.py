@@ -39,14 +39,7 @@ _ASK = " Please answer yes or no."
 
 
 class Question(NamedTuple):
-    """A question of the release.
-
-    Attributes:
-        task: name of the task's folder.
-        file: name of the image's text file.
-        text: the question as in the text file.
-        truth: `Yes` or `No`.
-    """
+    """A question of the release: its task, its text file, its text, and `Yes` or `No`."""
 
     task: str
     file: str
@@ -55,12 +48,7 @@ class Question(NamedTuple):
 
 
 class OfficialLine(NamedTuple):
-    """A line of the official text files.
-
-    Attributes:
-        question: the question.
-        answer: the answer to it on one line.
-    """
+    """A line of the official text files: a question, and the answer to it on one line."""
 
     question: Question
     answer: str
@@ -74,51 +62,27 @@ class OfficialLine(NamedTuple):
 def reading(text: str) -> str:
     """Reads an answer as MME's program does, by its first four characters.
 
-    Args:
-        text: the answer.
-
-    Returns:
-        "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise
-        "other", which is always wrong.
+    It is "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise
+    "other", which is always wrong.
     """
     start = text.lower()[:4]
     return next((word for word in ("yes", "no") if word in start), "other")
 
 
 def on_one_line(text: str) -> str:
-    """Makes an answer fit a line of tab-separated fields.
-
-    Args:
-        text: the answer.
-
-    Returns:
-        The answer without surrounding tabs and line ends; those inside become blanks.
-    """
+    """Strips tabs and line ends from an answer; those inside become blanks."""
     return "".join(" " if mark in "\t\r\n" else mark for mark in text.strip("\t\r\n"))
 
 
 def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Score:
-    """Scores answers to MME.
+    """Scores answers to MME; their `prompt` distinguishes the questions of an image.
 
-    Args:
-        root: LLaVA's evaluation folder; the text files of `MME/MME_Benchmark_release_version` are
-            read.
-        answers: answer file; `prompt` distinguishes the questions of an image.
-        pairs: how answers are paired: "image", the two answers to one image, or "position", two
-            consecutive answers of a task, as in the official program.
-
-    Returns:
-        The headline is perception + cognition, at most 2,800. A task's score is 100 x (share of
-        right answers + share of images with both right). Parts: the two sums, each task's score,
-        accuracies and number of answers that are neither yes nor no, and under `by_position`
-        the two sums of the official pairs, null where a task has an odd number of answers.
-
-    Raises:
-        FileNotFoundError: a file or a task's folder is missing.
-        ValueError: a file cannot be read, a task has no answer, or an image has only one.
+    The headline is perception + cognition, at most 2,800. A task's score is 100 x (share of right
+    answers + share of images with both right). Parts: the two sums, each task's score, accuracies
+    and number of answers that are neither yes nor no, and under `by_position` the two sums of the
+    official pairs, null where a task has an odd number of answers. Pairs are the two answers to one
+    "image", or by "position" two consecutive answers of a task, as in the official program.
     """
-    if pairs not in PAIRS:
-        raise ValueError(f"pairs must be one of {', '.join(PAIRS)}, got {pairs!r}")
     release = _read_release(layout.folder(root, "MME"))
     rows = _matched(read_answers(answers), release)
     warnings = layout.size_warnings(f"{RELEASE}, questions", len(release), QUESTIONS)
@@ -135,7 +99,7 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
         )
     if pairs == "position" and by_position is None:
         raise ValueError(f"{answers}: a task has an odd number of answers: no pairs by position")
-    parts = by_position if pairs == "position" else by_image
+    parts = {"image": by_image, "position": by_position}[pairs]
     sums = ("perception", "cognition")
     beside = None if by_position is None else {name: by_position[name] for name in sums}
     counts = {"questions": len(release), "answered": len(kept)}
@@ -154,31 +118,17 @@ def _worth(root: Path) -> Callable[[Answer], float | None]:
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
-    """Writes the text files that MME's own program reads.
+    """Writes the text files that MME's own program reads, one per task, into a folder.
 
-    Args:
-        root: LLaVA's evaluation folder.
-        answers: answer file.
-        out: folder for one file per task; created if needed. Images are in the order of their first
-            answers, with both questions of an image together; the last of several answers to a
-            question is written.
-
-    Returns:
-        The folder.
-
-    Raises:
-        FileExistsError: `out` is a file.
-        FileNotFoundError: a file or a task's folder is missing.
-        ValueError: as for `score`; nothing is written.
+    Images are in the order of their first answers, with both questions of an image together; the
+    last of several answers to a question is written. Nothing is written if an answer is missing.
     """
-    out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"{out} is a file: expected a folder, for one text file a task")
     release = _read_release(layout.folder(root, "MME"))
     rows = _matched(read_answers(answers), release)
     kept = latest(rows, release, [])
     first = dict.fromkeys(row.id for row in rows if row.id in kept)
     pairs = _image_pairs(_lines([kept[name] for name in first], release))
+    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for task, images in pairs.items():
         lines = [
@@ -217,17 +167,14 @@ def _read_questions(file: Path) -> list[tuple[str, str]]:
     """Reads the two questions of an image and their truths."""
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8: {error.reason}") from error
-    if len(lines) != 2:
-        raise ValueError(f"{file}: expected two lines, one a question, got {len(lines)}")
-    questions = []
-    for number, line in enumerate(lines, start=1):
-        question, *answer = line.strip().split("\t")
-        if len(answer) != 1 or answer[0] not in ("Yes", "No"):
-            raise ValueError(f"{file}: line {number}: expected a question, a tab and Yes or No")
-        questions.append((question, answer[0]))
-    return questions
+        (one, first), (two, second) = (line.strip().split("\t") for line in lines)
+        if not {first, second} <= {"Yes", "No"}:
+            raise ValueError(f"got {first!r} and {second!r}")
+    except ValueError as error:  # of another form, or not UTF-8
+        raise ValueError(
+            f"{file}: expected two lines, each a question, a tab and Yes or No: {error}"
+        ) from error
+    return [(one, first), (two, second)]
 
 
 def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer]:

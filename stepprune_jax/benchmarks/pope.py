@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
-from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
+from stepprune_jax.data.json_files import identity, read_json_lines, words
 
 QUESTIONS = "llava_pope_test.jsonl"
 # Splits of the published list with their sizes.
@@ -34,14 +34,7 @@ class _Question(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How often prediction and label agree; "yes" is the positive class.
-
-    Attributes:
-        tp: predicted yes, labelled yes.
-        fp: predicted yes, labelled no.
-        tn: predicted no, labelled no.
-        fn: predicted no, labelled yes.
-    """
+    """How often prediction and label agree: true and false positives and negatives of "yes"."""
 
     tp: int
     fp: int
@@ -66,12 +59,6 @@ def says_yes(text: str) -> bool:
     Only what precedes the first full stop counts. Commas are deleted and the rest is split at
     single blanks: a word that is exactly `No`, `no` or `not` makes it a no, everything else is a
     yes, the empty answer included.
-
-    Args:
-        text: the answer.
-
-    Returns:
-        Whether it counts as yes.
     """
     return _NO.isdisjoint(text.partition(".")[0].replace(",", "").split(" "))
 
@@ -79,24 +66,12 @@ def says_yes(text: str) -> bool:
 def score(root: str | Path, answers: str | Path, *, join: str = "question") -> Score:
     """Scores answers to POPE.
 
-    Args:
-        root: LLaVA's evaluation folder; `pope/llava_pope_test.jsonl` and `pope/coco/` are read.
-        answers: answer file.
-        join: how an answer finds its label: "question", by its id, or "position", by its place
-            among the answers of its split, as the official program does.
-
-    Returns:
-        The headline is 100 x the mean of the F1 scores of the three splits. Parts: each split's
-        accuracy, precision, recall, F1 and yes ratio, the mean accuracy, the F1 of all splits
-        pooled, and under `by_position` the means of the official join.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file cannot be read, the annotations are not those of the list, or a split
-            has no answer.
+    The headline is 100 x the mean of the F1 scores of the three splits. Parts: each split's
+    accuracy, precision, recall, F1 and yes ratio, the mean accuracy, the F1 of all splits pooled,
+    and under `by_position` the means of the official join. With `join="question"` an answer finds
+    its label by its id, with "position" by its place among the answers of its split, as in the
+    official program.
     """
-    if join not in JOINS:
-        raise ValueError(f"join must be one of {', '.join(JOINS)}, got {join!r}")
     folder = layout.folder(root, "pope")
     rows = read_answers(answers)
     questions, warnings = _read_questions(folder)
@@ -109,7 +84,7 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
             f"official program joins them, the mean F1 is {by_position['mean_f1']:.2f}, by "
             f"question {by_question['mean_f1']:.2f}"
         )
-    parts = by_question if join == "question" else by_position
+    parts = {"question": by_question, "position": by_position}[join]
     return Score(
         parts["mean_f1"],
         {
@@ -200,22 +175,15 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
 def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
     """Reads the annotations of a split, in their order; rejects those of another list."""
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
-    rows: list[Record] = read_json_lines(path)
-    if len(rows) != len(ids):
+    rows = [(_key(row, where), words(row, "label", where)) for where, row in read_json_lines(path)]
+    other = [key for key, _ in rows if key not in ids]
+    if other or len(rows) != len(ids):
+        odd = f", such as {other[0][1]!r} of {other[0][0]}" if other else ""
         raise ValueError(
-            f"{path}: {len(rows):,} rows, but {QUESTIONS} has {len(ids):,} questions of {split}: "
-            f"another version; get the file from {_SOURCE}"
+            f"{path}: its {len(rows):,} rows are not the {len(ids):,} questions of {split} in "
+            f"{QUESTIONS}{odd}: another version; get the file from {_SOURCE}"
         )
-    questions = []
-    for where, row in rows:
-        key = _key(row, where)
-        if key not in ids:
-            raise ValueError(
-                f"{where}: {key[1]!r} of {key[0]} is not in {QUESTIONS}: another version; get "
-                f"the file from {_SOURCE}"
-            )
-        questions.append(_Question(ids[key], split, words(row, "label", where) != "no"))
-    return questions
+    return [_Question(ids[key], split, label != "no") for key, label in rows]
 
 
 def _key(row: dict[str, object], where: str) -> tuple[str, str]:

@@ -40,18 +40,7 @@ class BenchmarkQuestion(NamedTuple):
 
 
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
-    """Reads a list in LLaVA's usual format.
-
-    Args:
-        path: JSON lines with `question_id`, `image` and `text`, the whole message.
-        images: folder that image paths start from.
-
-    Yields:
-        The questions in the order of the file.
-
-    Raises:
-        ValueError: a malformed line; the message names file, line and field.
-    """
+    """Reads a list in LLaVA's usual format."""
     for where, value in read_json_lines(path):
         identity(value, "question_id", where)
         text = words(value, "text", where)
@@ -60,15 +49,7 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 
 
 def check_images(questions: Sequence[BenchmarkQuestion], source: str) -> None:
-    """Checks that every image exists, before a model is loaded.
-
-    Args:
-        questions: questions of a benchmark.
-        source: where to get the images, for the message; may be empty.
-
-    Raises:
-        FileNotFoundError: some are missing; the message has their number and the first.
-    """
+    """Checks that every image exists, before a model is loaded."""
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
     missing = [path for path in paths if not path.is_file()]
     if missing:

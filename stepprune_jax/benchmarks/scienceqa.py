@@ -6,19 +6,13 @@ The figure in papers is the accuracy on questions with an image ("SQA", "Science
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, OPTION_LETTER, BenchmarkQuestion
-from stepprune_jax.data.json_files import (
-    as_object,
-    identity,
-    read_json_list,
-    read_json_object,
-    words,
-)
+from stepprune_jax.data.json_files import identity, read_json_list, read_json_object, words
 
 LETTERS = "ABCDE"
 QUESTIONS = 4241
@@ -29,12 +23,7 @@ _SENTENCE = re.compile("The answer is ([A-Z]).")
 
 
 class Problem(NamedTuple):
-    """Fields of a question that scoring reads.
-
-    Attributes:
-        answer: letter of the correct choice.
-        has_image: whether the question comes with an image.
-    """
+    """The letter of a question's correct choice, and whether the question has an image."""
 
     answer: str
     has_image: bool
@@ -45,43 +34,26 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 
     The recorded prompt of a question with an image has the image mark, by which `score` tells them
     apart.
-
-    Args:
-        path: a JSON list of conversations.
-        images: folder that image paths start from.
-
-    Yields:
-        The questions in the order of the file.
-
-    Raises:
-        ValueError: a malformed entry; the message names file, number and field.
     """
-    for number, entry in enumerate(read_json_list(path, "question"), start=1):
+    for number, value in enumerate(read_json_list(path, "question"), start=1):
         where = f"{path}: question {number}"
-        value = as_object(entry, where)
-        identity(value, "id", where)
-        turns = value.get("conversations")
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(f'{where}: expected a list of turns as "conversations"')
-        said = words(as_object(turns[0], where), "value", f"{where}: turn 1")
-        text = said.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
-        if "image" not in value:
+        with layout.expected(where, "id and conversations, whose first one has a value"):
+            identity(value, "id", where)
+            said = words(value["conversations"][0], "value", where)
+            text = said.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
+            image = words(value, "image", where) if "image" in value else None
+        if image is None:
             yield BenchmarkQuestion(value["id"], text, text, None)
-            continue
-        image = images / words(value, "image", where)
-        yield BenchmarkQuestion(value["id"], text, f"{IMAGE_MARK}\n{text}", image)
+        else:
+            prompt = f"{IMAGE_MARK}\n{text}"
+            yield BenchmarkQuestion(value["id"], text, prompt, images / image)
 
 
 def letter(text: str) -> str | None:
-    """Finds the option letter of an answer as LLaVA's program does.
+    """Finds the option letter of an answer as LLaVA's program does, or None.
 
-    Args:
-        text: the answer.
-
-    Returns:
-        The letter if the answer is exactly one of A to E; or starts with one, a stop and a blank;
-        or says "The answer is X", with one more character after X, exactly once (this X may be
-        any capital). None otherwise.
+    The answer is exactly one of A to E; or starts with one, a stop and a blank; or says "The answer
+    is X", with one more character after X, exactly once (this X may be any capital).
     """
     if text in tuple(LETTERS):
         return text
@@ -94,21 +66,11 @@ def letter(text: str) -> str | None:
 def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to ScienceQA.
 
-    Args:
-        root: LLaVA's evaluation folder; `scienceqa/pid_splits.json` and `scienceqa/problems.json`
-            are read.
-        answers: answer file; a question counts as one with an image if the `prompt` of its answer
-            holds `<image>`.
-
-    Returns:
-        The headline is the accuracy in percent over the answers with an image; an unanswered
-        question is not among them. Parts: the accuracy over the whole test split, in which
-        unanswered questions are wrong; the accuracy over the problems with an image likewise; how
-        many questions there are, how many have no answer and how many answers no letter.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file cannot be read, or no answer has an image.
+    A question counts as one with an image if the `prompt` of its answer holds `<image>`. The
+    headline is the accuracy in percent over the answers with an image; an unanswered question is
+    not among them. Parts: the accuracy over the whole test split, in which unanswered questions are
+    wrong; the accuracy over the problems with an image likewise; how many questions there are, how
+    many have no answer and how many answers no letter.
     """
     problems = _read_problems(layout.folder(root, "scienceqa"))
     illustrated = [name for name, problem in problems.items() if problem.has_image]
@@ -154,26 +116,16 @@ def _read_problems(folder: Path) -> dict[str, Problem]:
     splits, table = (
         layout.file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
     )
-    names = read_json_object(splits).get("test")
-    if not isinstance(names, list) or not names:
-        raise ValueError(f'{splits}: expected a list of ids as "test": get it from {_SOURCE}')
     values, problems = read_json_object(table), {}
-    for name in map(str, names):
+    for _, name in layout.records(read_json_object(splits), "test", splits):
         where = f"{table}: problem {name!r}"
-        if name not in values:
-            raise ValueError(f"{where} of the test split is missing: get the file from {_SOURCE}")
-        problems[name] = _problem(as_object(values[name], where), where)
+        with layout.expected(where, "choices, answer and image"):
+            value = values[str(name)]
+            answer, letters = value["answer"], LETTERS[: len(value["choices"])]
+            if type(answer) is not int or not 0 <= answer < len(letters):
+                raise ValueError(f"{where}: expected the number of one of its choices as answer")
+            problems[str(name)] = Problem(LETTERS[answer], value.get("image") is not None)
     return problems
-
-
-def _problem(value: dict[str, Any], where: str) -> Problem:
-    """Checks a problem."""
-    choices, answer = value.get("choices"), value.get("answer")
-    if not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
-        raise ValueError(f'{where}: "choices" must be a list of 2 to {len(LETTERS)}')
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f'{where}: "answer" must be a number from 0 to {len(choices) - 1}')
-    return Problem(LETTERS[answer], value.get("image") is not None)
 
 
 BENCHMARK = Benchmark(

@@ -44,15 +44,7 @@ def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def summary(benchmark: Benchmark, score: Score) -> str:
-    """Formats a score as text.
-
-    Args:
-        benchmark: the benchmark.
-        score: the outcome.
-
-    Returns:
-        The headline, then one line per part and per warning.
-    """
+    """Formats a score as text."""
     headline = f"{benchmark.title}  {score.headline:.2f}  ({benchmark.headline})"
     warnings = [f"warning: {one_line(warning)}" for warning in score.warnings]
     return "\n".join([headline, *_lines(score.parts), *warnings])

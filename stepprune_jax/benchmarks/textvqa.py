@@ -13,7 +13,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.benchmarks.vqa_answers import NUM_PEOPLE, normalise, soft_accuracy
+from stepprune_jax.benchmarks.vqa_answers import normalise, soft_accuracy, ten
 from stepprune_jax.data.json_files import read_json_object
 
 ANNOTATIONS = "TextVQA_0.5.1_val.json"
@@ -32,68 +32,29 @@ def without_ocr(question: BenchmarkQuestion) -> BenchmarkQuestion:
     return question._replace(text=text, prompt=text)
 
 
-def question_of(prompt: str) -> str:
-    """Finds the question in a recorded prompt.
+def question_of(prompt: str) -> str | None:
+    """Finds the question in a recorded prompt, in lower case; None in a prompt of another form.
 
     Two lines: the first. Three lines of which one has OCR tokens: the first that is not the OCR
     line. Prompts of older models begin with `OCR tokens: ` and have it between `Question: ` and
     ` Short answer:`.
-
-    Args:
-        prompt: the prompt in the answer file.
-
-    Returns:
-        The question in lower case.
-
-    Raises:
-        ValueError: the prompt has another form.
     """
     lines = prompt.split("\n")
     if prompt.startswith(_OLD_OCR):
-        if found := _OLD_QUESTION.search(prompt):
-            return found[1].lower()
-    elif len(lines) == 3 and f"{_OCR_LINE} " in prompt:
+        found = _OLD_QUESTION.search(prompt)
+        return found[1].lower() if found else None
+    if len(lines) == 3 and f"{_OCR_LINE} " in prompt:
         return lines[1 if prompt.startswith(_OCR_LINE) else 0].lower()
-    elif len(lines) == 2:
-        return lines[0].lower()
-    raise ValueError(
-        f"expected a prompt of two lines, or of three with {_OCR_LINE!r}, or one that begins with "
-        f"{_OLD_OCR!r}; got {prompt[:80]!r}"
-    )
+    return lines[0].lower() if len(lines) == 2 else None
 
 
 def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
-    """Reads the human answers.
-
-    Args:
-        path: the annotations: a JSON object whose `data` is a list of records with `image_id`,
-            `question` and `answers`.
-
-    Returns:
-        The ten answers, as written, by image and lower-cased question.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is malformed; or a record, numbered from 1, does not have ten
-            answers.
-    """
-    people = {}
-    records = read_json_object(path).get("data")
-    if not isinstance(records, list) or not records:
-        raise ValueError(
-            f'{path}: expected a list of questions under "data"; get it from {_SOURCE}'
-        )
-    for number, record in enumerate(records, start=1):
-        try:
-            key, answers = (str(record["image_id"]), record["question"].lower()), record["answers"]
-            complete = len(answers) == NUM_PEOPLE and all(isinstance(a, str) for a in answers)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: question {number}: expected image_id, question and answers ({error!r})"
-            ) from error
-        if not complete:
-            raise ValueError(f"{path}: question {number}: expected {NUM_PEOPLE} answers in words")
-        people[key] = answers
+    """Reads ten human answers, as written, by image and lower-cased question."""
+    people, value = {}, read_json_object(layout.file(path, _SOURCE))
+    for where, record in layout.records(value, "data", path):
+        with layout.expected(where, "image_id, question and answers"):
+            key = str(record["image_id"]), record["question"].lower()
+            people[key] = ten(where, record["answers"])
     return people
 
 
@@ -101,24 +62,12 @@ def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the validation questions.
 
     As in the reference program, every line of the answer file is one sample: an unanswered question
-    is excluded, and one that was answered twice counts twice. Warnings report both.
-
-    Args:
-        root: LLaVA's evaluation folder; `textvqa/TextVQA_0.5.1_val.json` is read.
-        answers: answer file; its prompts are read.
-
-    Returns:
-        The headline is 100 x the mean soft accuracy. Parts: the number of `samples`, and how many
-        of them were asked `with_ocr` tokens in the prompt.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or a line, which is named, has a prompt of
-            another form or a question that the annotations do not have.
+    is excluded, and one that was answered twice counts twice. Warnings report both. The headline is
+    100 x the mean soft accuracy. Parts: the number of `samples`, and how many of them were asked
+    `with_ocr` tokens in the prompt.
     """
-    path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
-    people = read_people(path)
-    rows = read_answers(answers)
+    path = layout.folder(root, "textvqa") / ANNOTATIONS
+    people, rows = read_people(path), read_answers(answers)
     keys = [_key(row, people, path) for row in rows]
     accuracies = [_accuracy(row.text, people[key]) for row, key in zip(rows, keys, strict=True)]
     with_ocr = sum(_OCR_LINE in row.prompt or row.prompt.startswith(_OLD_OCR) for row in rows)
@@ -139,7 +88,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Soft accuracy of an answer; see `Benchmark.worth`."""
-    path = layout.file(layout.folder(root, "textvqa") / ANNOTATIONS, _SOURCE)
+    path = layout.folder(root, "textvqa") / ANNOTATIONS
     people = read_people(path)
     return lambda row: _accuracy(row.text, people[_key(row, people, path)])
 
@@ -151,13 +100,12 @@ def _accuracy(text: str, answers: list[str]) -> float:
 
 def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
     """Returns image and question that a line answers."""
-    prompt = row.prompt
-    try:
-        key = row.id, question_of(prompt)
-    except ValueError as error:
-        raise ValueError(f"{row.where}: {error}") from error
+    key = row.id, question_of(row.prompt)
     if key not in people:
-        raise ValueError(f"{row.where}: {path.name} has no question {key[1]!r} on image {key[0]!r}")
+        raise ValueError(
+            f"{row.where}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
+            f"prompt {row.prompt[:80]!r}"
+        )
     return key
 
 

@@ -67,29 +67,16 @@ _MOST_STOPS = int(re.UNICODE)
 
 
 def without_commas(text: str) -> str:
-    """Lower-cases, deletes commas and question marks, sets ``'s`` apart.
+    """Lower-cases, deletes commas and question marks, sets ``'s`` apart, strips.
 
     This is the first step of TextVQA's scorer and LLaVA's VQAv2 submission, not of VQAv2's scorer.
-
-    Args:
-        text: an answer.
-
-    Returns:
-        The stripped result.
     """
     text = text.lower().replace(",", "").replace("?", "")
     return text.replace("'s", " 's").strip()
 
 
 def one_line(text: str) -> str:
-    """Replaces each newline and tab by a blank.
-
-    Args:
-        text: an answer.
-
-    Returns:
-        The stripped result.
-    """
+    """Replaces each newline and tab by a blank, and strips."""
     return text.replace("\n", " ").replace("\t", " ").strip()
 
 
@@ -98,12 +85,6 @@ def without_punctuation(text: str) -> str:
 
     A mark is deleted if it touches a blank anywhere in `text`, or if `text` has a comma between
     two digits; otherwise it is replaced by blanks. A full stop before a digit is kept.
-
-    Args:
-        text: an answer on one line.
-
-    Returns:
-        The result, not stripped.
     """
     deletes_all = _DIGIT_COMMA.search(text) is not None
     left = text
@@ -117,11 +98,7 @@ def without_punctuation(text: str) -> str:
 def plain_words(text: str) -> str:
     """Lower-cases, converts number words to digits, drops articles, repairs contractions.
 
-    Args:
-        text: an answer without punctuation.
-
-    Returns:
-        Its words, joined by single blanks.
+    The words are joined by single blanks.
     """
     words = (_DIGITS.get(word, word) for word in text.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
@@ -130,40 +107,27 @@ def plain_words(text: str) -> str:
 # Ten people give few different answers, and most are given to many questions.
 @lru_cache(maxsize=1 << 16)
 def official(text: str) -> str:
-    """Normalises as the scorer of VQAv2 does where people disagree.
-
-    Args:
-        text: an answer on one line (`one_line`).
-
-    Returns:
-        The string for comparison.
-    """
+    """Normalises an answer on one line as the scorer of VQAv2 does where people disagree."""
     return plain_words(without_punctuation(text))
 
 
 def normalise(text: str) -> str:
-    """Normalises as TextVQA's scorer and LLaVA's VQAv2 submission do.
-
-    Args:
-        text: an answer of a person or of a model.
-
-    Returns:
-        The string for comparison or submission.
-    """
+    """Normalises as TextVQA's scorer and LLaVA's VQAv2 submission do."""
     return official(one_line(without_commas(text)))
+
+
+def ten(where: str, answers: Sequence[str]) -> list[str]:
+    """Returns the human answers to a question; raises with its place if they are not ten."""
+    if len(answers) != NUM_PEOPLE or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"{where}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
+    return list(answers)
 
 
 def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
     """Computes how far ten people agree with an answer.
 
-    The mean, over the ten, of min(1, how many of the other nine gave the prediction / 3).
-
-    Args:
-        prediction: the model's answer.
-        answers: the ten human answers, normalised like the prediction.
-
-    Returns:
-        0, 0.3, 0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.
+    The mean, over the ten, of min(1, how many of the other nine gave the prediction / 3): 0, 0.3,
+    0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.
     """
     same = sum(answer == prediction for answer in answers)
     others = len(answers) - same

@@ -17,11 +17,11 @@ from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
-    NUM_PEOPLE,
     normalise,
     official,
     one_line,
     soft_accuracy,
+    ten,
 )
 from stepprune_jax.data.json_files import (
     as_object,
@@ -47,17 +47,8 @@ _SUBMIT = (
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's list of a split, or the official questions (.json).
 
-    Args:
-        path: JSON lines in LLaVA's format, whose image names contain their folder (test2015/ if
-            not); or the official JSON object, to whose questions LLaVA's request for a short answer
-            is added.
-        images: folder with one folder of images per split.
-
-    Yields:
-        The questions in the order of the file.
-
-    Raises:
-        ValueError: a malformed entry; the message names file, place and field.
+    The names of LLaVA's images contain their folder (test2015/ if not); to the official questions
+    LLaVA's request for a short answer is added.
     """
     if path.suffix == ".json":
         yield from _read_official(path)
@@ -71,31 +62,20 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
     """Reads the official questions of a split, whose images lie beside the file."""
     value = read_json_object(path)
-    records, split = value.get("questions"), str(value.get("data_subtype", "val2014"))
-    if not isinstance(records, list):
-        raise ValueError(f'{path}: expected a list under "questions"')
+    split = str(value.get("data_subtype", "val2014"))
     # The images of test-dev2015 are among those of test2015.
     split = "test2015" if split.startswith("test") else split
-    for number, entry in enumerate(records, start=1):
-        where = f"{path}: question {number}"
+    for where, entry in layout.records(value, "questions", path):
         record = as_object(entry, where)
         identity(record, "question_id", where)
-        name = identity(record, "image_id", where)
-        if not name.isdecimal():
-            raise ValueError(f'{where}: "image_id" must be a whole number, got {name!r}')
         text = words(record, "question", where) + WORD_OR_PHRASE
-        image = path.parent / split / f"COCO_{split}_{int(name):012d}.jpg"
+        number = _whole_number(record, "image_id", where)
+        image = path.parent / split / f"COCO_{split}_{number:012d}.jpg"
         yield BenchmarkQuestion(record["question_id"], text, text, image)
 
 
 class People(NamedTuple):
-    """Human answers to one question.
-
-    Attributes:
-        answers: ten answers, each on one line.
-        question_type: its first words, such as "what is".
-        answer_type: "yes/no", "number" or "other".
-    """
+    """Ten human answers to a question, each on one line, and the question's types."""
 
     answers: tuple[str, ...]
     question_type: str
@@ -103,37 +83,14 @@ class People(NamedTuple):
 
 
 def read_people(path: Path) -> dict[str, People]:
-    """Reads the official annotations.
-
-    Args:
-        path: a JSON object whose `annotations` is a list of records.
-
-    Returns:
-        The human answers by question id, in the order of the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is malformed; or a record, numbered from 1, does not have ten
-            answers.
-    """
-    records = read_json_object(path).get("annotations")
-    if not isinstance(records, list) or not records:
-        raise ValueError(f'{path}: expected a list under "annotations"; get it from {_SOURCE}')
-    people = {}
-    for number, record in enumerate(records, start=1):
-        where = f"{path}: annotation {number}"
-        try:
-            answers = tuple(one_line(answer["answer"]) for answer in record["answers"])
+    """Reads the official annotations by question id, in the order of the file."""
+    people, value = {}, read_json_object(layout.file(path, f"{_SOURCE}; {_SUBMIT}"))
+    for where, record in layout.records(value, "annotations", path):
+        with layout.expected(where, "question_id, question_type, answer_type and answers"):
+            answers = ten(where, [one_line(answer["answer"]) for answer in record["answers"]])
             people[identity(record, "question_id", where)] = People(
-                answers, record["question_type"], record["answer_type"]
+                tuple(answers), str(record["question_type"]), str(record["answer_type"])
             )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{where}: expected question_id, question_type, answer_type and answers with "
-                f"answer ({error!r})"
-            ) from error
-        if len(answers) != NUM_PEOPLE:
-            raise ValueError(f"{where}: expected {NUM_PEOPLE} answers, got {len(answers)}")
     return people
 
 
@@ -142,13 +99,6 @@ def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
 
     Prediction and answers are normalised only if people disagree: "Yes" and "2." are wrong if all
     ten said "yes" and "2".
-
-    Args:
-        prediction: the prediction as submitted.
-        answers: ten answers, each on one line.
-
-    Returns:
-        0, 0.3, 0.6, 0.9 or 1.
     """
     prediction = one_line(prediction)
     if len(set(answers)) > 1:
@@ -159,29 +109,17 @@ def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
     """Scores answers to the validation questions.
 
-    Args:
-        root: LLaVA's evaluation folder; `vqav2/v2_mscoco_val2014_annotations.json` is read.
-        answers: answer file.
-        missing: "refuse" unless the answered questions are exactly the annotated ones, as in the
-            official program, or "leave-out" to score those that are both.
-
-    Returns:
-        The headline is the accuracy in percent of the answers as LLaVA submits them, normalised.
-        Parts: the same per `question_type` and `answer_type`, `as_written`, the three figures of
-        the answers as the file has them, and the number of `questions`. All are rounded to two
-        decimals, as the official program does.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or answers to other questions.
+    The headline is the accuracy in percent of the answers as LLaVA submits them, normalised. Parts:
+    the same per `question_type` and `answer_type`; `as_written`, the three figures of the answers
+    as the file has them; the number of `questions`. All are rounded to two decimals, as in the
+    official program, which refuses a file unless the answered questions are exactly the annotated
+    ones; `missing="leave-out"` scores those that are both.
     """
-    people = read_people(_annotations(root))
+    people = read_people(layout.folder(root, "vqav2") / ANNOTATIONS)
     rows = read_answers(answers)
     known = sum(row.id in people for row in rows)
-    if not known:
-        raise ValueError(f"{answers}: no answer is to a question of {ANNOTATIONS}; {_SUBMIT}")
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
-    kept = latest(rows, people, warnings)
+    kept = latest(rows, people, warnings, f"; {_SUBMIT}")
     if missing == "refuse" and (known < len(rows) or len(kept) < len(people)):
         raise ValueError(
             f"{answers}: {len(people) - len(kept):,} of {len(people):,} questions have no answer "
@@ -196,19 +134,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Grades an answer by its accuracy; see `Benchmark.worth`."""
-    people = read_people(_annotations(root))
+    people = read_people(layout.folder(root, "vqav2") / ANNOTATIONS)
     return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
-
-
-def _annotations(root: str | Path) -> Path:
-    """Returns the validation split's annotations, the only public ones."""
-    path = layout.folder(root, "vqav2") / ANNOTATIONS
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no file at {path}: only the validation split can be scored here, with the "
-            f"annotations of {_SOURCE}; {_SUBMIT}"
-        )
-    return path
 
 
 def _accuracies(
@@ -238,21 +165,9 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
 
     Lines that are not JSON are skipped with a warning, the last answer to a question counts, and
     an unanswered question gets the empty answer.
-
-    Args:
-        root: LLaVA's evaluation folder; `vqav2/llava_vqav2_mscoco_test2015.jsonl` is read.
-        answers: answer file.
-        out: file to write; vqav2/answers_upload/SPLIT/MODEL.json in LLaVA's layout.
-
-    Returns:
-        `out`: a JSON list of `question_id` and normalised `answer`.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or no answer to a question of the list.
     """
     path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
-    ids = [_number(row, where) for where, row in read_json_lines(path)]
+    ids = [_whole_number(row, "question_id", where) for where, row in read_json_lines(path)]
     broken: list[str] = []
     messages = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
     kept = {row.id: row.text for row in read_answers(answers, broken)}
@@ -269,11 +184,11 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     return layout.write_submission(out, json.dumps(lines).encode())
 
 
-def _number(row: dict[str, Any], where: str) -> int:
-    """Returns the id of a question as a number, as the server requires."""
-    name = identity(row, "question_id", where)
+def _whole_number(row: dict[str, Any], field: str, where: str) -> int:
+    """Returns an id as a number, as the server and the names of images require."""
+    name = identity(row, field, where)
     if not name.isdecimal():
-        raise ValueError(f'{where}: "question_id" must be a whole number, got {name!r}')
+        raise ValueError(f'{where}: "{field}" must be a whole number, got {name!r}')
     return int(name)
 
 

@@ -60,51 +60,21 @@ def said(file):
 
 
 def test_lines_have_the_fields_of_llava_in_its_order(file):
-    (plain,) = lines(file, 0)
-    assert list(plain) == [
-        "question_id",
-        "prompt",
-        "text",
-        "answer_id",
-        "model_id",
-        "metadata",
-        "kept",
-        "ms",
-    ]
     value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, (5, 3)))
     assert list(value) == [
-        "question_id",
-        "round_id",
-        "prompt",
-        "text",
-        "options",
-        "answer_id",
-        "model_id",
-        "metadata",
-        "kept",
-        "ms",
-        "order",
+        *("question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id"),
+        *("metadata", "kept", "ms", "order"),
     ]
     assert value["question_id"] == 7 and value["prompt"] == "Which?" and value["order"] == [5, 3]
     assert value["kept"] == 2 and value["ms"] == 0.123 and value["model_id"] == "tiny"
+    assert "order" not in lines(file, 0)[0]
     assert file.path.name == "stepprune-adaptive-66.7.jsonl" and file.path.parent.name == "pope"
 
 
 def test_names_tell_rows_apart():
-    rows = [
-        {"method": "all tokens", "mode": "exact", "budget": 9},
-        {"method": "StepPrune, own stop", "budget": None},
-        {"mode": "exact"},
-        {"method": "[CLS] top-K"},
-        {"method": "PruMerge+"},
-    ]
-    assert [provenance(**row).slug for row in rows] == [
-        "all-tokens",
-        "stepprune-own-stop",
-        "stepprune-exact-66.7",
-        "cls-top-k-adaptive-66.7",
-        "prumerge-plus-adaptive-66.7",
-    ]
+    assert provenance(method="all tokens", mode="exact", budget=9).slug == "all-tokens"
+    assert provenance(method="StepPrune, own stop", budget=None).slug == "stepprune-own-stop"
+    assert provenance(method="PruMerge+").slug == "prumerge-plus-adaptive-66.7"
 
 
 def test_what_is_missing_is_what_was_not_answered(file):
@@ -116,12 +86,6 @@ def test_what_is_missing_is_what_was_not_answered(file):
     assert outstanding(file, ASKED) == []
     assert said(file) == ["said 0", "said 1", "said 2", "said 3", "said 1"]
     assert [row.text for row in read_answers(file.path)] == said(file)
-
-
-def test_an_answer_too_many_is_dropped(file):
-    append(file.path, lines(file, 0, 0, 2))
-    assert outstanding(file, ASKED) == [1, 3, 4]
-    assert said(file) == ["said 0", "said 2"]
 
 
 @settings(
@@ -154,18 +118,14 @@ def test_a_whole_last_line_without_an_end_is_kept(file):
     assert file.path.read_bytes() == whole
 
 
-def test_a_broken_line_in_the_middle_is_named(file):
+def test_broken_lines_and_answers_to_other_questions_are_refused(file):
     append(file.path, lines(file, 0))
+    with pytest.raises(ValueError, match=r"66.7.jsonl: question 'a'"):
+        outstanding(file, ASKED[1:])
     with file.path.open("a") as out:
         out.write('{"question_id": 7}\n')
-    with pytest.raises(ValueError, match=r"66.7.jsonl: line 2: expected an object with"):
+    with pytest.raises(ValueError, match=r"66.7.jsonl: line 2"):
         outstanding(file, ASKED)
-
-
-def test_answers_to_other_questions_are_refused(file):
-    append(file.path, lines(file, 0))
-    with pytest.raises(ValueError, match="question 'a' with the prompt 'Is it"):
-        outstanding(file, ASKED[1:])
 
 
 def test_other_settings_do_not_add_to_a_file(file):
@@ -175,41 +135,17 @@ def test_other_settings_do_not_add_to_a_file(file):
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
     file.provenance_path.unlink()
-    with pytest.raises(ValueError, match=r"provenance stepprune-adaptive-66.7.json is missing"):
+    with pytest.raises(ValueError, match=r"stepprune-adaptive-66.7.json is missing"):
         claim(file)
 
 
 def test_provenance_is_read_again(file, tmp_path):
-    claim(file)
     append(file.path, lines(file, 0, 1))
     empty = AnswerFile.of(tmp_path, provenance(method="grid"))
     claim(empty)
     assert read_files(tmp_path / "pope") == [file] and said(file) == ["said 0", "said 1"]
-    (tmp_path / "pope" / "poem.json").write_text('{"line": 1}')
-    with pytest.raises(ValueError, match=r"poem.json is not the provenance of an answer file"):
-        read_files(tmp_path / "pope")
-
-
-def test_a_budget_stays_the_count_it_is(tmp_path):
-    file = AnswerFile.of(tmp_path, provenance(budget=640, num_tokens=2880))
-    assert file.provenance.pruning_rate == 77.8 and file.path.stem == "stepprune-adaptive-77.8"
-    claim(file)
-    append(file.path, lines(file, 0))
-    assert json.loads(file.provenance_path.read_text())["budget"] == 640
-    assert read_files(tmp_path / "pope")[0].provenance.budget == 640
-
-
-def test_files_of_runs_that_stored_rates_are_read_and_continued(file, tmp_path):
-    append(file.path, lines(file, 0))
-    old = provenance()._asdict() | {"pruning_rate": 66.7}
-    del old["budget"]
-    file.provenance_path.write_text(json.dumps(old))
-    assert read_files(tmp_path / "pope") == [file]
-    claim(file)
-    file.provenance_path.write_text(json.dumps(old | {"pruning_rate": 77.8}))
-    with pytest.raises(ValueError, match=r"of another provenance.*budget: 2 -> 3$"):
-        claim(file)
-    for method, rate, budget in (("StepPrune, own stop", 70.1, None), ("all tokens", 0.0, 9)):
-        about = old | {"method": method, "pruning_rate": rate}
-        file.provenance_path.write_text(json.dumps(about))
-        assert read_files(tmp_path / "pope")[0].provenance.budget == budget
+    poem = tmp_path / "pope" / "poem.json"
+    for text in ('{"line": 1}', json.dumps(provenance()._asdict() | {"num_tokens": 0})):
+        poem.write_text(text)
+        with pytest.raises(ValueError, match=r"poem.json is not the provenance"):
+            read_files(tmp_path / "pope")

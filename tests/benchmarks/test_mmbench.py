@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmark_files import answer, write_lines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks import BENCHMARKS
@@ -150,21 +150,14 @@ def test_a_question_counts_if_all_its_rotations_are_right(root):
         "questions": 2,
         "rows": 5,
     }
-    assert any("rows: 5 here, 4,377" in warning for warning in found.warnings)
-    assert any("questions: 2 here, 1,176" in warning for warning in found.warnings)
-    assert any("answered repeatedly" in warning for warning in found.warnings)
-
-
-def test_an_unanswered_row_is_wrong(root):
-    found = score(root, write(root, RIGHT[:4]))
-    assert found.headline == 50
-    assert any("1 of 5 questions have no answer" in warning for warning in found.warnings)
+    assert len(found.warnings) == 3  # two other sizes, two answers to one row
+    assert score(root, write(root, RIGHT[:4])).headline == 50  # an unanswered row is wrong
 
 
 def test_rotations_made_by_the_program_are_refused(root):
     answers = write(root, RIGHT, round_id=1)
     for stage in (score, partial(convert, out=root / "s.xlsx")):
-        with pytest.raises(ValueError, match=r"line 1: expected round_id 0, got 1: .*--all-rounds"):
+        with pytest.raises(ValueError, match="--all-rounds"):
             stage(root, answers)
 
 
@@ -177,13 +170,10 @@ def test_the_test_split_is_refused_with_the_way_to_the_server(tmp_path, name):
     with pytest.raises(FileNotFoundError, match=server):
         benchmark.score(tmp_path, write(tmp_path, RIGHT))
     write_rows(dev, ROWS)
-    with pytest.raises(ValueError, match=f"no answer is to a question of .*{server}"):
+    with pytest.raises(ValueError, match=server):
         benchmark.score(tmp_path, write(tmp_path, [(3, "A")]))
-    write_rows(dev, ROWS, [column for column in COLUMNS if column != "answer"])
-    with pytest.raises(ValueError, match=f"index 7: no letter in a column answer; .*{server}"):
-        benchmark.score(tmp_path, write(tmp_path, RIGHT))
     write_rows(dev, [*ROWS, row(9, ["up", "down"], "")])
-    with pytest.raises(ValueError, match=f"index 9: no letter in a column answer; .*{server}"):
+    with pytest.raises(ValueError, match=f"index 9: .*{server}"):
         benchmark.score(tmp_path, write(tmp_path, RIGHT))
 
 
@@ -212,8 +202,7 @@ def test_submission_by_hand(root):
         None,
     ]
     assert cells["H3"] == ("inlineStr", "C") and cells["I6"] == ("inlineStr", "dev")
-    messages = [str(warning.message) for warning in told]
-    assert any("answered repeatedly" in m for m in messages) and any("'99'" in m for m in messages)
+    assert len(told) == 3  # repeated, unknown and missing answers
 
 
 def test_the_file_of_the_answered_questions_is_submitted(root):
@@ -224,28 +213,24 @@ def test_the_file_of_the_answered_questions_is_submitted(root):
     names = ["index", "question", "A", "B", "C", "D", "prediction", "split"]
     assert [text for place, (_, text) in cells.items() if re.fullmatch("[A-Z]1", place)] == names
     assert cells["G2"] == ("inlineStr", "A")
-    with pytest.raises(ValueError, match=f"no answer is to a question of {DEV}, {TEST}"):
+    with pytest.raises(ValueError, match="no answer is to a question"):
         convert(root, write(root, [(4, "A")]), root / "s.xlsx")
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "content",
     [
-        (b"", "line 1: expected a column index"),
-        (b"index\tquestion\tB\n", "line 1: expected a column A"),
-        (b"index\tquestion\tA\tB\n1\tx\ty\n", "expected 4 fields, got 3: was the file truncated"),
-        (b"index\tquestion\tA\tB\nx\tx\ty\tz\n", "line 2: expected a number as index, got 'x'"),
-        (b"index\tquestion\tA\tB\n", "expected at least one row"),
-        (b"index\tquestion\tA\tB\n1\tx\ty\tz\n\n01\tx\ty\tz\n", "index 1 occurs twice"),
-        (b"index\tquestion\tA\tB\n1\t\xff\ty\tz\n", "not a tab-separated file in UTF-8"),
+        b"index\tquestion\tB\n",
+        b"index\tquestion\tA\tB\n1\tx\ty\n",
+        b"index\tquestion\tA\tB\nx\tx\ty\tz\n",
+        b"index\tquestion\tA\tB\n1\tx\ty\tz\n\n01\tx\ty\tz\n",
+        b"index\tquestion\tA\tB\n1\t\xff\ty\tz\n",
     ],
 )
-def test_other_files_are_refused_by_name(root, content, message):
-    path = root / "mmbench" / DEV
-    path.write_bytes(content)
-    with pytest.raises(ValueError) as refused:
+def test_other_files_are_refused_by_name(root, content):
+    (root / "mmbench" / DEV).write_bytes(content)
+    with pytest.raises(ValueError, match=DEV):
         score(root, write(root, RIGHT))
-    assert str(refused.value).startswith(str(path)) and message in str(refused.value)
 
 
 def test_cells_keep_what_xml_can_hold():
@@ -275,20 +260,3 @@ def test_any_text_is_an_answer(text, texts):
     options = dict(zip("ABCD", texts, strict=False))
     assert option_letter(text, options) in {None, "Z", *options}
     assert list(sheet_of(xlsx([[text]]))) == ["A1"]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    root = tmp_path_factory.mktemp("mmbench")
-    write_rows(root / "mmbench" / DEV, ROWS)
-    return root
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.text(), min_size=5, max_size=5))
-def test_any_texts_are_scored_and_submitted(written, texts):
-    said = [(index, text) for (index, _), text in zip(RIGHT, texts, strict=True)]
-    answers = write(written, said)
-    assert score(written, answers).headline in (0, 50, 100)
-    cells = sheet_of(convert(written, answers, written / "s.xlsx").read_bytes())
-    assert all(f"G{n}" in cells for n in range(1, 7))
