@@ -1,6 +1,5 @@
 """Configurations of models, image processors, policies and runs: taken, or refused by field."""
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -11,79 +10,59 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.images import ImageSettings, hf_processor, settings_from_hf
+from stepprune_jax.models.llava.images import ImageSettings, hf_processor
 from stepprune_jax.policy import PolicyConfig, init_policy
-from stepprune_jax.pruning import Budget
 from stepprune_jax.pruning.calibration import Calibration
 from stepprune_jax.settings import read
 from stepprune_jax.testing import qwen_tokenizer, tiny_hf_config, tiny_qwen_config
 from stepprune_jax.training.settings import Run
+from stepprune_jax.workdir.checkpoints import claim
 
-MODEL = tiny_hf_config()
+LLAVA = tiny_hf_config()
+ORIGINAL = LLAVA | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}
+CLIP_PROCESSOR = hf_processor(LlavaConfig.from_hf(LLAVA), ImageSettings())[
+    "preprocessor_config.json"
+]
 QWEN_PROCESSOR = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True},
     **{"min_pixels": 64, "max_pixels": 4096, "patch_size": 4, "temporal_patch_size": 2},
     **{"merge_size": 2, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.3] * 3},
 }
+MODELS = {
+    "llava": (LLAVA, CLIP_PROCESSOR),
+    "original": (ORIGINAL, CLIP_PROCESSOR),
+    "qwen": (tiny_qwen_config(qwen_tokenizer()), QWEN_PROCESSOR),
+}
 
 
-@cases(150)
-@given(raw=changed(MODEL))
-def test_models(raw):
-    with one_line():
-        config = LlavaConfig.from_hf(raw)
-        numbers = (config.text.rope_theta, config.text.rms_norm_eps, config.vision.layer_norm_eps)
-        assert all(np.isfinite(np.array(numbers, np.float32)))
-        assert all(np.array(numbers, np.float32) > 0)
-        assert max(config.text.num_layers, config.vision.num_layers) <= 1024
-
-
-@cases(40)
-@given(raw=changed(MODEL | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}))
-def test_folders(tmp_path_factory, raw):
-    folder = tmp_path_factory.getbasetemp() / "model"
+@pytest.mark.parametrize("name", MODELS)
+@cases(80)
+@given(data=st.data())
+def test_folders_of_models(tmp_path_factory, name, data):
+    folder = tmp_path_factory.getbasetemp() / name
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
+    config, processor = MODELS[name]
+    changes = data.draw(st.sampled_from([(True, False), (False, True)]))
+    for file, raw, change in zip(
+        ("config.json", "preprocessor_config.json"), (config, processor), changes, strict=True
+    ):
+        (folder / file).write_text(json.dumps(data.draw(changed(raw)) if change else raw))
     with one_line():
-        inspect_folder(folder)
-
-
-QWEN = tiny_qwen_config(qwen_tokenizer())
-
-
-@cases(60)
-@given(raw=changed(QWEN), processor=changed(QWEN_PROCESSOR))
-def test_models_whose_images_vary_in_size(tmp_path_factory, raw, processor):
-    folder = tmp_path_factory.getbasetemp() / "qwen"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    with one_line(folder):
         config = inspect_folder(folder).config
-        assert 1 <= config.min_pixels <= config.max_pixels and config.max_image_tokens >= 1
-        config.family.image_settings(folder)
-
-
-PROCESSOR = hf_processor(LlavaConfig.from_hf(MODEL), ImageSettings())["preprocessor_config.json"]
-
-
-@cases(120)
-@given(raw=changed(PROCESSOR))
-def test_image_processors(raw):
-    with one_line("here: "):
-        found = settings_from_hf(raw, "here")
-        assert found.std is None or all(math.isfinite(x) and x > 0 for x in found.std)
-        assert found.crop_to is None or max(found.crop_to) <= 8192
-
-
-CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
+        numbers = np.array((config.text.rope_theta, config.text.rms_norm_eps), np.float32)
+        assert np.isfinite(numbers).all() and (numbers > 0).all()
+        assert config.text.num_layers <= 1024 and config.max_image_tokens >= 1
+        found = config.family.image_settings(folder)
+        if isinstance(found, ImageSettings):
+            assert found.std is None or all(math.isfinite(x) and x > 0 for x in found.std)
+            assert found.crop_to is None or max(found.crop_to) <= 8192
 
 
 CALIBRATION = Calibration((1.0, 2.5), (3.0, 0.0), (1.0, 0.2), (0.0, 0.2), 9.0, 4).as_json()
@@ -91,7 +70,9 @@ CALIBRATION = Calibration((1.0, 2.5), (3.0, 0.0), (1.0, 0.2), (0.0, 0.2), 9.0, 4
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    config = dataclasses.replace(CONFIG, decoder_layers=1)
+    config = PolicyConfig(
+        feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1, decoder_layers=1
+    )
     params = jax.tree.map(jnp.ones_like, init_policy(jax.random.key(0), config))
     path = save_policy(Policy(params, config, None), tmp_path_factory.mktemp("policy") / "p")
     entries, metadata = safetensors.read_contents(path)
@@ -133,19 +114,21 @@ def shapes_run():
 
 @cases(60)
 @given(raw=changed(shapes_run()))
-@example(raw={**shapes_run(), "accelerator": {**shapes_run()["accelerator"], "utilisation": True}})
 def test_runs(raw):
     with one_line("config"):
         read(Run, raw)
 
 
-@cases(150)
-@given(
-    text=st.text(max_size=8)
-    | st.from_regex(r"-?[0-9./%e]{1,8}", fullmatch=True)
-    | st.just("1e999999999%")
-)
-def test_budgets(text):
-    with one_line():
-        budget = Budget.parse(text)
-        assert budget.kind
+@cases(30)
+@given(data=st.data())
+def test_the_description_of_a_run(tmp_path_factory, data):
+    folder, run = tmp_path_factory.getbasetemp(), read(Run, shapes_run())
+    (folder / "run.json").unlink(missing_ok=True)
+    raw = data.draw(changed(claim(folder, run, "m", "d")))
+    raw = json.dumps(raw).encode()
+    (folder / "run.json").write_bytes(data.draw(st.just(raw) | damaged(raw)))
+    try:
+        claim(folder, run, "m", "d")
+    except ValueError as error:  # differences are a list
+        said = str(error)
+        assert str(folder) in said and ("\n" not in said or "These differ:\n" in said)
