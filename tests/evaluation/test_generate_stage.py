@@ -13,7 +13,6 @@ from PIL import Image
 from small_world import changed, one_shot, small_run, stepprune, tiny_model, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
@@ -231,28 +230,6 @@ def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_p
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers of another provenance.* policy: "):
         generate_answers(config, run, policy=other)
-
-
-@pytest.mark.parametrize("name", ["shapes", "pope"])
-def test_answers_of_older_versions_are_refused(run, config, tmp_path, monkeypatch, name):
-    shutil.copytree(run, tmp_path / "run")
-    monkeypatch.setattr(generate_stage, "load_model", None)
-    # As they were: a rounded rate for the budget; of the shapes world nothing but the stop bias.
-    for path in (tmp_path / "run" / "answers" / name).glob("*.json"):
-        card = Provenance(**json.loads(path.read_text()))
-        old = card._asdict() | {"pruning_rate": card.pruning_rate}
-        del old["budget"]
-        old["made"] = {} if name == "shapes" else old["made"]
-        path.write_text(json.dumps(old))
-    if name == "pope":  # all is known but how random tokens are drawn
-        path = tmp_path / "run" / "answers" / "pope" / "random-exact-55.6.json"
-        old = json.loads(path.read_text())
-        del old["made"]["version"]
-        path.write_text(json.dumps(old))
-    message = r"of another provenance; move it and its .json away, or give another --workdir\. "
-    message += {"shapes": "dtype: None -> 'float32'", "pope": "version: None -> 2$"}[name]
-    with pytest.raises(ValueError, match=message):
-        generate_answers(config, tmp_path / "run")
 
 
 def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_made_with(

@@ -3,11 +3,9 @@ import dataclasses
 import json
 
 import pytest
-from benchmark_files import write_lines
 from benchmark_folders import write_benchmarks
 from small_world import changed, save_all, small_run, tiny_model, write_split
 
-from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.evaluate import evaluate as run
 
 # Random weights answer with characters that no font has.
@@ -215,37 +213,6 @@ def test_a_report_without_the_default_row_has_tables_and_no_figures(world, tmp_p
     table = json.loads((tmp_path / "report" / "table.json").read_text())
     assert [row["method"] for row in table] == ["all tokens", "grid"]
     assert not (tmp_path / "report" / "index.html").exists()
-
-
-def test_the_report_of_an_older_version_stays_as_it_is(world, tmp_path, capsys):
-    config, _ = world
-    config = changed(config, benchmarks="shapes")
-    save_all(tmp_path)
-    answers, report = tmp_path / "answers" / "shapes", tmp_path / "report"
-    answers.mkdir(parents=True)
-    for method, budget, name in (("all tokens", 9, "all-tokens"), ("grid", 2, "grid-exact-77.8")):
-        card = Provenance("shapes", "x", 9, method, "exact", budget, 9, None, "model")._asdict()
-        card["pruning_rate"] = 0.0 if budget == 9 else 77.8
-        del card["budget"], card["made"]
-        (answers / f"{name}.json").write_text(json.dumps(card))
-        lines = [
-            {"question_id": f"test-{n}", "prompt": "?", "text": "dog", "kept": budget, "ms": 1.0}
-            for n in range(9)
-        ]
-        write_lines(answers / f"{name}.jsonl", lines)
-    report.mkdir()
-    manifest = '{"kind": "stepprune_report", "seed": 3}'
-    (report / "report.json").write_text(manifest)
-    (report / "table.json").write_text("[]")
-    run(config, tmp_path, stages=["score"])
-    said = capsys.readouterr().out
-    assert f"no report on shapes: {answers} holds answers of an older version" in said
-    assert "Move the folder away and run eval.py again\n" in said
-    assert (report / "report.json").read_text() == manifest
-    assert (report / "table.json").read_text() == "[]"
-    assert [score["headline"] for score in scores(tmp_path)] == [100.0, 100.0]
-    with pytest.raises(ValueError, match=r"all-tokens.jsonl holds answers of another provenance"):
-        run(config, tmp_path)
 
 
 def test_mistakes_are_reported_before_anything_is_loaded(world, tmp_path):
