@@ -92,28 +92,25 @@ def test_sets_are_iterated_as_cpython_does():
 
 
 @pytest.mark.parametrize(
-    ("budget", "left"), [(192, 196), (128, 132), (64, 68), (8, 12), (5, 4), (575, 572), (576, 576)]
+    ("dart", "n", "left"),
+    [
+        # The pivots of the image are not counted, and each of eight takes as many.
+        (Dart(Budget("count", 192)), 576, 196),
+        (Dart(Budget("count", 5)), 576, 4),
+        (Dart(Budget("count", 575)), 576, 572),
+        (Dart(Budget("count", 576)), 576, 576),
+        (Dart(Budget("count", 3), 2, 0, 4), 36, 1),
+        (Dart(Budget("count", 12), 2, 3, 2), 36, 13),
+        (Dart(Budget("count", 5), 2, 50, 1), 36, 36),
+        # A third of 71 is less than 24, so each of the eight takes two.
+        (Dart(Budget.parse("1/3")), 71, 20),
+        (Dart(Budget.parse("1%")), 71, 4),
+    ],
 )
-def test_pivots_of_the_image_are_not_counted(budget, left):
-    dart = Dart(Budget("count", budget))
-    dart.check(llava(), 576)
-    assert dart.cuts(llava(), 576) == (LayerCut(2, (Tap("keys", 1), Tap("normed", 2))),)
-    assert dart.survivors(llava(), 576) == (Survivors(left),)
-
-
-@pytest.mark.parametrize(
-    ("pivots", "budget", "left"),
-    [((0, 4), 3, 1), ((0, 4), 9, 8), ((3, 2), 12, 13), ((50, 1), 5, 36)],
-)
-def test_counts_of_other_pivots(pivots, budget, left):
-    dart = Dart(Budget("count", budget), 2, *pivots)
-    assert dart.survivors(llava(), 36) == (Survivors(left),)
-
-
-@pytest.mark.parametrize(("share", "left"), [("1/3", 20), ("33.9%", 28), ("100%", 71), ("1%", 4)])
-def test_each_pivot_takes_an_eighth_of_a_share(share, left):
-    """A third of 71 is less than 24, so each of the eight takes two."""
-    assert Dart(Budget.parse(share)).survivors(llava(), 71) == (Survivors(left),)
+def test_what_is_left(dart, n, left):
+    dart.check(llava(), n)
+    assert dart.cuts(llava(), n) == (LayerCut(2, (Tap("keys", 1), Tap("normed", 2))),)
+    assert dart.survivors(llava(), n) == (Survivors(left),)
 
 
 def least_alike(core, entered, layer, count, pivots, order):

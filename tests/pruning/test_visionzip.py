@@ -94,13 +94,6 @@ def test_a_hundred_images_equal_a_plain_loop():
             np.testing.assert_allclose(back, total, atol=1e-4)
 
 
-def test_a_tie_between_targets_goes_to_the_first():
-    keys = [[1, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
-    tokens, source = merged(np.zeros(5), keys, [[i] for i in range(5)], 1, 2)
-    assert source == [0, 1, 3]
-    np.testing.assert_allclose(tokens[:, 0], [0, 1 + (2 + 4) / 2, 3])
-
-
 @pytest.mark.parametrize(
     ("count", "split"),
     [(192, (162, 30)), (128, (108, 20)), (64, (54, 10)), (4, (3, 1)), (2, (1, 1))],
