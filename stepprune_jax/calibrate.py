@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     with user_input():
         policy = load_policy(given.policy)
-        if policy.method != "stepprune":
+        if not policy.has_stop:
             raise ValueError(f"--policy: {policy.method} has no learned stop to calibrate")
         local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
         out = file_to_write("--out", given.out)

@@ -61,7 +61,6 @@ from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
 from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.evaluation.statistics import stop_figures
-from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Policy
 from stepprune_jax.training import read_run, train
 from stepprune_jax.visualize.accuracy import draw_accuracy
@@ -316,7 +315,7 @@ def _evaluate_missing(
         chosen = dataclasses.replace(settings, methods="", adaptive=stops, own_stops=stops)
         trained = records(path, mark, run.seed, {run.method: policy}, chosen)
         table = _table(trained, untrained, run.seed)
-        if isinstance(policy.config, PolicyConfig):
+        if policy.has_stop:
             n = model.config.max_image_tokens
             bounds = policy.config.min_tokens, policy.config.steps(n)
             stops = [stop_figures(row, test.scenes, *bounds) for row in trained]

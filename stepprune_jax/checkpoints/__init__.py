@@ -3,7 +3,7 @@
 from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.checkpoints.save import save_vlm
-from stepprune_jax.pruning.trained import Policy
+from stepprune_jax.pruning import Policy
 
 __all__ = [
     "VLM",

@@ -19,11 +19,9 @@ from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, p
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.policy import FeatureStats, PolicyConfig, abstract_policy
-from stepprune_jax.pruning import autoselect
-from stepprune_jax.pruning.autoselect import AutoSelectConfig
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import Policy, TrainedConfig, method_of, trained_methods
 from stepprune_jax.pruning.calibration import read_calibration
-from stepprune_jax.pruning.trained import METHODS, Policy
 from stepprune_jax.settings import is_number
 from stepprune_jax.version import version
 
@@ -33,9 +31,9 @@ VERSION = 1
 _LISTED = 40  # tensors that a message names
 
 
-def config_metadata(config: PolicyConfig | AutoSelectConfig) -> dict[str, str]:
+def config_metadata(config: TrainedConfig) -> dict[str, str]:
     """Returns a policy's method and configuration, as stored in its file's metadata."""
-    method = next(name for name, kind in METHODS.items() if isinstance(config, kind))
+    method = method_of(config).name
     return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
 
 
@@ -197,15 +195,10 @@ def check_fits(policy: Policy, config: ModelConfig) -> None:
         raise ValueError("the policy does not fit the model: " + "; ".join(wrong))
 
 
-def _wanted(
-    config: PolicyConfig | AutoSelectConfig, has_stats: bool
-) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(config: TrainedConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype by name of every tensor in a policy's file."""
-    if isinstance(config, AutoSelectConfig):
-        abstract = jax.eval_shape(lambda: autoselect.init(jax.random.key(0), config))
-    else:
-        abstract = abstract_policy(config)
-    wanted = weights.flatten(abstract)
+    method = method_of(config)
+    wanted = weights.flatten(jax.eval_shape(lambda: method.init(jax.random.key(0))))
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
         wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
@@ -214,7 +207,7 @@ def _wanted(
 
 def _check_sizes(
     path: Path,
-    config: PolicyConfig | AutoSelectConfig,
+    config: TrainedConfig,
     entries: Mapping[str, safetensors.TensorEntry],
 ) -> None:
     """Rejects sizes beyond those of the tensors, before lists of that size are built."""
@@ -248,7 +241,7 @@ def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> s
     return "\n".join(lines)
 
 
-def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoSelectConfig:
+def read_config(path: Path, metadata: Mapping[str, str]) -> TrainedConfig:
     """Reads the configuration of a policy.
 
     Args:
@@ -261,12 +254,12 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> PolicyConfig | AutoS
     Raises:
         ValueError: an unknown method or field, or a bad value; the message names the file.
     """
-    method = metadata.get("method", "stepprune")  # absent in older files
-    if method not in METHODS:
+    method, known = metadata.get("method", "stepprune"), trained_methods()  # absent in older files
+    if method not in known:
         raise ValueError(
-            f"{path} holds a policy of method {method!r}, expected one of {tuple(METHODS)}"
+            f"{path} holds a policy of method {method!r}, expected one of {tuple(known)}"
         )
-    kind = METHODS[method]
+    kind = known[method].config_type
     where = f"{path}: its {kind.__name__}"
     fields = as_object(parse_json(metadata.get("config", ""), where), where)
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})

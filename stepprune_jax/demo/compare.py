@@ -80,7 +80,7 @@ def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice
         except ValueError:
             continue
         modes = (EXACTLY,)
-        if policy.method == "stepprune":
+        if policy.has_stop:
             modes = (BY_ITSELF, EXACTLY)
             if policy.calibration is not None:
                 modes = (BY_ITSELF, ON_AVERAGE, EXACTLY)

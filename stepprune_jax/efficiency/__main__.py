@@ -44,8 +44,7 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.pruning import PRUNERS, Policy, make_method
-from stepprune_jax.training import selectors
+from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
 
 UNPRUNED, REFERENCE = "all", "transformers"
 # Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
@@ -139,7 +138,7 @@ def draw_learned(row: Row) -> Row:
 @functools.cache  # the budgets of a method share one policy
 def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
     """Draws random weights of a policy, and statistics that leave features unchanged."""
-    weights = jax.jit(selectors.init, static_argnums=1)(jax.random.key(1), shape)
+    weights = jax.jit(method_of(shape).init)(jax.random.key(1))
     return weights, FeatureStats.start(shape.feature_width)
 
 
@@ -153,7 +152,7 @@ def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[
     itemsize = dtype.itemsize
     shapes = {row.method.pruner.config for row in rows if row.method.params}
     key = jax.random.key(0)
-    policies = [jax.eval_shape(functools.partial(selectors.init, selector=s), key) for s in shapes]
+    policies = [jax.eval_shape(method_of(shape).init, key) for shape in shapes]
     leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), policies))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     length = config.max_image_tokens + flags.text + flags.new_tokens

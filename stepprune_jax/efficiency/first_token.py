@@ -272,8 +272,8 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
         "projector": _Stage(shapes, place),
         "prefill": _Stage(stages, start),
     }
-    shape = getattr(method.pruner, "config", None)
-    if isinstance(shape, PolicyConfig):
+    if method.pruner.has_stop:
+        shape = method.pruner.config
         words = jnp.asarray(batch.prompts.words)
         arguments = (params, config, method.params, vision.features, words)
         parts["encoder"] = _Stage(shape, functools.partial(_encode, *arguments, shape=shape))

@@ -260,7 +260,7 @@ def calibrate_policy(
     """
     sample = Sample({}, questions)
     margins = stop_margins("calibration", model, policy, sample, execution, size)
-    table = calibrate(margins.margin, margins.sizes, policy.config.min_tokens)
+    table = calibrate(margins.margin, margins.sizes, policy.pruner.least)
     return policy.replace(calibration=table)
 
 
@@ -275,7 +275,7 @@ def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) 
     Returns:
         A bias for each budget.
     """
-    least = min(policy.config.min_tokens, margins.margin.shape[1])
+    least = min(policy.pruner.least, margins.margin.shape[1])
     margin = jnp.asarray(margins.margin)
     bound = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
     means = [

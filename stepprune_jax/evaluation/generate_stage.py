@@ -67,7 +67,6 @@ from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import Policy, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import local_path, user_input
@@ -236,7 +235,7 @@ def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: 
 
 def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
     """Returns whether the learned stop of a row is also evaluated."""
-    return name in settings.adaptive and policy.method == "stepprune"
+    return name in settings.adaptive and policy.has_stop
 
 
 def public_questions(name: str, settings: EvalSettings) -> list[BenchmarkQuestion]:
@@ -369,7 +368,7 @@ def read_policies(
 
 def _first_step(policy: Policy) -> Policy:
     """Returns a policy that takes all its tokens from its first pointer distribution."""
-    if not isinstance(policy.config, PolicyConfig):
+    if policy.pruner.pointer_steps(1) is None:
         raise ValueError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.method!r}")
     return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
 

@@ -17,8 +17,7 @@ from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.evaluation.settings import EvalSettings, find_policy
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, make_method
+from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, TrainedMethod, make_method
 
 
 class Lengths(NamedTuple):
@@ -66,13 +65,11 @@ def first_token_flops(
     visual = pruner.layer_tokens(config, kept if stops else n)
     projected = n if pruner.after_projector else visual[0]
     vision = vision_flops(config, [grid])
-    learned = getattr(pruner, "config", None)
     choice = 0
-    if learned is not None:
-        shape = getattr(learned, "shape", learned)  # the policy's, or that of a scorer's encoder
-        steps = -(-kept // (getattr(pruner, "group", None) or shape.group))
-        work = policy_flops(shape, n, words, steps, exact=not stops)
-        choice = work["total"] if isinstance(learned, PolicyConfig) else work["encoder"]
+    if isinstance(pruner, TrainedMethod) and pruner.shape is not None:
+        steps = pruner.pointer_steps(kept)
+        work = policy_flops(pruner.shape, n, words, steps or 0, exact=not stops)
+        choice = work["encoder"] if steps is None else work["total"]
     return {
         "tower": vision["tower"],
         "choice": choice,

@@ -95,7 +95,7 @@ def plan_rows(
     for name, kind in PRUNERS.items() if untrained else ():
         if kind.config_type is not None:
             continue
-        options = ({"seed": seed} if name == "random" else {}) | given.get(name, {})
+        options = ({"seed": seed} if kind.is_random else {}) | given.get(name, {})
         for budget in [Budget()] if kind.budgets == ("all",) else budgets:
             row = TableRow(kind.label, budget, make_method(name, budget, options=options))
             try:

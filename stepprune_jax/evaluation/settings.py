@@ -336,14 +336,14 @@ def check_policies(
             check_fits(policy, config)
         except ValueError as error:
             raise ValueError(f"row {name!r}: {error}") from error
-        steps = policy.config.steps(n)
+        steps = policy.pruner.most(n)
         if most > steps:
             raise ValueError(
                 f"row {name!r}: config.eval.budgets holds {most}, its policy takes at most {steps} "
                 f"steps for {n} visual tokens"
             )
     for name in settings.adaptive:
-        if name in policies and policies[name].method != "stepprune":
+        if name in policies and not policies[name].has_stop:
             raise ValueError(
                 f"config.eval.adaptive names {name!r}, whose policy has no learned stop"
             )

@@ -23,7 +23,7 @@ from stepprune_jax.inference.sets import Batching, answer_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Method
+from stepprune_jax.pruning import PRUNERS, Method
 from stepprune_jax.pruning.method import NO_PRUNING
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -111,6 +111,7 @@ def load_answerer(
         raise ValueError(f"batch_size is {batch_size}, expected an integer from 1")
     if method == "policy" and policy is None:
         raise ValueError("method 'policy' needs a policy")
+    is_random = method in PRUNERS and PRUNERS[method].is_random
     execution = Execution(attention=attention)
     source = folders.inspect_folder(pretrained, vision_folder)
     options = Options(
@@ -119,7 +120,7 @@ def load_answerer(
         policy=None if policy is None else load_policy(policy),
         mean_budget=mean_budget,
         stop_bias=stop_bias,
-        pruner_options={"seed": seed} if method == "random" else None,
+        pruner_options={"seed": seed} if is_random else None,
         positions=positions,
         execution=execution,
     )

@@ -20,14 +20,16 @@ from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
-from stepprune_jax.pruning.method import PRUNERS, Method, make_method, read_options
+from stepprune_jax.pruning.method import Method, make_method, read_options
+from stepprune_jax.pruning.policy import Policy
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.registry import PRUNERS, method_of, trained_methods
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
-from stepprune_jax.pruning.trained import Policy
+from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -60,8 +62,12 @@ __all__ = [
     "Survivors",
     "TopV",
     "Trained",
+    "TrainedConfig",
+    "TrainedMethod",
     "View",
     "VisionZip",
     "make_method",
+    "method_of",
     "read_options",
+    "trained_methods",
 ]

@@ -24,8 +24,8 @@ from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.policy.params import ParamSpec, draw_params
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.scores import cosine_anneal
-from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
-from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.base import Ranking
+from stepprune_jax.pruning.trained import TrainedMethod
 
 Params = dict[str, Any]
 
@@ -63,23 +63,20 @@ class AutoSelectConfig:
     dtype: str | None = None
 
     def __post_init__(self):
-        for name in ("temperature_start", "temperature_end", "temperature_steps"):
-            value = getattr(self, name)
-            if not (is_number(value) and value > 0):
-                raise ValueError(
-                    f"AutoSelectConfig.{name} is {value!r}, expected a positive number"
-                )
-        if self.temperature_steps > 1:
-            raise ValueError(
-                f"AutoSelectConfig.temperature_steps is {self.temperature_steps!r}, expected a "
-                "share of training in (0, 1]"
-            )
-        low, high = self.random_budget
-        if not (is_number(low) and is_number(high) and 0 < low <= high <= 1):
-            raise ValueError(
-                f"AutoSelectConfig.random_budget is {self.random_budget!r}, expected fractions "
-                "0 < low <= high <= 1"
-            )
+        expected = {
+            "temperature_start": "a positive number",
+            "temperature_end": "a positive number",
+            "temperature_steps": "a share of training in (0, 1]",
+            "random_budget": "fractions 0 < low <= high <= 1",
+        }
+        for name, accepted in expected.items():
+            value: Any = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            known = all(is_number(x) and x > 0 for x in numbers)
+            if name == "random_budget":
+                known = known and len(numbers) == 2 and numbers[0] <= numbers[1] <= 1
+            if not known or (name == "temperature_steps" and numbers[0] > 1):
+                raise ValueError(f"AutoSelectConfig.{name} is {value!r}, expected {accepted}")
         try:
             self.shape  # noqa: B018  Its checks are those of the shared fields.
         except ValueError as error:
@@ -103,10 +100,6 @@ class AutoSelectConfig:
     def policy_width(self) -> int:
         """Width d of the encoder."""
         return self.shape.policy_width
-
-    def steps(self, num_tokens: int) -> int:
-        """Returns the largest budget for `num_tokens` image tokens: all, as no loop is unrolled."""
-        return num_tokens
 
 
 class Gated(NamedTuple):
@@ -136,20 +129,6 @@ def param_specs(config: AutoSelectConfig) -> dict[str, Any]:
     return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
 
 
-def init(key: Array, config: AutoSelectConfig) -> Params:
-    """Draws the trainable weights.
-
-    Args:
-        key: PRNG key; consumed.
-        config: shapes.
-
-    Returns:
-        A nested dict of float32 arrays (float64 if `config.dtype` says so).
-    """
-    dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
-    return draw_params(key, param_specs(config), dtype)
-
-
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
     """Returns tau at a share `progress` of training: a cosine from start to end, then constant."""
     share = progress / config.temperature_steps
@@ -162,50 +141,21 @@ def scores(
     inputs: Inputs,
     text_gate: ArrayLike = 1.0,
 ) -> Float[Array, "b n"]:
-    """Computes one score per token, in at least float32; padding scores lowest.
-
-    Args:
-        params: weights.
-        config: configuration.
-        inputs: image and question.
-        text_gate: g_txt.
-    """
+    """Computes one score per token, in at least float32; padding scores lowest."""
     encoded = policy.encode(params, config.shape, inputs, text_gate)
-    return _head(params, encoded, inputs.image_mask)
-
-
-def _head(params: Params, encoded: Array, image_mask: Any) -> Array:
-    """Normalises and projects to one logit; padding scores lowest."""
     head, wide = params["head"], encoded.astype(score_dtype(encoded.dtype))
     wide = layer_norm(head["norm"], wide)
     found = (wide @ head["kernel"].astype(wide.dtype))[..., 0]
-    return found if image_mask is None else jnp.where(image_mask, found, MASKED)
+    return jnp.where(inputs.image_mask, found, MASKED) if inputs.image_mask is not None else found
 
 
-def train_loss(
-    params: Params,
-    config: AutoSelectConfig,
-    key: Array,
-    inputs: Inputs,
-    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-    *,
-    progress: Progress,
-) -> tuple[Float[Array, ""], Gated]:
-    """Computes the training objective: the language-modelling loss on softly selected tokens.
+def gate(
+    params: Params, config: AutoSelectConfig, key: Array, inputs: Inputs, progress: Progress
+) -> Gated:
+    """Gates all tokens for a differentiable consumer; `key` is consumed (budgets and noise).
 
     Every row draws its own budget, log-uniform over `config.random_budget`, so that one scorer
     serves all budgets.
-
-    Args:
-        params: weights; differentiate with respect to these alone.
-        config: configuration.
-        key: PRNG key; consumed (budgets and noise).
-        inputs: image and question, never the answer.
-        lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-        progress: schedules of the training so far.
-
-    Returns:
-        The loss, and the `Gated` behind it.
     """
     n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
@@ -214,20 +164,16 @@ def train_loss(
     tau = temperature(config, progress.share)
     alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
     tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)
-    gated = Gated(tokens, alpha, budget, found)
-    return lm_loss_fn(gated.tokens).astype(score_dtype(tokens.dtype)), gated
+    return Gated(tokens, alpha, budget, found)
 
 
-def metrics(
-    gated: Gated, image_mask: Bool[Array, "b n"] | None = None
-) -> dict[str, Float[Array, ""]]:
+def metrics(gated: Gated, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""]]:
     """Returns scalars that show whether the scorer learns.
 
     `k_mean`: mean budget. `alpha_in`, `alpha_out`: mean gate inside and outside the hard top k.
     `iou`: agreement of {alpha > 1/2} with it.
     """
-    real = jnp.ones(gated.alpha.shape, bool) if image_mask is None else image_mask
-    rank = jnp.argsort(order(gated.scores), axis=1)
+    rank = jnp.argsort(best_first(gated.scores), axis=1)
     chosen = real & (rank < gated.budget[:, None])
     open_gate = (gated.alpha > 0.5) & real
     union = jnp.maximum(jnp.sum(open_gate | chosen, axis=1), 1)
@@ -243,13 +189,13 @@ def metrics(
     }
 
 
-def order(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
+def best_first(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
     """Orders tokens by score, best first, ties by position; the first k are the choice."""
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoSelect(Ranker):
+class AutoSelect(TrainedMethod):
     """Keeps the tokens that a trained one-shot scorer ranks best.
 
     Attributes:
@@ -260,12 +206,33 @@ class AutoSelect(Ranker):
 
     name = "autoselect"
     label = "AutoSelect-like"
-    budgets: ClassVar[tuple[str, ...]] = EXACT
-    reads_text: ClassVar[bool] = True
     config_type: ClassVar[type | None] = AutoSelectConfig
+    settings: ClassVar[str] = "autoselect"
 
-    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+    def init(self, key: Array) -> Params:
+        """Draws weights of float32 (float64 if `config.dtype` says so)."""
+        dtype = jnp.promote_types(jnp.float32, self.config.dtype or jnp.float32)
+        return draw_params(key, param_specs(self.config), dtype)
+
+    def train_loss(
+        self,
+        weights: Params,
+        key: Array,
+        inputs: Inputs,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
+        """The language-modelling loss on softly selected tokens."""
+        gated = gate(weights, self.config, key, inputs, progress)
+        loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
+        scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
+        return loss, (scalars, jnp.asarray(progress.running_count))
+
+    def order(self, weights: Params, inputs: Inputs, steps: int) -> Ranking:
         """Orders the tokens by score."""
-        inputs = Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)
-        found = scores(params.weights, self.config, inputs)
-        return Ranking(order(found)[:, :steps])
+        return Ranking(best_first(scores(weights, self.config, inputs))[:, :steps])
+
+    @property
+    def shape(self) -> PolicyConfig:
+        """The StepPrune configuration with the same encoder and denoiser."""
+        return self.config.shape

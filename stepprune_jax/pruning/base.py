@@ -158,8 +158,12 @@ class Pruner:
     reads_text: ClassVar[bool] = False
     # Whether it sees and returns projected tokens instead of those before the projector.
     after_projector: ClassVar[bool] = False
-    # The class of a policy's configuration, for trained methods.
+    # Whether it draws tokens at random, by an option `seed`.
+    is_random: ClassVar[bool] = False
+    # The class of a policy's configuration, for a `TrainedMethod`.
     config_type: ClassVar[type | None] = None
+    # Whether it has a learned stop, and so stop biases and mean budgets.
+    has_stop: ClassVar[bool] = False
     # Incremented when the choice of tokens changes, so that answers are not mixed.
     version: ClassVar[int] = 1
 
@@ -218,14 +222,6 @@ class Pruner:
         counts share programs. A method whose shapes depend on the count returns itself.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
-
-    def prepare(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights of a policy as its programs read them; runs once, when it is loaded.
-
-        Args:
-            weights: weights as in the policy's file.
-        """
-        return weights
 
     def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Chooses the tokens that enter the language model.

@@ -1,4 +1,4 @@
-"""The list of pruners, and their construction from a name, a budget, options and a policy."""
+"""Construction of pruners from a name, a budget, options and a policy."""
 
 import ast
 import contextlib
@@ -9,46 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from stepprune_jax.pruning.all_tokens import AllTokens
-from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.pruning.base import Pruner, Trained
 from stepprune_jax.pruning.budget import Budget
-from stepprune_jax.pruning.cls import Cls
-from stepprune_jax.pruning.dart import Dart
-from stepprune_jax.pruning.fastv import FastV
-from stepprune_jax.pruning.grid import Grid
-from stepprune_jax.pruning.holov import HoloV
-from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
-from stepprune_jax.pruning.pyramiddrop import PyramidDrop
-from stepprune_jax.pruning.random import Random
-from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
-from stepprune_jax.pruning.stepprune import StepPrune
-from stepprune_jax.pruning.topv import TopV
-from stepprune_jax.pruning.trained import Policy
-from stepprune_jax.pruning.visionzip import VisionZip
+from stepprune_jax.pruning.policy import Policy
+from stepprune_jax.pruning.registry import PRUNERS
 from stepprune_jax.user_input import nearest
-
-# The only list of names, used by commands, configurations and tables.
-PRUNERS: dict[str, type[Pruner]] = {
-    kind.name: kind
-    for kind in (
-        AllTokens,
-        Random,
-        Grid,
-        Cls,
-        FastV,
-        SparseVLM,
-        SparseVLMv2,
-        PyramidDrop,
-        Dart,
-        TopV,
-        VisionZip,
-        PruMerge,
-        PruMergePlus,
-        HoloV,
-        AutoSelect,
-        StepPrune,
-    )
-}
 
 
 class Method(NamedTuple):
@@ -106,8 +71,8 @@ def make_method(
         raise ValueError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
     if own not in (None, name):
         raise ValueError(f"the policy belongs to {own!r}, not to {name!r}")
-    options, stops = options or {}, "own" in kind.budgets
-    if budget is None and stops:
+    options = options or {}
+    if budget is None and "own" in kind.budgets:
         budget = Budget("own")
     elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*options}:
         # All tokens only if requested.
@@ -115,7 +80,7 @@ def make_method(
     budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
     kind.require_kind(budget)
     fields = _read_fields(kind, options)
-    if stop_bias is not None and (policy is None or not stops):
+    if stop_bias is not None and not (policy and kind.has_stop):
         raise ValueError("a stop bias (--stop_bias) needs a policy (--policy) that stops")
     if stop_bias is not None and not _is_number(stop_bias):
         raise ValueError(f"stop_bias is {stop_bias!r}, expected a finite number (--stop_bias)")
@@ -124,7 +89,7 @@ def make_method(
     bias = policy.stop_bias if stop_bias is None else stop_bias
     if budget.kind == "mean" and stop_bias is None:
         bias = policy.bias_at(float(budget.number))
-    pruner = kind(budget=budget, **fields | {"config": policy.config})
+    pruner = dataclasses.replace(policy.pruner, budget=budget, **fields)
     return Method(pruner, Trained(pruner.prepare(policy.params), policy.stats, bias))
 
 

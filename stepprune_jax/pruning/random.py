@@ -24,6 +24,7 @@ class Random(Ranker):
 
     name = "random"
     label = "random"
+    is_random: ClassVar[bool] = True
     version: ClassVar[int] = 2
 
     def rank(self, params: Params, view: View, steps: int) -> Ranking:

@@ -1,22 +1,24 @@
 """StepPrune as a pruner: a pointer decoder picks tokens one by one and stops by itself."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, PolicyConfig
+from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.trajectory import count_at_bias
-from stepprune_jax.pruning.base import Kept, Pruner, Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.pruning.trained import TrainedMethod, Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPrune(Ranker):
+class StepPrune(TrainedMethod):
     """Keeps the tokens that a trained policy picks.
 
     Attributes:
@@ -30,11 +32,56 @@ class StepPrune(Ranker):
     name = "stepprune"
     label = "StepPrune"
     budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
-    reads_text: ClassVar[bool] = True
+    has_stop: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
 
     def __post_init__(self):
         self.require("group", self.group is None or self.group >= 1, "an integer from 1")
+
+    # Training.
+
+    def init(self, key: Array) -> Weights:
+        """As `policy.init_policy`."""
+        return policy.init_policy(key, self.config)
+
+    def train_loss(
+        self,
+        weights: Weights,
+        key: Array,
+        inputs: Inputs,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        progress: Progress,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
+        """As `policy.train_loss`, which also has the options, and `policy.policy_metrics`."""
+        given = (weights, self.config, key, inputs, lm_loss_fn)
+        loss, aux = policy.train_loss(*given, progress=progress, **options)
+        return loss, (policy.policy_metrics(aux), aux.gated.running_count)
+
+    def is_stop(self, path: str) -> bool:
+        """The stop slot, and a hazard's layer."""
+        return "stop" in path or "hazard" in path
+
+    @property
+    def least(self) -> int:
+        """The configuration's minimum."""
+        return self.config.min_tokens
+
+    @property
+    def clips_stop_apart(self) -> bool:
+        """A hazard's gradients reach only its own weights; their size must not affect the rest."""
+        return self.config.stop == "hazard"
+
+    @property
+    def shape(self) -> PolicyConfig:
+        """The configuration itself."""
+        return self.config
+
+    def pointer_steps(self, count: int) -> int:
+        """One for each group of tokens."""
+        return -(-count // (self.group or self.config.group))
+
+    # Selection.
 
     def most(self, num_tokens: int) -> int:
         """Returns T_max."""
@@ -45,15 +92,30 @@ class StepPrune(Ranker):
         kind = "all" if self.budget.is_exact else "own"
         return dataclasses.replace(self, budget=Budget(kind))
 
-    def prepare(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, weights: Weights) -> Weights:
         """Casts the weights to the compute dtype."""
         return policy.cast_weights(weights, self.config.dtype)
 
-    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+    def order(self, weights: Weights, inputs: Inputs, steps: int, **options: Any) -> Ranking:
         """Rolls the policy out past its stop, recording margins without the bias."""
         limits = Limits(max_steps=steps, group=self.group)
-        ranked = policy.rank(params.weights, self.config, self.inputs(params, view), limits)
+        ranked = policy.rank(weights, self.config, inputs, limits, **options)
         return Ranking(ranked.choice, ranked.margin)
+
+    def choose(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        limits: Limits,
+        stop_bias: ArrayLike = 0.0,
+        **options: Any,
+    ) -> Picks:
+        """As `policy.choose`: runs the loop until every row has stopped."""
+        return policy.choose(weights, self.config, inputs, limits, stop_bias=stop_bias, **options)
+
+    def prune(self, weights: Weights, inputs: Inputs, limits: Limits, **options: Any) -> Pruned:
+        """As `policy.prune`."""
+        return policy.prune(weights, self.config, inputs, limits, **options)
 
     def counts(
         self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]
@@ -61,12 +123,12 @@ class StepPrune(Ranker):
         """Returns the exact count, or the count at which the policy stops."""
         if self.budget.is_exact:
             return exact
-        least = min(self.config.min_tokens, ranking.order.shape[1])
+        least = min(self.least, ranking.order.shape[1])
         count = count_at_bias(jnp.asarray(ranking.margin), params.stop_bias, least)
         return jnp.minimum(count, self._longest(exact, int(np.max(exact))))
 
     def select(self, params: Trained, view: View, capacity: int) -> Kept:
-        """Runs the loop until every row has stopped."""
+        """Chooses the tokens of a view."""
         r, n = view.tokens.shape[:2]
         if self.budget.is_exact:
             limits, bias = Limits(budget=view.count, group=self.group), 0.0
@@ -74,8 +136,7 @@ class StepPrune(Ranker):
             sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
             limits = Limits(max_tokens=self._longest(sizes, n), group=self.group)
             bias = params.stop_bias
-        inputs = self.inputs(params, view)
-        picks = policy.choose(params.weights, self.config, inputs, limits, stop_bias=bias)
+        picks = self.choose(params.weights, self.inputs(params, view), limits, bias)
         pruned = policy.gather(picks, view.tokens, capacity)
         order = jnp.where(picks.action < n, picks.action, -1)[:, :capacity]
         index, tokens, valid, count = pruned
@@ -85,7 +146,3 @@ class StepPrune(Ranker):
         """Returns T_max of each row's image, at most n."""
         table = [min(self.most(size), size) for size in range(n + 1)]
         return jnp.asarray(table, jnp.int32)[sizes]
-
-    def inputs(self, params: Trained, view: View) -> Inputs:
-        """Returns what the policy sees."""
-        return Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)

@@ -1,335 +1,146 @@
-"""A trained policy as one object: weights, configuration, feature statistics, stop.
+"""The interface of trained methods: all that training, checkpoints and selection ask of one."""
 
-It prunes by itself, so that no part that belongs to its weights can be forgotten. It wraps the pure
-functions of `stepprune_jax.policy`, which take the same parts as arguments.
-"""
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from stepprune_jax import policy as functions
-from stepprune_jax.policy import (
-    POINTER,
-    DecoderFns,
-    FeatureStats,
-    Inputs,
-    Limits,
-    Picks,
-    PolicyConfig,
-    Progress,
-    Pruned,
-)
-from stepprune_jax.policy.base import AnyArray
+from stepprune_jax import policy
+from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
-from stepprune_jax.pruning import autoselect
-from stepprune_jax.pruning.autoselect import AutoSelectConfig
-from stepprune_jax.pruning.calibration import Calibration, calibrate
+from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.budget import EXACT
 
-# The kind of a policy, as its file names it.
-METHODS = {"stepprune": PolicyConfig, "autoselect": AutoSelectConfig}
-CALIBRATE = "python -m stepprune_jax.calibrate"
+Weights = dict[str, Any]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """A policy with everything needed to use it.
-
-    It is a pytree whose leaves are weights, statistics and stop bias: pass it to a jitted function
-    as an argument.
+@runtime_checkable
+class TrainedConfig(Protocol):
+    """What the configuration of any trained method has: a frozen dataclass of JSON values.
 
     Attributes:
-        params: weights, the tree of `init_policy` (or of `autoselect.init`).
-        config: shapes and readings; its type identifies the method.
-        stats: statistics of the features it was trained with; None, which must be explicit, if the
-            features were not standardised.
-        stop_bias: default number added to the stop logits.
-        calibration: stop biases of mean counts; None if not measured.
+        feature_width: width of the image tokens.
+        text_width: width of the text embeddings; 0 for a method that sees no text.
     """
 
-    params: Any
-    config: PolicyConfig | AutoSelectConfig = dataclasses.field(metadata={"static": True})
-    stats: FeatureStats | None
-    stop_bias: Any = 0.0
-    calibration: Calibration | None = dataclasses.field(default=None, metadata={"static": True})
+    feature_width: int
+    text_width: int
 
-    @classmethod
-    def init(
-        cls, key: Array, config: PolicyConfig | AutoSelectConfig, stats: FeatureStats | None
-    ) -> "Policy":
-        """Draws the weights of a policy to be trained.
 
-        Args:
-            key: PRNG key; consumed.
-            config: shapes and readings.
-            stats: statistics of the features, gathered with `update_stats`; None to skip
-                standardisation.
-        """
-        if isinstance(config, AutoSelectConfig):
-            return cls(autoselect.init(key, config), config, stats)
-        return cls(functions.init_policy(key, config), config, stats)
+class TrainedMethod(Ranker):
+    """A pruner whose order of tokens is learned.
 
-    @property
-    def method(self) -> str:
-        """Name of the method, of `METHODS`: "stepprune" or "autoselect"."""
-        return next(name for name, kind in METHODS.items() if isinstance(self.config, kind))
+    A subclass has a field `config` of its `config_type`, implements `init`, `train_loss` and
+    `order`, and is listed in `PRUNERS`. The weights are arguments: `Policy` has them with all that
+    belongs to them.
+    """
 
-    def replace(self, **changes: Any) -> "Policy":
-        """Returns a copy with some fields replaced."""
-        return dataclasses.replace(self, **changes)
+    config: Any  # a `TrainedConfig`
 
-    def bias_at(self, mean_budget: float | int) -> float:
-        """Returns the stop bias at which it keeps `mean_budget` tokens on average.
+    budgets: ClassVar[tuple[str, ...]] = EXACT
+    reads_text: ClassVar[bool] = True
+    # Group of a run's configuration that has the fields of `config`.
+    settings: ClassVar[str] = "policy"
 
-        Args:
-            mean_budget: tokens to keep per image, on average over questions like those of the
-                calibration.
+    @abc.abstractmethod
+    def init(self, key: Array) -> Weights:
+        """Draws the weights to be trained; `key` is consumed."""
 
-        Returns:
-            The bias.
-
-        Raises:
-            ValueError: it has no stop or no calibration, or the mean is out of its range.
-
-        Warns:
-            UserWarning: as `Calibration.bias_at`.
-        """
-        if self.method != "stepprune":
-            raise ValueError(f"{self.method} has no learned stop, and so no mean budget")
-        if self.calibration is None:
-            raise ValueError(
-                "the policy has no calibration, which a mean budget (--mean_budget) needs: create "
-                f"one with {CALIBRATE}, or give a stop bias (--stop_bias)"
-            )
-        return self.calibration.bias_at(mean_budget)
-
-    def prune(
-        self,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None = None,
-        *,
-        budget: ArrayLike | None = None,
-        mean_budget: float | int | None = None,
-        stop_bias: ArrayLike | None = None,
-        **arguments: Any,
-    ) -> Pruned:
-        """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
-
-        It reads the counts on the host and so cannot be jitted; the result of `select_fn` can.
-
-        Args:
-            image: image tokens X, as returned by the tower.
-            text: word embeddings of the question.
-            budget: exact count, an integer or one per row.
-            mean_budget: mean count, by the policy's calibration.
-            stop_bias: replaces the policy's own. Without any of the three it stops by itself.
-            **arguments: image_mask and text_mask, as in `Inputs`; min_tokens, max_tokens, max_steps
-                and group, as in `Limits`; ladder, order and decoder, as in `prune`.
-
-        Returns:
-            The kept tokens in the smallest bucket that holds every row.
-
-        Raises:
-            ValueError: as `prune` and `bias_at`, or more than one of the three is given.
-        """
-        bias = self._bias(budget, mean_budget, stop_bias)
-        masks = {name: arguments.pop(name, None) for name in ("image_mask", "text_mask")}
-        inputs = Inputs(image, text, **masks, stats=self.stats)
-        if isinstance(self.config, AutoSelectConfig):
-            order, ladder = arguments.pop("order", "raster"), arguments.pop("ladder", None)
-            picks = self._best(self.config, inputs, budget)
-            sizes = bucket_ladder(inputs.image.shape[1]) if ladder is None else ladder
-            capacity = choose_bucket(picks.count, sizes)
-            return functions.gather(picks, inputs.image, capacity, order=order)
-        limits = _limits(budget, arguments)
-        return functions.prune(
-            self.params, self.config, inputs, limits, stop_bias=bias, **arguments
-        )
-
-    def select_fn(
-        self,
-        capacity: int,
-        *,
-        budget: int | None = None,
-        mean_budget: float | int | None = None,
-        order: str = "raster",
-        **arguments: Any,
-    ) -> Callable[..., Pruned]:
-        """Returns a pure pruning function with static shapes, to be jitted or called from jit.
-
-        For example::
-
-            select = jax.jit(policy.select_fn(capacity=64, mean_budget=48))
-            pruned = select(policy, image, text)
-
-        Args:
-            capacity: size of the result; rows that keep more lose their last choices.
-            budget: exact count of each row.
-            mean_budget: mean count, by the policy's calibration. Without either the policy stops by
-                itself.
-            order: order of the kept tokens, as in `gather`.
-            **arguments: min_tokens, max_tokens, max_steps and group, as in `Limits`; decoder, as in
-                `choose`.
-
-        Returns:
-            A function of (policy, image, text), and of image_mask and text_mask by name, that
-            returns a `Pruned`. The policy's weights and statistics are arguments, not constants.
-            It raises a ValueError if the first argument is not a policy.
-
-        Raises:
-            ValueError: as `bias_at`.
-        """
-        bias = self._bias(budget, mean_budget, None)
-        own = budget is None and mean_budget is None
-        limits = _limits(budget, arguments)
-
-        def select(
-            policy: Policy,
-            image: Float[Array, "b n d"],
-            text: Float[Array, "b l e"] | None = None,
-            *,
-            image_mask: Bool[Array, "b n"] | None = None,
-            text_mask: Bool[Array, "b l"] | None = None,
-        ) -> Pruned:
-            if not isinstance(policy, Policy):
-                kind = type(policy).__name__
-                raise ValueError(
-                    f"select: policy is of type {kind}, expected the Policy: the function that "
-                    "select_fn returned is called as select(policy, image, text)"
-                )
-            inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
-            if isinstance(policy.config, AutoSelectConfig):
-                picks = policy._best(policy.config, inputs, budget)
-            else:
-                picks = functions.choose(
-                    policy.params,
-                    policy.config,
-                    inputs,
-                    limits,
-                    stop_bias=policy.stop_bias if own else bias,
-                    **arguments,
-                )
-            return functions.gather(picks, image, capacity, order=order)
-
-        return select
-
+    @abc.abstractmethod
     def train_loss(
         self,
+        weights: Weights,
         key: Array,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
+        inputs: Inputs,
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-        *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
-        progress: Progress = Progress(),
-        **keywords: Any,
-    ) -> tuple[Float[Array, ""], Any]:
-        """Computes the training objective with the policy's own statistics; see `train_loss`.
-
-        Differentiate with respect to the weights alone:
-        `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
+        """Computes the training objective of a batch.
 
         Args:
+            weights: the weights; differentiate with respect to these alone.
             key: PRNG key; consumed.
-            image: image tokens X.
-            text: word embeddings of the question, never of the answer.
+            inputs: image and question, never the answer.
             lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
             progress: schedules of the training so far.
-            **keywords: length_weight and decoder, as in `train_loss`.
 
         Returns:
-            The loss, and what led to it.
+            The loss, and (scalars to be logged by name, among them "lm_loss"; the running mean of K
+            for the next batch's `progress`).
         """
-        given = (key, Inputs(image, text, image_mask, text_mask, self.stats), lm_loss_fn)
-        keywords["progress"] = progress
-        if isinstance(self.config, AutoSelectConfig):
-            return autoselect.train_loss(self.params, self.config, *given, **keywords)
-        return functions.train_loss(self.params, self.config, *given, **keywords)
 
-    def calibrate(
-        self,
-        batches: Iterable[tuple[AnyArray, AnyArray | None]],
-        decoder: DecoderFns = POINTER,
-    ) -> "Policy":
-        """Measures the mean counts of stop biases.
+    @abc.abstractmethod
+    def order(self, weights: Weights, inputs: Inputs, steps: int) -> Ranking:
+        """Puts tokens in an order of static length `steps`, whose prefixes are the choices."""
 
-        Args:
-            batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
-                without padding. A few hundred questions do; a program is compiled for each shape.
-            decoder: functions of a decoder of your own.
+    def is_stop(self, path: str) -> bool:
+        """Returns whether the weight of a path is the stop's own; its gradient is logged."""
+        return False
 
-        Returns:
-            The calibrated policy.
+    @property
+    def least(self) -> int:
+        """Tokens chosen before the stop is available."""
+        return 1
+
+    @property
+    def clips_stop_apart(self) -> bool:
+        """Whether the gradients of the stop's own weights are clipped by their own norm."""
+        return False
+
+    @property
+    def shape(self) -> PolicyConfig | None:
+        """The `PolicyConfig` of its encoder, by which operations are counted; None without one."""
+        return None
+
+    def pointer_steps(self, count: int) -> int | None:
+        """Returns the steps in which its decoder chooses `count` tokens; None without a decoder."""
+        return None
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Returns a policy's weights as programs of `rank` and `select` read them; runs once."""
+        return weights
+
+    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+        """Orders the tokens of a view."""
+        return self.order(params.weights, self.inputs(params, view), steps)
+
+    def inputs(self, params: Trained, view: View) -> Inputs:
+        """Returns what the method sees of a view."""
+        return Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)
+
+    def choose(
+        self, weights: Weights, inputs: Inputs, limits: Limits, stop_bias: ArrayLike = 0.0
+    ) -> Picks:
+        """Chooses the first `limits.budget` tokens of the order, on the device.
 
         Raises:
-            ValueError: it has no stop, or there are no batches.
+            ValueError: there is no budget, and the method has no stop.
         """
-        if not isinstance(self.config, PolicyConfig):
-            raise ValueError(f"{self.method} has no learned stop to calibrate")
-        parts = [
-            (_margins(self, Inputs(image, text, stats=self.stats), decoder), jnp.shape(image)[:2])
-            for image, text in batches
-        ]
-        if not parts:
-            raise ValueError("batches is empty, expected at least one")
-        steps = max(margin.shape[1] for margin, _ in parts)
-        rows = [
-            np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
-            for m, _ in parts
-        ]
-        sizes = np.concatenate([np.full(rows, tokens) for _, (rows, tokens) in parts])
-        table = calibrate(np.concatenate(rows), sizes, self.config.min_tokens)
-        return self.replace(calibration=table)
-
-    def _bias(
-        self, budget: Any, mean_budget: float | int | None, stop_bias: ArrayLike | None
-    ) -> ArrayLike:
-        """Returns the requested stop bias."""
-        given = {"budget": budget, "mean_budget": mean_budget, "stop_bias": stop_bias}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are given, expected one of them")
-        if mean_budget is not None:
-            return self.bias_at(mean_budget)
-        return self.stop_bias if stop_bias is None else stop_bias
-
-    def _best(
-        self,
-        config: AutoSelectConfig,
-        inputs: Inputs,
-        budget: Any,
-    ) -> Picks:
-        """Picks the best tokens of a one-shot scorer."""
-        if budget is None:
-            raise ValueError("autoselect has no learned stop, expected a budget")
+        if limits.budget is None:
+            raise ValueError(f"{self.name} has no learned stop, expected a budget")
         b, n = inputs.image.shape[:2]
-        found = autoselect.scores(self.params, config, inputs)
-        real = jnp.sum(inputs.real, axis=1)
-        count = jnp.minimum(jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (b,)), real)
-        order = autoselect.order(found)
+        budget = jnp.broadcast_to(jnp.asarray(limits.budget, jnp.int32), (b,))
+        count = jnp.minimum(budget, jnp.sum(inputs.real, axis=1))
+        order = self.order(weights, inputs, n).order
         action = jnp.where(jnp.arange(n) < count[:, None], order, n)
         rows = jnp.arange(b)[:, None]
         kept = jnp.zeros((b, n), bool).at[rows, action].set(True, mode="drop")
         return Picks(action, count, kept)
 
-
-def _limits(budget: Any, arguments: dict[str, Any]) -> Limits:
-    """Takes the fields of `Limits` out of keyword arguments."""
-    names = ("min_tokens", "max_tokens", "max_steps", "group")
-    return Limits(budget, **{name: arguments.pop(name, None) for name in names})
-
-
-@jax.jit
-def _margins(policy: Policy, inputs: Inputs, decoder: DecoderFns) -> Float[Array, "b t"]:
-    """Computes stop margins of rollouts that do not stop."""
-    return functions.rank(policy.params, policy.config, inputs, decoder=decoder).margin
+    def prune(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        limits: Limits,
+        *,
+        stop_bias: ArrayLike = 0.0,
+        ladder: tuple[int, ...] | None = None,
+        order: str = "raster",
+    ) -> Pruned:
+        """Chooses and gathers tokens, in a bucket chosen on the host; see `policy.prune`."""
+        picks = self.choose(weights, inputs, limits, stop_bias)
+        sizes = bucket_ladder(picks.action.shape[1]) if ladder is None else ladder
+        return policy.gather(picks, inputs.image, choose_bucket(picks.count, sizes), order=order)

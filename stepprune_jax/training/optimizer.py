@@ -1,7 +1,6 @@
-"""The optimiser of a selector: clipping, AdamW or Muon, and learning rate, as one chain."""
+"""The optimiser of a trained method: clipping, AdamW or Muon, and learning rate, as one chain."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,9 +9,9 @@ import optax
 from jaxtyping import Array, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
+from stepprune_jax.parallel.sharding import path_name
+from stepprune_jax.pruning import TrainedMethod
 from stepprune_jax.settings import Settings, count, is_number, number, positive, setting
-from stepprune_jax.training import selectors
-from stepprune_jax.training.selectors import Selector
 
 
 def _decay() -> Any:
@@ -62,7 +61,7 @@ def learning_rate(
 
 
 def make_optimizer(
-    settings: OptimizerSettings, steps: int, selector: Selector
+    settings: OptimizerSettings, steps: int, method: TrainedMethod
 ) -> optax.GradientTransformationExtraArgs:
     """Builds the optimiser: AdamW, or Muon for matrices and AdamW for the rest.
 
@@ -72,13 +71,16 @@ def make_optimizer(
     Args:
         settings: settings of the optimiser.
         steps: updates of the whole run.
-        selector: the selector; each of its gradient groups is clipped separately.
+        method: the method that is trained, which may have its stop clipped apart.
     """
     decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
-    groups = selectors.gradient_groups(selector)
-    if len(groups) > 1:
-        label = functools.partial(selectors.label_gradients, selector)
-        clip = optax.partition(dict.fromkeys(groups, clip), label)
+    if method.clips_stop_apart:
+
+        def label(params):
+            own = mark_stop(method, params)
+            return jax.tree.map(lambda stop: "stop" if stop else "others", own)
+
+        clip = optax.partition({"stop": clip, "others": clip}, label)
     if not settings.muon_lr:
         adam = optax.scale_by_adam(settings.b1, settings.b2)
         return optax.chain(clip, adam, _descend(optax.add_decayed_weights(decay), settings, steps))
@@ -92,6 +94,11 @@ def make_optimizer(
         muon_weight_dimension_numbers=_matrices,
     )
     return optax.chain(clip, muon, _descend(optax.scale(-1.0), settings, steps))
+
+
+def mark_stop(method: TrainedMethod, params: Any) -> Any:
+    """Marks the weights of the stop itself with True."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: method.is_stop(path_name(path)), params)
 
 
 def _descend(

@@ -115,7 +115,7 @@ def _train(
         unanswered = read_calibration_questions(run, workdir)
         identities = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, *identities))
-    about |= {"selector": config_metadata(setup.selector)}
+    about |= {"selector": config_metadata(setup.method.config)}
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
@@ -233,7 +233,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     guard = Guard(workdir / NONFINITE_FILE, loop.batches, run.max_skipped)
 
     def policy() -> Policy:
-        return Policy(state.params, setup.selector, stats)
+        return Policy(state.params, setup.method.config, stats)
 
     try:
         for batch in stream:
@@ -269,7 +269,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
 
 def _calibrated(loop: _Loop, policy: Policy) -> Policy:
     """Calibrates a policy, if it has a stop and there are questions for it."""
-    if policy.method != "stepprune" or not loop.questions:
+    if not policy.has_stop or not loop.questions:
         return policy
     with user_input():
         return calibrate_policy(

@@ -15,6 +15,7 @@ from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
+from stepprune_jax.pruning import TrainedMethod, trained_methods
 from stepprune_jax.settings import (
     Settings,
     choice,
@@ -28,10 +29,10 @@ from stepprune_jax.settings import (
     switch,
     text,
 )
-from stepprune_jax.training import selectors
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.step import Setup
+from stepprune_jax.user_input import nearest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class Run(Settings):
     """The settings of a run of `train.py`; `configs/shapes.py` describes each field.
 
     Attributes:
-        method: selector to train, of `selectors.METHODS`.
+        method: method to train, of `PRUNERS`.
         seed: seed of weights, noise and the order of samples.
         steps: updates of the whole run.
         batch_size: rows of an update, over all devices.
@@ -110,7 +111,10 @@ class Run(Settings):
         "autoselect.text": True,
     }
 
-    method: str = choice(tuple(selectors.METHODS))
+    method: str = setting(
+        f"one of {', '.join(trained_methods())}",
+        lambda value: value in tuple(trained_methods()),
+    )
     seed: int = count(0)
     steps: int = count()
     batch_size: int = count()
@@ -139,8 +143,8 @@ class Run(Settings):
 
     def free_fields(self) -> tuple[str, ...]:
         """As in `Settings`; the group of the method that is not trained is free, too."""
-        others = (part for name, (_, part) in selectors.METHODS.items() if name != self.method)
-        return (*super().free_fields(), *others)
+        groups = {kind.settings for kind in trained_methods().values()}
+        return (*super().free_fields(), *groups - {trained_methods()[self.method].settings})
 
 
 def read_run(config: ConfigDict) -> Run:
@@ -176,6 +180,41 @@ def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
     return mesh
 
 
+def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
+    """Builds the method to be trained, its widths taken from the model.
+
+    Args:
+        run: settings of the run; those of the method have a field more, "text": whether it reads
+            the question.
+        model: the frozen model.
+
+    Raises:
+        ValueError: an unknown field, or a value that the method's configuration rejects.
+    """
+    kind = trained_methods()[run.method]
+    group, fields = f"config.{kind.settings}", dict(getattr(run, kind.settings))
+    widths = {"feature_width", "text_width"}
+    known = {field.name for field in dataclasses.fields(kind.config_type)} - widths | {"text"}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(
+            f"{group} has unknown field(s) {', '.join(unknown)}; it has {', '.join(sorted(known))} "
+            f"(the widths of features and text are the model's).{nearest(unknown[0], known)}"
+        )
+    if model.sizes_vary and fields.get("max_steps") is not None:
+        raise ValueError(
+            f"{group}.max_steps is {fields['max_steps']!r}, expected None, half of each image's "
+            "tokens: images of this model differ in their number"
+        )
+    reads_text = fields.pop("text", True)
+    if not isinstance(reads_text, bool):
+        raise ValueError(f"{group}.text is {reads_text!r}, expected True or False")
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    text_width = model.text.hidden_size if reads_text else 0
+    config = kind.config_type(feature_width=model.feature_width, text_width=text_width, **values)
+    return kind(config=config)
+
+
 def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
     """Builds the static part of the update.
 
@@ -189,7 +228,7 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
             not divide a weight, or `rows_at_once` does not divide the rows of a device.
     """
     run.model.execution.check_backend()
-    selector = selectors.build(run.method, getattr(run, selectors.METHODS[run.method][1]), model)
+    method = read_method(run, model)
     if mesh is not None:
         shardings(
             vlm.abstract_params(model), model.family.SHARDING_RULES, mesh
@@ -208,7 +247,7 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
     )
     return Setup(
         model=model,
-        selector=selector,
+        method=method,
         steps=run.steps,
         optimizer=run.optimizer,
         text_gate_anneal=run.text_gate_anneal,

@@ -14,10 +14,14 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
-from stepprune_jax.training import selectors
+from stepprune_jax.pruning import TrainedMethod
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, lm_loss, map_rows
-from stepprune_jax.training.optimizer import OptimizerSettings, learning_rate, make_optimizer
-from stepprune_jax.training.selectors import Selector
+from stepprune_jax.training.optimizer import (
+    OptimizerSettings,
+    learning_rate,
+    make_optimizer,
+    mark_stop,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Setup:
 
     Attributes:
         model: the frozen model.
-        selector: configuration of the selector.
+        method: the method that is trained.
         steps: updates of the whole run.
         optimizer: settings of the optimiser.
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
@@ -34,7 +38,7 @@ class Setup:
     """
 
     model: ModelConfig
-    selector: Selector
+    method: TrainedMethod
     steps: int
     optimizer: OptimizerSettings
     text_gate_anneal: float
@@ -76,12 +80,12 @@ class State(NamedTuple):
 
 
 def _optimizer(setup: Setup) -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(setup.optimizer, setup.steps, setup.selector)
+    return make_optimizer(setup.optimizer, setup.steps, setup.method)
 
 
 def init_state(key: Array, setup: Setup) -> State:
     """Draws the state before the first update; `key` is consumed."""
-    params = selectors.init(key, setup.selector)
+    params = setup.method.init(key)
     moments = _optimizer(setup).init(params)
     none = jnp.zeros((), jnp.int32)
     return State(params, moments, jnp.zeros(()), none, none)
@@ -118,9 +122,9 @@ def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Input
     return Inputs(*constrain_rows(setup.forward.mesh, (features, text, image_mask, mask)))
 
 
-def _norm_at_stop(grads: Any) -> Float[Array, ""]:
+def _norm_at_stop(method: TrainedMethod, grads: Any) -> Float[Array, ""]:
     """Returns the norm of the gradient of the stop's own weights."""
-    own = selectors.stop_weights(grads)
+    own = mark_stop(method, grads)
     stop = jax.tree.map(lambda leaf, own: leaf if own else None, grads, own)
     return optax.tree.norm(stop)
 
@@ -173,24 +177,25 @@ def learn(
 
     def loss(trained):
         draw_key = jax.random.fold_in(key, step)
-        return selectors.train_loss(
-            trained, setup.selector, draw_key, inputs, lm_loss_fn, progress, stats
-        )
+        given = (draw_key, inputs._replace(stats=stats), lm_loss_fn, progress)
+        value, aux = setup.method.train_loss(trained, *given)
+        return value, jax.lax.stop_gradient(aux)
 
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    (value, (metrics, running_count)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     norm = optax.tree.norm(grads)
     updates, moments = _optimizer(setup).update(grads, state.optimizer, state.params, step=step)
     trained = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(value) & jnp.isfinite(norm)
-    new = (trained, moments, aux["running_count"])
+    new = (trained, moments, running_count)
     kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, tuple(state[:3]))
     skipped = {
         "skipped": state.skipped + (~good).astype(jnp.int32),
         "skipped_in_row": jnp.where(good, 0, state.skipped_in_row + 1),
     }
     lr = learning_rate(setup.optimizer, setup.steps, step)
-    scalars = {"loss": value, **aux["metrics"], "grad_norm": norm}
-    scalars |= {"grad_norm_stop": _norm_at_stop(grads), "text_gate": text_gate, "lr": lr}
+    scalars = {"loss": value, **metrics, "grad_norm": norm}
+    scalars |= {"grad_norm_stop": _norm_at_stop(setup.method, grads)}
+    scalars |= {"text_gate": text_gate, "lr": lr}
     # Replicated on each device as before; otherwise the next update would be another program.
     return constrain_whole(setup.forward.mesh, (State(*kept, **skipped), scalars | skipped))
 

@@ -69,7 +69,7 @@ def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
     """
     if not run.validation.every:
         return None
-    budget, most = run.validation.budget, setup.selector.steps(setup.model.max_image_tokens)
+    budget, most = run.validation.budget, setup.method.most(setup.model.max_image_tokens)
     if budget > most:
         raise ValueError(f"config.validation.budget is {budget}, expected at most {most}")
     split = read_split(_folder(run, workdir), "validation")
@@ -200,7 +200,7 @@ class Validation:
             The answers, and the kept tokens.
         """
         n, budget = self._model.config.max_image_tokens, self._settings.budget
-        free = Budget("own") if policy.method == "stepprune" else Budget("rate", Fraction(1, 4))
+        free = Budget("own") if policy.has_stop else Budget("rate", Fraction(1, 4))
         kept = Budget("count", budget) if budget else free
         method = place_method(self._model, make_method(None, kept, policy=policy))
         prompts, images = self._encoded.prompts, self._encoded.images

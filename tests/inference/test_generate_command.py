@@ -21,7 +21,7 @@ from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.generate import main
 from stepprune_jax.inference import generate as answer
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, autoselect
+from stepprune_jax.pruning import PRUNERS, AutoSelectConfig
 from stepprune_jax.pruning.calibration import Calibration
 
 CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
@@ -38,7 +38,7 @@ def files(tmp_path_factory):
     (folder / "broken.png").write_bytes((folder / "1.png").read_bytes()[:80])
     save_policy(Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, None), folder / "policy")
     scorer = AutoSelectConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
-    save_policy(Policy(autoselect.init(jax.random.key(0), scorer), scorer, None), folder / "scorer")
+    save_policy(Policy.init(jax.random.key(0), scorer, None), folder / "scorer")
     other = PolicyConfig(feature_width=16, text_width=48, num_heads=2)
     save_policy(Policy(init_policy(jax.random.key(0), other), other, None), folder / "other_policy")
     return folder

@@ -24,18 +24,14 @@ CONFIG = AutoSelectConfig(
 )
 B, N, L = 3, 10, 4
 STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
-_loss = jax.jit(
-    lambda params, key, inputs, progress: autoselect.train_loss(
-        params, CONFIG, key, inputs, lambda tokens: jnp.mean(tokens**2), progress=progress
-    )
-)
-
+METHOD = AutoSelect(config=CONFIG)
+gate = jax.jit(autoselect.gate, static_argnames="config")
 scores = jax.jit(autoselect.scores, static_argnames="config")
 
 
 @pytest.fixture(scope="module")
 def params():
-    return autoselect.init(jax.random.key(0), CONFIG)
+    return METHOD.init(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +40,10 @@ def inputs():
     return image, jax.random.normal(jax.random.key(2), (B, L, 6))
 
 
-def gated(params, inputs, mask=None, gate=1.0, progress=1.0, key=3):
+def gated(params, inputs, mask=None, text_gate=1.0, progress=1.0, key=3):
     mask = jnp.ones((B, N), bool) if mask is None else mask
     given = Inputs(*inputs, mask, stats=STATS)
-    return _loss(params, jax.random.key(key), given, Progress(progress, gate))[1]
+    return gate(params, CONFIG, jax.random.key(key), given, Progress(progress, text_gate))
 
 
 def test_the_gate_holds_the_drawn_budget(params, inputs):
@@ -65,7 +61,7 @@ def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     mask = jnp.arange(N) < 7
     mask = jnp.broadcast_to(mask, (B, N))
     scored = scores(params, CONFIG, Inputs(*inputs, mask, stats=STATS))
-    found = autoselect.order(scored)
+    found = autoselect.best_first(scored)
     assert scored.dtype == jnp.float32
     np.testing.assert_array_equal(np.sort(found, axis=1), np.tile(np.arange(N), (B, 1)))
     assert (np.diff(np.take_along_axis(np.asarray(scored), np.asarray(found), 1)) <= 0).all()
@@ -73,7 +69,7 @@ def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     # What stands in the padding changes nothing.
     spoiled = jnp.where(mask[..., None], inputs[0], 1e6)
     again = scores(params, CONFIG, Inputs(spoiled, inputs[1], mask, stats=STATS))
-    np.testing.assert_array_equal(found, autoselect.order(again))
+    np.testing.assert_array_equal(found, autoselect.best_first(again))
 
 
 def test_the_temperature_is_a_cosine_and_then_constant():
@@ -87,13 +83,14 @@ def test_the_temperature_is_a_cosine_and_then_constant():
 
 def test_metrics_say_how_hard_the_gate_is(params, inputs):
     cold, warm = (
-        jax.jit(autoselect.metrics)(gated(params, inputs, progress=p)) for p in (1.0, 0.0)
+        autoselect.metrics(gated(params, inputs, progress=p), jnp.ones((B, N), bool))
+        for p in (1.0, 0.0)
     )
     assert cold["alpha_in"] > warm["alpha_in"] and cold["alpha_out"] < warm["alpha_out"]
     alpha = jnp.array([[0.9, 0.8, 0.2, 0.1]])
     scores = jnp.array([[3.0, 1.0, 2.0, 0.0]])
     known = autoselect.Gated(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
-    found = autoselect.metrics(known)  # the hard set is {0, 2}, the open gate {0, 1}
+    found = autoselect.metrics(known, alpha > 0)  # the hard set is {0, 2}, the open gate {0, 1}
     expected = {"k_mean": 2.0, "alpha_in": 0.55, "alpha_out": 0.45, "iou": 1 / 3}
     assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected
 
@@ -104,14 +101,8 @@ def test_every_weight_learns_from_the_loss(params, inputs):
 
     def loss(params):
         weights = jax.random.normal(jax.random.key(9), (B, N, 8))
-        return autoselect.train_loss(
-            params,
-            CONFIG,
-            jax.random.key(3),
-            Inputs(*inputs),
-            lambda x: jnp.sum(jnp.sin(x) * weights),
-            progress=Progress(0.5),
-        )[0]
+        given = (jax.random.key(3), Inputs(*inputs), lambda x: jnp.sum(jnp.sin(x) * weights))
+        return METHOD.train_loss(params, *given, Progress(0.5))[0]
 
     grads = jax.jit(jax.grad(loss))(moved)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
@@ -121,7 +112,7 @@ def test_every_weight_learns_from_the_loss(params, inputs):
 
 def test_a_closed_text_gate_hides_the_question(params, inputs):
     other = (inputs[0], inputs[1] + 1)
-    closed = [gated(params, pair, gate=0.0).scores for pair in (inputs, other)]
+    closed = [gated(params, pair, text_gate=0.0).scores for pair in (inputs, other)]
     np.testing.assert_allclose(*closed, atol=1e-6)
     opened = [gated(params, pair).scores for pair in (inputs, other)]
     assert np.abs(opened[0] - opened[1]).max() > 1e-3

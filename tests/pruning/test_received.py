@@ -10,12 +10,12 @@ from PIL import Image
 from quick import quick_or_slow
 from views import select, view
 
-from stepprune_jax import PolicyConfig, policy, testing
+from stepprune_jax import testing
 from stepprune_jax.checkpoints import Policy, load_vlm
 from stepprune_jax.inference import generate, trace_arrays
 from stepprune_jax.models import layers
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import PRUNERS, AutoSelectConfig, Budget, autoselect, make_method
+from stepprune_jax.pruning import PRUNERS, Budget, make_method, trained_methods
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
 from stepprune_jax.pruning.visionzip import VisionZip, merge_received
 
@@ -165,14 +165,10 @@ def image(height, width):
 def learned(name):
     """A random policy of a trained method; None for the others."""
     widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
-    key, stats = jax.random.key(0), FeatureStats.start(48)
-    if name == "stepprune":
-        config = PolicyConfig(**widths, encoder_layers=1, decoder_layers=1)
-        return Policy(policy.init_policy(key, config), config, stats)
-    if name == "autoselect":
-        config = AutoSelectConfig(**widths, encoder_layers=1)
-        return Policy(autoselect.init(key, config), config, stats)
-    return None
+    if name not in trained_methods():
+        return None
+    config = PRUNERS[name].config_type(**widths, encoder_layers=1)
+    return Policy.init(jax.random.key(0), config, FeatureStats.start(48))
 
 
 @pytest.mark.slow

@@ -123,8 +123,8 @@ def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
         model = model.family.bound_images(model, None, run.model.min_pixels, run.model.max_pixels)
         setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
         assert model.max_image_tokens == 2048
-        assert setup.selector.feature_width == setup.selector.text_width == width
-        assert setup.selector.steps(1000) == 500
+        assert setup.method.config.feature_width == setup.method.config.text_width == width
+        assert setup.method.most(1000) == 500
         # Shapes only: the tower at the largest size, in the dtype of the run.
         pixels = model.family.max_pixels(model, 2)
         weights = jax.eval_shape(
@@ -149,4 +149,4 @@ def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
     model = model.family.bound_images(model, None, None, run.model.max_pixels)
     assert model.max_image_tokens == 198
     setup = make_setup(run, model)
-    assert [setup.selector.steps(n) for n in (64, 121, 196)] == [32, 60, 98]
+    assert [setup.method.most(n) for n in (64, 121, 196)] == [32, 60, 98]

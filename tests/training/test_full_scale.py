@@ -17,11 +17,11 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import plan, read_run, selectors
+from stepprune_jax.training import plan, read_run
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import learning_rate
 from stepprune_jax.training.plan import dry_run
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.settings import make_setup, read_method
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 SIZES = ("width", "num_heads", "decoder_layers", "max_steps", "dtype")
@@ -38,14 +38,14 @@ def test_the_papers_run_has_the_papers_values(monkeypatch, reading, price):
     ]
     np.testing.assert_allclose(rates, [5e-6, 5e-7], rtol=1e-6)
     assert not run.optimizer.muon_lr
-    policy = setup.selector
+    policy = setup.method.config
     assert policy.max_steps == PolicyConfig().steps(SEVEN_B.max_image_tokens) == 288
     assert (policy.decay, policy.length_weight, policy.policy_width) == (0.9, price, 1024)
     wide = read_run(load_config("llava13b", reading))
     assert wide.model.folder != run.model.folder
     assert {**wide.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
     # All but the sizes is what the shapes world has.
-    same = selectors.build("stepprune", read_run(load_config("shapes", reading)).policy, SEVEN_B)
+    same = read_method(read_run(load_config("shapes", reading)), SEVEN_B).config
     sizes = {name: getattr(policy, name) for name in SIZES}
     assert policy == dataclasses.replace(same, **sizes)
     with pytest.raises(ValueError, match=r"expected llava7b:literal"):

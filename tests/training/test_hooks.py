@@ -15,7 +15,7 @@ from visual import visual_of
 from stepprune_jax import generate, load_policy, load_vlm, testing
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
-from stepprune_jax.pruning import AutoSelectConfig, autoselect
+from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import train
 from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
@@ -159,7 +159,7 @@ def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(validation, watched, 
         feature_width=32, text_width=48, width=8, num_heads=2, mlp_ratio=1, encoder_layers=1
     )
     monkeypatch.setattr(look, "_settings", dataclasses.replace(look._settings, budget=0))
-    _, selection = look.answer(Policy(autoselect.init(jax.random.key(0), scorer), scorer, None))
+    _, selection = look.answer(Policy.init(jax.random.key(0), scorer, None))
     assert selection.count.tolist() == [2] * 5  # a quarter of nine
 
 

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import pytest
 from tiny_run import optimizer_settings
 
-from stepprune_jax import testing
+from stepprune_jax import policy, testing
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS
-from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.training import plan, selectors
+from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import StepPrune
+from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.step import Setup
@@ -28,7 +29,7 @@ ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
 def seven_b(**options):
     return Setup(
         SEVEN_B,
-        PolicyConfig(),
+        StepPrune(),
         steps=100,
         optimizer=optimizer_settings(),
         text_gate_anneal=0.1,
@@ -44,19 +45,12 @@ def policy_flops(setup):
         shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
         text_mask=shape((ROWS, BUCKET.text), bool),
     )
-    params = jax.eval_shape(lambda: selectors.init(jax.random.key(0), setup.selector))
+    params = jax.eval_shape(lambda: setup.method.init(jax.random.key(0)))
 
     def loss(params, inputs):
         progress = policy.Progress(*(jnp.float32(0.5) for _ in range(3)))
-        return selectors.train_loss(
-            params,
-            setup.selector,
-            jax.random.key(0),
-            inputs,
-            jnp.sum,
-            progress,
-            FeatureStats.start(width),
-        )
+        standardised = inputs._replace(stats=FeatureStats.start(width))
+        return setup.method.train_loss(params, jax.random.key(0), standardised, jnp.sum, progress)
 
     return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
 

@@ -13,17 +13,15 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.settings import read
-from stepprune_jax.training import read_run, run, selectors, train
+from stepprune_jax.training import read_run, run, train
 from stepprune_jax.training.optimizer import OptimizerSettings
-from stepprune_jax.training.settings import make_mesh, make_setup
+from stepprune_jax.training.settings import make_mesh, make_setup, read_method
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
-GROUPS = {"stepprune": "policy", "autoselect": "autoselect"}
 
 
 def build(config):
-    settings = read_run(config)
-    return selectors.build(settings.method, getattr(settings, GROUPS[settings.method]), MODEL)
+    return read_method(read_run(config), MODEL).config
 
 
 def test_an_integer_is_a_number():
@@ -53,7 +51,7 @@ def test_an_integer_is_a_number():
         ({"optimizer.b1": 1.0}, "config.optimizer.b1 is 1.0, expected a number from 0, below 1"),
         ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected a number above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
-        ({"method": "fastv"}, "config.method is 'fastv', expected one of stepprune, autoselect"),
+        ({"method": "fastv"}, "config.method is 'fastv', expected one of autoselect, stepprune"),
         ({"max_skipped": 0}, "config.max_skipped is 0, expected an integer from 1"),
         ({"model.attention": "flash"}, "config.model.attention is 'flash', expected one of matmul"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
@@ -156,7 +154,7 @@ def test_a_selector_may_be_blind_to_the_question():
     assert build(config) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
     assert blind.text_width == 0
     with pytest.raises(ValueError, match=r"config.autoselect.text is 1, expected True or False"):
-        selectors.build("autoselect", {"text": 1}, MODEL)
+        read_method(dataclasses.replace(read_run(config), autoselect={"text": 1}), MODEL)
 
 
 def test_shipped_configurations_build_what_they_say(monkeypatch):

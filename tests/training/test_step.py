@@ -13,8 +13,8 @@ from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.pruning import AutoSelectConfig
-from stepprune_jax.training import optimizer, selectors, settings, step
+from stepprune_jax.pruning import AutoSelect, AutoSelectConfig, StepPrune
+from stepprune_jax.training import optimizer, settings, step
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
 
 SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
@@ -148,7 +148,7 @@ def test_what_the_policy_sees_does_not_depend_on_the_answer(run):
     def encoded(embedding):
         language = model.params["language"] | {"embed": {"embedding": embedding}}
         seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
-        found = policy.encode(params, setup.selector, seen)
+        found = policy.encode(params, setup.method.config, seen)
         return jnp.sum(found**2)
 
     table = model.params["language"]["embed"]["embedding"]
@@ -180,29 +180,24 @@ def test_statistics_are_those_of_all_pictures(run):
 
 def test_the_one_shot_baseline_has_the_same_interface(run):
     _, setup, _ = run
-    baseline = AutoSelectConfig(**{name: getattr(setup.selector, name) for name in SHARED})
-    params = selectors.init(jax.random.key(0), baseline)
+    shared = {name: getattr(setup.method.config, name) for name in SHARED}
+    baseline = AutoSelect(config=AutoSelectConfig(**shared))
+    params = baseline.init(jax.random.key(0))
     inputs = policy.Inputs(
         jax.random.normal(jax.random.key(1), (2, 9, 32)),
         jnp.ones((2, 3, 48)),
         text_mask=jnp.ones((2, 3)) > 0,
+        stats=policy.FeatureStats.start(32),
     )
     progress = policy.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
 
     def loss(params):
-        return selectors.train_loss(
-            params,
-            baseline,
-            jax.random.key(2),
-            inputs,
-            lambda t: jnp.mean(t**2),
-            progress,
-            policy.FeatureStats.start(32),
-        )
+        given = (params, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress)
+        return baseline.train_loss(*given)
 
-    value, found = jax.eval_shape(loss, params)
-    assert {"k_mean", "alpha_in", "alpha_out", "iou"} <= set(found["metrics"])
-    assert value.shape == found["running_count"].shape == ()
+    value, (metrics, running_count) = jax.eval_shape(loss, params)
+    assert {"lm_loss", "k_mean", "alpha_in", "alpha_out", "iou"} == set(metrics)
+    assert value.shape == running_count.shape == ()
 
 
 def test_muon_turns_matrices_and_leaves_the_rest_to_adam():
@@ -214,7 +209,7 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adam():
         "kernel": jnp.asarray(random.normal(size=(8, 8)), jnp.float32),
         "bias": jnp.asarray([3.0, -0.2, 0.01]),
     }
-    chain = optimizer.make_optimizer(chosen, 10, policy.PolicyConfig())
+    chain = optimizer.make_optimizer(chosen, 10, StepPrune())
     updates, _ = chain.update(grads, chain.init(grads), grads, step=0)
     # Adam with Nesterov's momentum begins with the sign times .9 x .1 / (1 - .9^2) + 1 = 1.473684.
     np.testing.assert_allclose(updates["bias"], [-0.1473684, 0.1473684, -0.1473684], rtol=1e-4)

@@ -49,14 +49,14 @@ def test_scores_do_not_depend_on_answers(world, tmp_path):
     model = load_vlm(world[0] / "model", None, jnp.float32, progress=False)
     setup = settings.make_setup(run, model.config)
     batch = jax.tree.map(jnp.asarray, batches[0])
-    params = policy.init_policy(jax.random.key(0), setup.selector)
-    stats = policy.FeatureStats.start(setup.selector.feature_width)
+    params = policy.init_policy(jax.random.key(0), setup.method.config)
+    stats = policy.FeatureStats.start(setup.method.config.feature_width)
 
     def scores(table):
         language = model.params["language"] | {"embed": {"embedding": table}}
         seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
         seen = seen._replace(stats=stats)
-        gated = policy.gate(params, setup.selector, jax.random.key(1), seen)
+        gated = policy.gate(params, setup.method.config, jax.random.key(1), seen)
         chosen = gated.alpha, gated.trajectory.prob, gated.trajectory.stop_prob
         # In random directions: sums of shares are constant.
         keys = jax.random.split(jax.random.key(2), 3)

@@ -20,13 +20,12 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
-from stepprune_jax.policy import FeatureStats, PolicyConfig, Pruned
+from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
 from stepprune_jax.policy.rollout import start_episode
 from stepprune_jax.policy.selection import pick, select_parallel
-from stepprune_jax.pruning import Budget, FastV, Kept, Pruner, StepPrune, Trained
-from stepprune_jax.pruning.autoselect import AutoSelect
-from stepprune_jax.training import Run, plan, read_run, selectors, step
+from stepprune_jax.pruning import PRUNERS, Budget, FastV, Kept, Pruner, Trained
+from stepprune_jax.training import Run, plan, read_run, step
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_losses
 from stepprune_jax.training.settings import make_setup
@@ -87,7 +86,7 @@ class Programs:
             ValueError: the settings do not fit the mesh.
         """
         frozen, own = DTYPES[dtype]
-        group = selectors.METHODS[run.method][1]
+        group = PRUNERS[run.method].settings
         run = dataclasses.replace(run, **{group: {**getattr(run, group), "dtype": own}})
         self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
         self._model = model_of(run)
@@ -125,7 +124,7 @@ class Programs:
             exact = Budget("count", self._kept)
             table[f"select {rows}"] = functools.partial(self._select, exact, rows)
             table[f"answer {rows}"] = functools.partial(self._answer, rows)
-        if isinstance(self._setup.selector, PolicyConfig):
+        if self._setup.method.has_stop:
             for rows in ROWS:
                 own = functools.partial(self._select, Budget("own"), rows)
                 table[f"select own {rows}"] = own
@@ -165,9 +164,8 @@ class Programs:
 
     @functools.cached_property
     def _policy(self) -> Any:
-        selector = self._setup.selector
         key = jax.random.key(0)
-        return self._place(jax.eval_shape(lambda: selectors.init(key, selector)))
+        return self._place(jax.eval_shape(lambda: self._setup.method.init(key)))
 
     @functools.cached_property
     def _stats(self) -> Any:
@@ -245,10 +243,9 @@ class Programs:
 
     def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
         """Returns the selector as a pruner, and its trained parameters."""
-        selector = self._setup.selector
-        kind = StepPrune if isinstance(selector, PolicyConfig) else AutoSelect
+        pruner = dataclasses.replace(self._setup.method, budget=budget).program()
         bias = self._place(_shape((), jnp.float32))
-        return kind(budget, config=selector).program(), Trained(self._policy, self._stats, bias)
+        return pruner, Trained(self._policy, self._stats, bias)
 
     def _choosing(self, budget: Budget) -> tuple[Trained, Choice]:
         pruner, learned = self._pruner(budget)
@@ -340,7 +337,7 @@ class Programs:
 
     def _choose(self, function: Callable[..., Any], rows: int) -> Any:
         """Traces the selection over a memory."""
-        config = self._setup.selector
+        config = self._setup.method.config
         shape = (rows, self._tokens + 1, config.policy_width)
         memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
 

@@ -1,0 +1,290 @@
+"""A trained policy as one object: weights, configuration, feature statistics, stop.
+
+It prunes by itself, so that no part that belongs to its weights can be forgotten.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax import policy as functions
+from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, Limits, Progress, Pruned
+from stepprune_jax.policy.base import AnyArray
+from stepprune_jax.pruning.calibration import Calibration, calibrate
+from stepprune_jax.pruning.registry import method_of
+from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+
+CALIBRATE = "python -m stepprune_jax.calibrate"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy with everything needed to use it.
+
+    It is a pytree whose leaves are weights, statistics and stop bias: pass it to a jitted function
+    as an argument.
+
+    Attributes:
+        params: the weights.
+        config: shapes and readings; its type identifies the method.
+        stats: statistics of the features it was trained with; None, which must be explicit, if the
+            features were not standardised.
+        stop_bias: default number added to the stop logits.
+        calibration: stop biases of mean counts; None if not measured.
+    """
+
+    params: Any
+    config: TrainedConfig = dataclasses.field(metadata={"static": True})
+    stats: FeatureStats | None
+    stop_bias: Any = 0.0
+    calibration: Calibration | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def init(cls, key: Array, config: TrainedConfig, stats: FeatureStats | None) -> "Policy":
+        """Draws the weights of a policy to be trained.
+
+        Args:
+            key: PRNG key; consumed.
+            config: shapes and readings: a `PolicyConfig` or an `AutoSelectConfig`.
+            stats: statistics of the features, gathered with `update_stats`; None to skip
+                standardisation.
+        """
+        return cls(method_of(config).init(key), config, stats)
+
+    @property
+    def pruner(self) -> TrainedMethod:
+        """Its method, with its configuration."""
+        return method_of(self.config)
+
+    @property
+    def method(self) -> str:
+        """Name of its method, of `PRUNERS`, such as "stepprune"."""
+        return self.pruner.name
+
+    @property
+    def has_stop(self) -> bool:
+        """Whether it has a learned stop."""
+        return self.pruner.has_stop
+
+    def replace(self, **changes: Any) -> "Policy":
+        """Returns a copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def bias_at(self, mean_budget: float | int) -> float:
+        """Returns the stop bias at which it keeps `mean_budget` tokens on average.
+
+        Args:
+            mean_budget: tokens to keep per image, on average over questions like those of the
+                calibration.
+
+        Returns:
+            The bias.
+
+        Raises:
+            ValueError: it has no stop or no calibration, or the mean is out of its range.
+
+        Warns:
+            UserWarning: as `Calibration.bias_at`.
+        """
+        if not self.has_stop:
+            raise ValueError(f"{self.method} has no learned stop, and so no mean budget")
+        if self.calibration is None:
+            raise ValueError(
+                "the policy has no calibration, which a mean budget (--mean_budget) needs: create "
+                f"one with {CALIBRATE}, or give a stop bias (--stop_bias)"
+            )
+        return self.calibration.bias_at(mean_budget)
+
+    def prune(
+        self,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None = None,
+        *,
+        budget: ArrayLike | None = None,
+        mean_budget: float | int | None = None,
+        stop_bias: ArrayLike | None = None,
+        **arguments: Any,
+    ) -> Pruned:
+        """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
+
+        It reads the counts on the host and so cannot be jitted; the result of `select_fn` can.
+
+        Args:
+            image: image tokens X, as returned by the tower.
+            text: word embeddings of the question.
+            budget: exact count, an integer or one per row.
+            mean_budget: mean count, by the policy's calibration.
+            stop_bias: replaces the policy's own. Without any of the three it stops by itself.
+            **arguments: image_mask and text_mask, as in `Inputs`; min_tokens, max_tokens, max_steps
+                and group, as in `Limits`; ladder, order and decoder, as in `prune`.
+
+        Returns:
+            The kept tokens in the smallest bucket that holds every row.
+
+        Raises:
+            ValueError: as `prune` and `bias_at`, or more than one of the three is given.
+        """
+        bias = self._bias(budget, mean_budget, stop_bias)
+        masks = {name: arguments.pop(name, None) for name in ("image_mask", "text_mask")}
+        inputs, limits = Inputs(image, text, **masks, stats=self.stats), _limits(budget, arguments)
+        return self.pruner.prune(self.params, inputs, limits, stop_bias=bias, **arguments)
+
+    def select_fn(
+        self,
+        capacity: int,
+        *,
+        budget: int | None = None,
+        mean_budget: float | int | None = None,
+        order: str = "raster",
+        **arguments: Any,
+    ) -> Callable[..., Pruned]:
+        """Returns a pure pruning function with static shapes, to be jitted or called from jit.
+
+        For example::
+
+            select = jax.jit(policy.select_fn(capacity=64, mean_budget=48))
+            pruned = select(policy, image, text)
+
+        Args:
+            capacity: size of the result; rows that keep more lose their last choices.
+            budget: exact count of each row.
+            mean_budget: mean count, by the policy's calibration. Without either the policy stops by
+                itself.
+            order: order of the kept tokens, as in `gather`.
+            **arguments: min_tokens, max_tokens, max_steps and group, as in `Limits`; decoder, as in
+                `choose`.
+
+        Returns:
+            A function of (policy, image, text), and of image_mask and text_mask by name, that
+            returns a `Pruned`. The policy's weights and statistics are arguments, not constants.
+            It raises a ValueError if the first argument is not a policy.
+
+        Raises:
+            ValueError: as `bias_at`.
+        """
+        bias = self._bias(budget, mean_budget, None)
+        own = budget is None and mean_budget is None
+        limits = _limits(budget, arguments)
+
+        def select(
+            policy: Policy,
+            image: Float[Array, "b n d"],
+            text: Float[Array, "b l e"] | None = None,
+            *,
+            image_mask: Bool[Array, "b n"] | None = None,
+            text_mask: Bool[Array, "b l"] | None = None,
+        ) -> Pruned:
+            if not isinstance(policy, Policy):
+                kind = type(policy).__name__
+                raise ValueError(
+                    f"select: policy is of type {kind}, expected the Policy: the function that "
+                    "select_fn returned is called as select(policy, image, text)"
+                )
+            inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
+            stop = policy.stop_bias if own else bias
+            picks = policy.pruner.choose(policy.params, inputs, limits, stop, **arguments)
+            return functions.gather(picks, image, capacity, order=order)
+
+        return select
+
+    def train_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        progress: Progress = Progress(),
+        **keywords: Any,
+    ) -> tuple[Float[Array, ""], Any]:
+        """Computes the training objective with the policy's own statistics; see `train_loss`.
+
+        Differentiate with respect to the weights alone:
+        `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
+
+        Args:
+            key: PRNG key; consumed.
+            image: image tokens X.
+            text: word embeddings of the question, never of the answer.
+            lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            progress: schedules of the training so far.
+            **keywords: length_weight and decoder, as in `train_loss`.
+
+        Returns:
+            The loss, and (scalars that show whether it learns by name, the running mean of K).
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        given = (self.params, key, inputs, lm_loss_fn, progress)
+        return self.pruner.train_loss(*given, **keywords)
+
+    def calibrate(
+        self,
+        batches: Iterable[tuple[AnyArray, AnyArray | None]],
+        decoder: DecoderFns | None = None,
+    ) -> "Policy":
+        """Measures the mean counts of stop biases.
+
+        Args:
+            batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
+                without padding. A few hundred questions do; a program is compiled for each shape.
+            decoder: functions of a decoder of your own, as in `prune`.
+
+        Returns:
+            The calibrated policy.
+
+        Raises:
+            ValueError: it has no stop, or there are no batches.
+        """
+        if not self.has_stop:
+            raise ValueError(f"{self.method} has no learned stop to calibrate")
+        options = {} if decoder is None else {"decoder": decoder}
+        parts = [
+            (_margins(self, Inputs(image, text, stats=self.stats), **options), jnp.shape(image)[:2])
+            for image, text in batches
+        ]
+        if not parts:
+            raise ValueError("batches is empty, expected at least one")
+        steps = max(margin.shape[1] for margin, _ in parts)
+        rows = [
+            np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
+            for m, _ in parts
+        ]
+        sizes = np.concatenate([np.full(rows, tokens) for _, (rows, tokens) in parts])
+        table = calibrate(np.concatenate(rows), sizes, self.pruner.least)
+        return self.replace(calibration=table)
+
+    def _bias(
+        self, budget: Any, mean_budget: float | int | None, stop_bias: ArrayLike | None
+    ) -> ArrayLike:
+        """Returns the requested stop bias."""
+        given = {"budget": budget, "mean_budget": mean_budget, "stop_bias": stop_bias}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are given, expected one of them")
+        if mean_budget is not None:
+            return self.bias_at(mean_budget)
+        return self.stop_bias if stop_bias is None else stop_bias
+
+
+def _limits(budget: Any, arguments: dict[str, Any]) -> Limits:
+    """Takes the fields of `Limits` out of keyword arguments."""
+    names = ("min_tokens", "max_tokens", "max_steps", "group")
+    return Limits(budget, **{name: arguments.pop(name, None) for name in names})
+
+
+@jax.jit
+def _margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
+    """Computes stop margins of rollouts that do not stop."""
+    method, n = policy.pruner, inputs.image.shape[1]
+    return method.order(policy.params, inputs, method.most(n), **options).margin

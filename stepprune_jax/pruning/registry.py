@@ -1,0 +1,55 @@
+"""The list of all pruners."""
+
+from typing import Any
+
+from stepprune_jax.pruning.all_tokens import AllTokens
+from stepprune_jax.pruning.autoselect import AutoSelect
+from stepprune_jax.pruning.base import Pruner
+from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.dart import Dart
+from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.holov import HoloV
+from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
+from stepprune_jax.pruning.pyramiddrop import PyramidDrop
+from stepprune_jax.pruning.random import Random
+from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
+from stepprune_jax.pruning.stepprune import StepPrune
+from stepprune_jax.pruning.topv import TopV
+from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.visionzip import VisionZip
+
+# The only list of names, used by commands, configurations and tables.
+PRUNERS: dict[str, type[Pruner]] = {
+    kind.name: kind
+    for kind in (
+        AllTokens,
+        Random,
+        Grid,
+        Cls,
+        FastV,
+        SparseVLM,
+        SparseVLMv2,
+        PyramidDrop,
+        Dart,
+        TopV,
+        VisionZip,
+        PruMerge,
+        PruMergePlus,
+        HoloV,
+        AutoSelect,
+        StepPrune,
+    )
+}
+
+
+def trained_methods() -> dict[str, type[TrainedMethod]]:
+    """Returns those of `PRUNERS` that can be trained."""
+    return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, TrainedMethod)}
+
+
+def method_of(config: TrainedConfig) -> TrainedMethod:
+    """Returns the trained method that a configuration belongs to."""
+    kinds = trained_methods().values()
+    kind: Any = next(kind for kind in kinds if kind.config_type is type(config))
+    return kind(config=config)

@@ -1,0 +1,66 @@
+"""A method that only this test knows is trained, saved and run, without any other edit."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from PIL import Image
+from tiny_run import looks, make_run, metrics, write_data, write_questions
+
+from stepprune_jax import generate, load_policy, load_vlm, testing
+from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
+from stepprune_jax.pruning.ordering import by_score
+from stepprune_jax.training import train
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    feature_width: int
+    text_width: int = 0
+    sharpness: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(TrainedMethod):
+    """Scores tokens by a linear function of them."""
+
+    config: LinearConfig = LinearConfig(1)
+
+    name = "linear"
+    label = "linear"
+    config_type: ClassVar[type | None] = LinearConfig
+
+    def init(self, key):
+        return {"kernel": jax.random.normal(key, (self.config.feature_width,))}
+
+    def train_loss(self, weights, key, inputs, lm_loss_fn, progress):
+        gate = jax.nn.sigmoid(self.config.sharpness * inputs.image @ weights["kernel"])
+        loss = lm_loss_fn(gate[..., None] * inputs.image)
+        return loss, ({"lm_loss": loss, "gate": gate.mean()}, progress.running_count)
+
+    def order(self, weights, inputs, steps):
+        scores = inputs.image @ weights["kernel"]
+        return Ranking(by_score(scores, inputs.image_mask)[:, :steps])
+
+
+def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRUNERS, "linear", Linear)
+    folder, data = testing.tiny_llava(tmp_path / "model"), write_data(tmp_path / "data")
+    run = make_run(folder, write_questions(data), **{"validation.every": 3, "log_every": 3})
+    run = dataclasses.replace(run, method="linear", policy={"sharpness": 2.0, "text": False})
+    train(run, tmp_path / "run")
+    first, last = metrics(tmp_path / "run")
+    assert first["gate"] != last["gate"] and last["grad_norm"] > 0 == last["grad_norm_stop"]
+    assert [row["k_mean"] for row in looks(tmp_path / "run")] == [2, 2]  # a quarter of nine
+    policy = load_policy(tmp_path / "run" / "policy.safetensors")
+    assert policy.config == LinearConfig(32, 0, 2.0) and not policy.has_stop
+    model = load_vlm(folder, dtype=jnp.float32, progress=False)
+    image = Image.open(data / "images" / "0.png")
+    against = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
+    kept = []
+    for scorer, budget in ((policy, 4), (against, 5)):
+        options = {"policy": scorer, "budget": budget, "max_tokens": 2, "warm_up": False}
+        (answer,) = generate(model, ["dog ?"], [[image]], **options)
+        kept += answer.kept_indices[0]
+    assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others
