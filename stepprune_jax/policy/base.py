@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 Params = dict[str, Any]
+StepFn = Callable[..., tuple[Array, Any]]
 # A jax or numpy array: ArrayLike without scalars.
 AnyArray = jax.Array | np.ndarray
 
@@ -123,7 +124,7 @@ class DecoderFns:
     """
 
     init: Callable[..., tuple[Array, Any, Any]]
-    step: Callable[..., tuple[Array, Any]]
+    step: StepFn
     sequence: Callable[..., Array] | None = None
     feedback: Callable[..., Array] | None = None
 

@@ -94,15 +94,10 @@ def soft_budget(
     running: ArrayLike,
     num_tokens: Int[Array, "b"],
 ) -> Float[Array, "b"]:
-    """Returns k of Eq. (12) for each row.
+    """Returns k of Eq. (12) for each row of `num_tokens` real tokens.
 
-    Args:
-        config: policy configuration. `soft_budget="straight_through"` lets the language-model loss
-            tell what one more token is worth for this image; `"batch_mean"` is the paper's running
-            mean, at least 1, through which the loss cannot change any single count.
-        trajectory: selection of the batch.
-        running: from `update_running_count`.
-        num_tokens: N of each row, without its padding.
+    With `"straight_through"` the language-model loss tells what one more token is worth for this
+    image; `"batch_mean"` is the running mean, through which it cannot change any single count.
     """
     hard = trajectory.count.astype(trajectory.stop_prob.dtype)
     if config.soft_budget == "batch_mean":

@@ -1,6 +1,7 @@
 """Every choice the paper leaves open, as one frozen, hashable configuration."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def is_number(value: Any) -> bool:
 
 
 # Allowed values of each field that names a reading; the field's documentation explains them.
-CHOICES = {
+_CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
     "text_gate": ("attention", "printed"),
     "stop": ("aligned", "softmax", "hazard"),
@@ -40,42 +41,22 @@ CHOICES = {
 }
 
 # Fields, what their values have to be, and how a message says so.
-_RULES = (
-    (
-        ("feature_width", "num_heads", "mlp_ratio", "group"),
-        lambda x: is_integer(x) and x >= 1,
-        "an integer from 1",
-    ),
-    (  # layers are held in a list
-        ("encoder_layers", "decoder_layers"),
-        lambda x: is_integer(x) and 1 <= x <= 1024,
-        "an integer from 1 to 1024",
-    ),
+_SIZES = ("feature_width", "num_heads", "mlp_ratio", "group")
+_LAYERS = ("encoder_layers", "decoder_layers")  # held in a list
+_TEMPERATURES = ("temperature", "stop_temperature", "polarisation_temperature")
+_PRICES = ("length_weight", "price_range", "price_growth")
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_SIZES, lambda x: is_integer(x) and x >= 1, "an integer from 1"),
+    (_LAYERS, lambda x: is_integer(x) and 1 <= x <= 1024, "an integer from 1 to 1024"),
+    (("text_width", "min_tokens"), lambda x: is_integer(x) and x >= 0, "an integer from 0"),
     (
         ("width", "max_steps"),
         lambda x: x is None or (is_integer(x) and x >= 1),
         "None or an integer from 1",
     ),
-    (
-        ("text_width", "min_tokens"),
-        lambda x: is_integer(x) and x >= 0,
-        "an integer from 0",
-    ),
-    (
-        ("temperature", "stop_temperature", "polarisation_temperature"),
-        lambda x: is_number(x) and x > 0,
-        "a positive number",
-    ),
-    (
-        ("length_weight", "price_range", "price_growth"),
-        lambda x: is_number(x) and x >= 0,
-        "a number >= 0",
-    ),
-    (
-        ("polarisation_share",),
-        lambda x: is_number(x) and 0 <= x <= 1,
-        "a share from 0 to 1",
-    ),
+    (_TEMPERATURES, lambda x: is_number(x) and x > 0, "a positive number"),
+    (_PRICES, lambda x: is_number(x) and x >= 0, "a number >= 0"),
+    (("polarisation_share",), lambda x: is_number(x) and 0 <= x <= 1, "a share from 0 to 1"),
     (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
     (("stop_bias",), is_number, "a finite number"),
 )
@@ -176,7 +157,7 @@ class PolicyConfig:
     dtype: str | None = None
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
+        for name, choices in _CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
         for names, holds, expected in _RULES:
             for name in names:

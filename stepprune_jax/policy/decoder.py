@@ -13,14 +13,9 @@ from stepprune_jax.policy.config import PolicyConfig
 
 
 class Context(NamedTuple):
-    """Quantities the decoder computes once from the memory.
+    """What the decoder computes once from the memory; its last slot is the stop.
 
-    Attributes:
-        pointer_key: keys of the pointer logits.
-        cross_key: cross-attention keys of each inner layer, then of the hazard.
-        cross_value: cross-attention values of the same.
-        memory_mask: True at real slots; the stop slot is always real.
-        stop: the stop slot.
+    Cross-attention has keys and values for each inner layer, and for the hazard after them.
     """
 
     pointer_key: Float[Array, "b m d"]

@@ -55,11 +55,6 @@ def noise_gate(
     return (kept * x.astype(wide) + replaced * jnp.asarray(noise).astype(wide)).astype(x.dtype)
 
 
-def scale_gate(x: Float[Array, "b n d"], alpha: Float[Array, "b n"]) -> Float[Array, "b n d"]:
-    """Ablation: x~ = alpha x."""
-    return x * alpha[..., None].astype(x.dtype)
-
-
 def denoise(
     params: Params, config: PolicyConfig, x: Float[AnyArray, "b n d"]
 ) -> Float[Array, "b n d"]:
@@ -68,14 +63,6 @@ def denoise(
     Under the diagonal mask the softmax has one entry, so attention is the linear map W_o W_v LN(x)
     and queries and keys do not exist. The block starts as the identity and is used in training
     only; at inference the LLM reads the selected tokens as they are.
-
-    Args:
-        params: policy weights.
-        config: policy configuration.
-        x: gated tokens.
-
-    Returns:
-        Denoised tokens in the dtype of `x`.
     """
     weights, dtype = params["denoiser"], jnp.asarray(x).dtype
     x = jnp.asarray(x, layers.compute_dtype(config, dtype))
@@ -95,7 +82,8 @@ def gate_tokens(
     """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding."""
     image, real = jnp.asarray(inputs.image), inputs.real[..., None]
     x = jnp.where(real, standardise(image, inputs.stats), 0)
-    noisy = noise_gate(key, x, alpha) if config.gate == "vp" else scale_gate(x, alpha)
+    scaled = x * alpha[..., None].astype(x.dtype)
+    noisy = noise_gate(key, x, alpha) if config.gate == "vp" else scaled
     clean = restore(denoise(params, config, noisy), inputs.stats)
     return jnp.where(real, clean, 0).astype(image.dtype)
 

@@ -72,15 +72,8 @@ def gate(
     else:
         least, most = jnp.minimum(config.min_tokens, longest), longest
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
-    episode = begin(
-        params,
-        config,
-        inputs,
-        Limits(min_tokens=least, max_tokens=most),
-        text_gate=progress.text_gate,
-        stop_bias=stop_bias + log_price,
-        decoder=decoder,
-    )
+    limits, bias = Limits(min_tokens=least, max_tokens=most), stop_bias + log_price
+    episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder)
     trajectory = roll_out(params, config, episode, decoder)
     running = jnp.asarray(progress.running_count, jnp.float32)
     running = update_running_count(running, trajectory.count)

@@ -7,22 +7,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
 
+# Normal with variance 1 / fan-in, or with a standard deviation of .02.
 Init = Literal["fan_in", "token", "ones", "zeros"]
 
 
 class ParamSpec(NamedTuple):
-    """One weight: its shape, logical axes (for sharding) and initialiser.
-
-    Attributes:
-        shape: shape of the array.
-        axes: a logical name or `None` per dimension; see `partition_rules`.
-        init: `"fan_in"` (normal, variance 1 / fan-in), `"token"` (normal, std .02), `"ones"`,
-            `"zeros"`.
-    """
+    """One weight: its shape, logical axes (see `partition_rules`) and initialiser."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -147,7 +142,7 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
     return draw_params(key, param_specs(config), dtype)
 
 
-def draw_params(key: jax.Array, specs: dict[str, Any], dtype: Any = jnp.float32) -> Params:
+def draw_params(key: jax.Array, specs: dict[str, Any], dtype: DTypeLike = jnp.float32) -> Params:
     """Draws the weights that a table of `ParamSpec` describes."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
 
@@ -166,7 +161,7 @@ def abstract_policy(config: PolicyConfig) -> Params:
     return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
 
 
-def cast_weights(params: Params, dtype: Any) -> Params:
+def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
     """Casts a policy's dense layers once, for inference, so that no program does so in each step.
 
     Results are bitwise the same: `layers.dense` casts kernel and bias to the dtype of its input

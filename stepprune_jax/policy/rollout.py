@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params
+from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
 from stepprune_jax.policy.config import PolicyConfig, is_integer
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.layers import score_dtype
@@ -24,19 +24,9 @@ from stepprune_jax.policy.trajectory import RowLimits, step_distribution
 
 
 class Episode(NamedTuple):
-    """Arguments of an episode, broadcast to full shape.
+    """Arguments of an episode, broadcast to full shape: slots are zero in the padding.
 
-    Attributes:
-        query: the first query.
-        context: what the decoder computed once from the memory.
-        cache: the decoder's empty cache.
-        slots: M, zero in the padding.
-        image_mask: True at real tokens.
-        limits: bounds on the count, at most the row's number of tokens.
-        stop_bias: added to the stop logits.
-        steps: T_max.
-        group: tokens taken from one pointer distribution.
-        exact: whether the count is given, so that no stop has to be looked at.
+    `exact` says whether the count is given, so that no stop has to be looked at.
     """
 
     query: Float[Array, "b d"]
@@ -120,7 +110,7 @@ class Loop(NamedTuple):
     """The static half of a rollout: configuration, functions and length."""
 
     config: PolicyConfig
-    step: Callable[..., Any]
+    step: StepFn
     feedback: Callable[..., Array]
     steps: int
 
@@ -128,7 +118,7 @@ class Loop(NamedTuple):
 class Operands(NamedTuple):
     """The differentiable half of a rollout."""
 
-    params: Any
+    params: Params
     context: Any
     memory: Float[Array, "b m d"]
     query: Float[Array, "b d"]
@@ -214,7 +204,7 @@ def hold(config: PolicyConfig, logits: Float[Array, "b t m"], group: int) -> Flo
     return held.at[..., -1].set(logits[..., -1]) if config.stop == "hazard" else held
 
 
-def grouped(episode: Episode, step: Callable[..., Any]) -> tuple[Episode, Callable[..., Any]]:
+def grouped(episode: Episode, step: StepFn) -> tuple[Episode, StepFn]:
     """Makes the steps of an episode use the logits of their group's first step.
 
     The logits of all steps are one more leaf of the decoder's cache, written and read as an

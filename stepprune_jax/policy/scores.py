@@ -41,17 +41,10 @@ def soft_scores(
     decay: ArrayLike,
     aggregation: str = "discounted",
 ) -> Float[Array, "b n"]:
-    """s_i = sum_t A_t p_t(i) beta^t, Eq. (11), in linear space.
+    """s_i = sum_t A_t p_t(i) beta^t >= 0, Eq. (11).
 
-    Args:
-        prob: p_t(i).
-        stop_prob: p_t(stop).
-        decay: beta.
-        aggregation: `"discounted"` as above; the ablations of Table 4 (b) are `"alive"` (beta = 1),
-            `"uniform"` (A_t = 1 as well) and `"last"` (p_T alone).
-
-    Returns:
-        s >= 0.
+    The ablations of Table 4 (b) are `"alive"` (beta = 1), `"uniform"` (A_t = 1 as well) and
+    `"last"` (p_T alone).
     """
     prob, stop_prob = jnp.asarray(prob), jnp.asarray(stop_prob)
     if aggregation == "last":
@@ -61,7 +54,18 @@ def soft_scores(
     return jnp.einsum("btn,bt->bn", prob, jnp.broadcast_to(alive * weights, prob.shape[:2]))
 
 
-def _log_scores(log_prob, log_continue, decay: ArrayLike, aggregation: str):
+def log_scores(
+    log_prob: Float[Array, "b t n"],
+    log_continue: Float[Array, "b t"],
+    *,
+    decay: ArrayLike,
+    aggregation: str = "discounted",
+) -> Float[Array, "b n"]:
+    """log of `soft_scores`, as a logsumexp over steps of log A_t + log p_t(i) + t log beta.
+
+    No epsilon is added anywhere, so late tokens keep their order at any T_max. A token never
+    pointed at scores -1e9, with zero gradient.
+    """
     if aggregation == "last":
         return log_prob[:, -1]
     weights = _discounts(aggregation, log_prob.shape[1], decay).astype(log_prob.dtype)
@@ -72,41 +76,22 @@ def _log_scores(log_prob, log_continue, decay: ArrayLike, aggregation: str):
     return jnp.where(pointed_at, jax.nn.logsumexp(terms, axis=1), MASKED)
 
 
-def _finite_log(x: Array) -> Array:
-    """log x, `MASKED` with zero gradient where x is not positive."""
-    positive = x > 0
-    return jnp.where(positive, jnp.log(jnp.where(positive, x, 1)), MASKED)
-
-
-def log_soft_scores(
-    prob: Float[AnyArray, "b t n"],
-    stop_prob: Float[AnyArray, "b t"],
-    *,
-    decay: ArrayLike,
-    aggregation: str = "discounted",
-) -> Float[Array, "b n"]:
-    """log of `soft_scores`, as a logsumexp over steps of log A_t + log p_t(i) + t log beta.
-
-    No epsilon is added anywhere, so late tokens keep their order at any T_max. A token never
-    pointed at scores -1e9, with zero gradient. Given a `Trajectory`, prefer `trajectory_scores`,
-    which starts from exact log-probabilities.
-    """
-    stop_prob = jnp.asarray(stop_prob)
-    # log1p, except where the stop is certain.
-    sure = stop_prob >= 1
-    log_continue = jnp.where(sure, MASKED, jnp.log1p(-jnp.where(sure, 0, stop_prob)))
-    return _log_scores(_finite_log(jnp.asarray(prob)), log_continue, decay, aggregation)
-
-
 def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b n"]:
-    """Computes scores of a trajectory in the space and aggregation that `config` names.
+    """Computes how much each token was pointed at, Eq. (11), in the space that `config` names.
 
     Log scores come from the trajectory's own logarithms: neither a saturated stop nor an
     underflowing probability is lost.
+
+    Args:
+        config: policy configuration; `score_space`, `aggregation` and `decay` are read.
+        trajectory: result of `select`.
+
+    Returns:
+        Scores, or their logarithms; -1e9 for a token that is never pointed at.
     """
     if config.score_space == "log":
-        parts = (trajectory.log_prob, trajectory.log_continue)
-        return _log_scores(*parts, config.decay, config.aggregation)
+        logs = (trajectory.log_prob, trajectory.log_continue)
+        return log_scores(*logs, decay=config.decay, aggregation=config.aggregation)
     parts = (trajectory.prob, trajectory.stop_prob)
     return soft_scores(*parts, decay=config.decay, aggregation=config.aggregation)
 

@@ -9,7 +9,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from stepprune_jax.policy import layers
-from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks, Ranked, Trajectory
+from stepprune_jax.policy.base import (
+    DecoderFns,
+    Inputs,
+    Limits,
+    Params,
+    Picks,
+    Ranked,
+    StepFn,
+    Trajectory,
+)
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import (
     POINTER,
@@ -57,10 +66,9 @@ def begin(
     config: PolicyConfig,
     inputs: Inputs,
     limits: Limits,
-    *,
-    text_gate: ArrayLike = 1.0,
-    stop_bias: ArrayLike = 0.0,
-    decoder: DecoderFns = POINTER,
+    text_gate: ArrayLike,
+    stop_bias: ArrayLike,
+    decoder: DecoderFns,
 ) -> Episode:
     """Encodes the inputs and prepares an episode over them."""
     slots = memory(params, encode(params, config, inputs, text_gate))
@@ -98,8 +106,7 @@ def select(
     Raises:
         ValueError: inputs or limits that do not fit, where this can be read before tracing.
     """
-    options: dict[str, Any] = {"text_gate": text_gate, "stop_bias": stop_bias, "decoder": decoder}
-    episode = begin(params, config, inputs, limits, **options)
+    episode = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
     return roll_out(params, config, episode, decoder)
 
 
@@ -174,13 +181,10 @@ def _order(
 
 
 class Walker(NamedTuple):
-    """A walk through an episode, block by block.
+    """A walk through an episode, `block` tokens at a time.
 
-    Attributes:
-        start: initial state.
-        advance: `(state, first) -> (state, choice [k, b], margin [k, b] or None)`: the next k
-            tokens, from number `first` on, and the stop's margins before each.
-        block: k.
+    `advance(state, first)` returns the next state, the tokens from number `first` on, and the
+    stop's margins before each of them, if asked for.
     """
 
     start: Any
@@ -188,9 +192,7 @@ class Walker(NamedTuple):
     block: int
 
 
-def step_by_step(
-    params: Params, config: PolicyConfig, episode: Episode, step: Callable[..., Any]
-) -> Walker:
+def step_by_step(params: Params, config: PolicyConfig, episode: Episode, step: StepFn) -> Walker:
     """Walks one token per block: the reference, and for custom decoders."""
     episode, step = grouped(episode, step)
     n = episode.image_mask.shape[1]
@@ -212,11 +214,12 @@ def has_tables(decoder: DecoderFns) -> bool:
     return decoder.init is pointer_init and decoder.step is pointer_step
 
 
-def tables_fit(config: PolicyConfig, episode: Episode) -> bool:
-    """Returns whether the tables of an episode are within `MOST_TABLE_BYTES`."""
+def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
+    """Returns whether an episode has tables, and within `MOST_TABLE_BYTES`."""
     b, m, _ = episode.slots.shape
     width = layers.score_dtype(episode.slots.dtype).itemsize
-    return width * b * m**2 * (config.num_heads + 1) <= MOST_TABLE_BYTES
+    size = width * b * m**2 * (config.num_heads + 1)
+    return has_tables(decoder) and size <= MOST_TABLE_BYTES
 
 
 def by_tables(
@@ -282,7 +285,7 @@ def pick(
     large (more than 7,900 tokens of an image, with 16 heads).
     """
     (b, n), steps = episode.image_mask.shape, episode.steps
-    if has_tables(decoder) and tables_fit(config, episode):
+    if tables_fit(config, episode, decoder):
         margins = not episode.exact
         walker = by_tables(params, config, episode, min(BLOCK, steps), margins=margins)
     else:
@@ -341,7 +344,7 @@ def choose(
 
     Args, returns and raises as `prune`.
     """
-    episode = begin(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
+    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder)
     return pick(params, config, episode, decoder)
 
 
@@ -365,7 +368,7 @@ def rank(
     Returns:
         The order and its margins; undefined where a row has no token left.
     """
-    episode = begin(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
+    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder)
     return order(params, config, episode, decoder)
 
 
@@ -373,7 +376,7 @@ def order(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Ranked:
     """Computes order and margins of an episode."""
-    if has_tables(decoder) and tables_fit(config, episode):
+    if tables_fit(config, episode, decoder):
         walker = by_tables(params, config, episode, episode.steps, margins=True)
         _, choice, margin = walker.advance(walker.start, jnp.int32(0))
         assert margin is not None  # requested above

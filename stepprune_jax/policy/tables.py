@@ -42,21 +42,14 @@ _exactly = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Tables(NamedTuple):
-    """Tables computed once per episode.
+    """Tables computed once per episode; `None` where only one decoder layer has them.
 
-    q and s run over the slots, with the start in place of the stop. Tables read row by row are at
-    least float32; those that each step reads as a whole have the compute dtype.
-
-    Attributes:
-        query: embedding of each slot as a query.
-        score: attention logit of slot q's query for slot s, first layer.
-        value: contribution of slot s if it is attended to.
-        residual: query plus output bias of the first history; centred with one decoder layer.
-        out: output projection of the first history, [out, in]; centred likewise.
-        key: pointer keys with the pointer's norm and projection folded in.
-        offset: contribution of the norm's bias to the logit of each slot.
-        row_logit: with one decoder layer: key times residual; else None.
-        mixed_logit: with one decoder layer: key times out; else None.
+    q and s run over the slots, with the start in place of the stop. `query` embeds each slot as a
+    query, `residual` adds the output bias of the first history and `out` is its projection; `score`
+    and `value` are its attention logits and contributions; `key` and `offset` fold the pointer's
+    norm and projection; `row_logit` and `mixed_logit` are key times residual and key times out.
+    Tables read row by row are at least float32; those that each step reads as a whole have the
+    compute dtype.
     """
 
     query: Float[Array, "b q d"]
@@ -71,12 +64,9 @@ class Tables(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """State of an episode.
+    """State of an episode: slots of the next queries, in order of choice, and those that were one.
 
-    Attributes:
-        at: slots of the next queries: those chosen last, in order of choice.
-        seen: slots that were queries, the start (slot n) among them.
-        cache: histories of the layers after the first.
+    The cache holds the histories of the layers after the first.
     """
 
     at: Int[Array, "b g"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.policy import POINTER, Limits, PolicyConfig, Progress, gate, selection
+from stepprune_jax.policy import POINTER, Limits, PolicyConfig, Progress, gate, scores, selection
 from stepprune_jax.policy.objective import total_loss
 from stepprune_jax.policy.params import ParamSpec, param_specs
 from stepprune_jax.policy.rollout import start_episode
@@ -79,6 +79,14 @@ def train_loss(params, config, key, inputs, lm_loss_fn, progress=Progress(), sto
     """`train_loss` at a stop bias."""
     gated = gate(params, config, key, inputs, progress, stop_bias=stop_bias)
     return total_loss(config, gated, lm_loss_fn(gated.tokens), config.length_weight), gated
+
+
+def log_scores(prob, stop_prob, **options):
+    """`scores.log_scores` of probabilities rather than of their logarithms."""
+    some, sure = prob > 0, stop_prob >= 1
+    log_prob = jnp.where(some, jnp.log(jnp.where(some, prob, 1)), -1e9)
+    log_continue = jnp.where(sure, -1e9, jnp.log1p(-jnp.where(sure, 0, stop_prob)))
+    return scores.log_scores(log_prob, log_continue, **options)
 
 
 def random_mask(rng, b, size, share=0.7):

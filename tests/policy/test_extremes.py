@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import quick_or_slow
 
-from stepprune_jax.policy import Inputs, Limits, Progress, gate, select
+from stepprune_jax.policy import Inputs, Limits, Progress, select
 
 CONFIGS = {
     "parallel, aligned": cases.small_config(dtype="float32", min_tokens=0, batch_budget="own"),
@@ -75,23 +75,6 @@ def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, 
             np.testing.assert_array_equal(gated.trajectory.count, counts)
         if counts is not None and config.soft_budget == "straight_through":
             np.testing.assert_array_equal(gated.alpha, mask * (np.array(counts) > 0)[:, None])
-
-
-def test_gate_lets_rows_run_to_the_t_max_it_is_given_and_no_further():
-    rng = np.random.default_rng(62)
-    config = cases.small_config(dtype="float32", batch_budget="own")
-    params = jax.tree.map(np.float32, cases.random_weights(rng, config))
-    image = np.float32(rng.normal(size=(2, 6, 8)))
-    # By itself the policy would take floor(6 / 2) = 3 steps.
-    for steps in (2, 6):
-        bounded = dataclasses.replace(config, max_steps=steps)
-
-        @jax.jit
-        def run(params, bounded=bounded):
-            key = jax.random.key(0)
-            return gate(params, bounded, key, Inputs(image), stop_bias=-100.0).trajectory.count
-
-        np.testing.assert_array_equal(run(params), [steps, steps])
 
 
 @pytest.mark.parametrize("estimator", ["straight_through", "parallel"])

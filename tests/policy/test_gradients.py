@@ -12,7 +12,7 @@ from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.objective import length_penalty
 from stepprune_jax.policy.params import param_paths
 from stepprune_jax.policy.rollout import hard_feedback
-from stepprune_jax.policy.scores import expected_count, log_soft_scores, soft_scores
+from stepprune_jax.policy.scores import expected_count, soft_scores
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -51,7 +51,7 @@ def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng):
 
 
 @pytest.mark.parametrize("aggregation", ["discounted", "alive", "uniform", "last"])
-@pytest.mark.parametrize("scores_fn", [soft_scores, log_soft_scores])
+@pytest.mark.parametrize("scores_fn", [soft_scores, cases.log_scores])
 def test_score_gradients(rng, scores_fn, aggregation):
     x = dict(prob=rng.uniform(0.05, 0.9, (2, 4, 3)), stop_prob=rng.uniform(0.1, 0.9, (2, 4)))
     weigh = cases.weighted_sum(rng, x["prob"][:, 0])
@@ -66,7 +66,7 @@ def test_a_token_never_pointed_at_has_a_log_score_without_gradient(dtype):
     stop_prob = np.full((1, 3), 0.5, dtype)
 
     def never(prob, stop_prob):
-        return log_soft_scores(prob, stop_prob, decay=0.9)[0, 1]
+        return cases.log_scores(prob, stop_prob, decay=0.9)[0, 1]
 
     by_prob, by_stop = jax.jit(jax.grad(never, (0, 1)))(prob, stop_prob)
     np.testing.assert_array_equal(by_prob, 0)
@@ -211,7 +211,7 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (cases.small_config, dict(decoder_layers=1, text_width=0, encoder_layers=1)),
+        (cases.small_config, dict(decoder_layers=1, text_width=0, encoder_layers=1, gate="scale")),
         pytest.param(
             cases.small_config,
             dict(decoder_layers=3, feature_width=6, width=8),

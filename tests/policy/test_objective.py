@@ -6,12 +6,10 @@ import functools
 import cases
 import jax
 import jax.numpy as jnp
-import marker_world
 import numpy as np
-import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Gated, Inputs, Limits, PolicyConfig, Progress, Trajectory
+from stepprune_jax.policy import Gated, Inputs, Trajectory
 from stepprune_jax.policy.base import TrainAux
 from stepprune_jax.policy.noise import standardise
 
@@ -23,52 +21,6 @@ CONFIG = cases.plain_config(
     batch_budget="own",
     stop="aligned",
 )
-
-
-def loss_slope_at_the_stop(config, rows=64):
-    """d(reader loss) / d(stop bias) of a random policy, mean and standard error over batches."""
-    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
-    everything = jnp.ones((rows, 32), bool)
-
-    @jax.jit
-    @jax.grad
-    def slope(bias, key, params):
-        draw_key, gate_key = jax.random.split(key)
-        batch = marker_world.draw_batch(draw_key, world, rows, 32)
-        given = (gate_key, Inputs(batch.image, batch.text), Progress(running_count=8.0))
-        gated = policy.gate(params, config, *given, stop_bias=bias)
-        return marker_world.reader_loss(world, gated.tokens, everything, batch)
-
-    slopes = np.array([slope(1.0, jax.random.key(i), params) for i in range(8)])
-    return slopes.mean(), slopes.std() / len(slopes) ** 0.5
-
-
-@pytest.mark.slow
-def test_loss_pushes_back_on_the_count_per_sample_but_not_through_a_batch_mean():
-    mean, error = loss_slope_at_the_stop(CONFIG)
-    assert mean > 3 * error > 0  # stopping earlier hurts
-    small = {"feature_width": 32, "text_width": 32, "num_heads": 4, "decoder_layers": 1}
-    literal = PolicyConfig.literal(**small)
-    printed, _ = loss_slope_at_the_stop(literal)
-    assert printed < 0.02 * mean  # at its temperature, the scores even reward an earlier stop
-    flat = dataclasses.replace(literal, polarisation_temperature=1.0)
-    printed, _ = loss_slope_at_the_stop(flat)
-    assert abs(printed) < 0.02 * mean
-
-
-def test_length_penalty_pushes_the_count_down():
-    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), CONFIG)
-    batch = marker_world.draw_batch(jax.random.key(1), world, 64, 32)
-
-    @jax.jit
-    @jax.grad
-    def slope(bias, params, batch):  # as arguments, which XLA does not compute with beforehand
-        config = dataclasses.replace(CONFIG, length_weight=1.0)
-        inputs = Inputs(batch.image, batch.text)
-        given = (params, config, jax.random.key(2), inputs, lambda tokens: jnp.zeros(()))
-        return cases.train_loss(*given, stop_bias=bias)[0]
-
-    assert slope(0.0, params, batch) < 0
 
 
 def test_metrics_by_hand():
@@ -180,42 +132,3 @@ def test_statistics_make_features_of_any_scale_equal():
     np.testing.assert_allclose(
         standardise(a.tokens, plain), standardise(b.tokens, scaled), atol=1e-3
     )
-
-
-@pytest.mark.parametrize(
-    ("gate", "estimator"),
-    [
-        pytest.param("vp", "straight_through", marks=pytest.mark.slow),
-        ("scale", "parallel"),
-    ],
-)
-def test_every_gate_and_estimator_trains_the_decoder(gate, estimator):
-    config = dataclasses.replace(CONFIG, gate=gate, estimator=estimator)
-    world, params = marker_world.make_world(32), policy.init_policy(jax.random.key(0), config)
-    batch = marker_world.draw_batch(jax.random.key(1), world, 8, 16)
-
-    def loss(params, batch):
-        return policy.train_loss(
-            params,
-            config,
-            jax.random.key(2),
-            Inputs(batch.image, batch.text),
-            lambda tokens: marker_world.reader_loss(world, tokens, jnp.ones((8, 16), bool), batch),
-        )[0]
-
-    grads = jax.jit(jax.grad(loss))(params, batch)
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
-    assert float(jnp.linalg.norm(grads["decoder"]["pointer"]["key"]["kernel"])) > 0
-    assert float(jnp.linalg.norm(grads["stop"])) > 0
-
-
-def test_selection_and_statistics_ignore_padding():
-    params = policy.init_policy(jax.random.key(0), CONFIG)
-    image = jax.random.normal(jax.random.key(1), (2, 10, 32))
-    stats = policy.update_stats(policy.FeatureStats.start(32), image)
-    padded = jnp.concatenate([image, jnp.full((2, 6, 32), 1e3)], axis=1)
-    mask = jnp.broadcast_to(jnp.arange(16) < 10, (2, 16))
-    seen = (Inputs(image, stats=stats), Inputs(padded, image_mask=mask, stats=stats))
-    short, long = (policy.prune(params, CONFIG, x, Limits(max_steps=5)) for x in seen)
-    np.testing.assert_array_equal(short.index, long.index)
-    np.testing.assert_array_equal(short.tokens, long.tokens)

@@ -15,7 +15,6 @@ from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.scores import (
     alive_probability,
     expected_count,
-    log_soft_scores,
     soft_scores,
 )
 
@@ -53,7 +52,7 @@ def test_soft_scores_and_their_logarithms_equal_the_loops(rng, x64, aggregation)
     prob[..., 2] = 0.0  # Never pointed at.
     arguments = dict(decay=0.8, aggregation=aggregation)
     linear = soft_scores(prob, stop_prob, **arguments)
-    logs = np.asarray(log_soft_scores(prob, stop_prob, **arguments))
+    logs = np.asarray(cases.log_scores(prob, stop_prob, **arguments))
     for row in range(4):
         close(linear[row], oracle.soft_scores(prob[row], stop_prob[row], 0.8, aggregation))
         # An impossible event scores -1e9, near enough.

@@ -46,22 +46,6 @@ def test_budgets_are_met_exactly_and_nest(params, inputs):
     np.testing.assert_allclose(expected_count(exact.stop_prob), counts, rtol=1e-6)
 
 
-def test_choose_equals_select_for_every_batch_mix(params, inputs):
-    mixes = [  # min_tokens, max_tokens, stop_bias
-        ([1] * 4, [12] * 4, [0.0] * 4),
-        ([1, 12, 2, 7], [1, 12, 2, 7], [0.0] * 4),
-        ([0] * 4, [12] * 4, [50.0] * 4),
-        ([1] * 4, [0, 3, 12, 24], [-50.0, 0.0, 2.0, -50.0]),
-    ]
-    for least, most, bias in mixes:
-        limits = Limits(min_tokens=np.array(least), max_tokens=np.array(most))
-        bias = np.array(bias, np.float32)
-        full = select(params, CONFIG, inputs, limits, stop_bias=bias)
-        early = choose(params, CONFIG, inputs, limits, stop_bias=bias)
-        for name in ("action", "count", "selected"):
-            np.testing.assert_array_equal(getattr(early, name), getattr(full, name))
-
-
 def test_choose_stops_with_its_last_row(params, inputs):
     """Counts the steps that run: a decoder that keeps count of its own calls."""
     calls = []

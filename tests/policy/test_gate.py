@@ -1,5 +1,6 @@
-"""Properties of SoftTopK; its worked values are in test_worked_numbers.py."""
+"""Properties of SoftTopK and of the noise gate."""
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax.policy import soft_topk
-from stepprune_jax.policy.scores import log_soft_scores, soft_scores
+from stepprune_jax.policy import noise_gate, soft_topk
+from stepprune_jax.policy.scores import soft_scores
 
 alpha_of = jax.jit(soft_topk)
 
@@ -38,16 +39,6 @@ def test_mass_is_k_and_order_is_kept(seed, scale, temperature, share, ties):
     assert (np.diff(ordered) >= -1e-5).all()
 
 
-def test_padding_changes_nothing():
-    scores = jax.random.normal(jax.random.key(0), (3, 7))
-    padded = jnp.concatenate([scores, jnp.full((3, 4), 1e4)], axis=1)
-    where = jnp.arange(11) < jnp.full((3, 1), 7)
-    k = jnp.array([1.0, 2.5, 6.5])
-    alpha = alpha_of(padded, k, 0.3, where=where)
-    expected = alpha_of(scores, k, 0.3)
-    np.testing.assert_allclose(alpha[:, :7], expected, atol=1e-6)
-
-
 def test_shift_and_permutation():
     scores = jax.random.normal(jax.random.key(1), (50,)) * 3
     alpha = alpha_of(scores, 11.0, 0.3)
@@ -55,23 +46,6 @@ def test_shift_and_permutation():
     order = jax.random.permutation(jax.random.key(2), 50)
     permuted = alpha_of(scores[order], 11.0, 0.3)
     np.testing.assert_allclose(permuted, alpha[order], atol=1e-6)
-
-
-def test_limits_of_temperature():
-    scores = jnp.array([0.3, -1.0, 2.0, 0.9, 0.1])
-    cold = alpha_of(scores, 2, 1e-3)
-    np.testing.assert_allclose(cold, [0, 0, 1, 1, 0], atol=1e-6)
-    hot = alpha_of(scores, 2, 1e4)
-    np.testing.assert_allclose(hot, jnp.full(5, 0.4), atol=1e-3)
-
-
-def test_all_or_nothing_is_exact_and_has_no_gradient():
-    scores = jnp.array([[1.0, 5.0, 3.0], [1.0, 5.0, 3.0]])
-    k = jnp.array([0.0, 3.0])
-    alpha = alpha_of(scores, k, 0.3)
-    np.testing.assert_array_equal(alpha, [[0, 0, 0], [1, 1, 1]])
-    grad = jax.jit(jax.grad(lambda s: jnp.sum(alpha_of(s, k, 0.3) ** 2)))(scores)
-    np.testing.assert_array_equal(grad, jnp.zeros_like(scores))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.3])
@@ -103,10 +77,35 @@ def test_log_scores_polarise_at_the_papers_size():
     stop = jnp.where(jnp.arange(steps) < kept, 1e-3, 1.0)[None]
     hard = jnp.zeros(n, bool).at[order[:kept]].set(True)
 
-    log = alpha_of(log_soft_scores(prob, stop, decay=0.9), kept, 0.3)[0]
+    log = alpha_of(cases.log_scores(prob, stop, decay=0.9), kept, 0.3)[0]
     iou = jnp.sum((log > 0.5) & hard) / jnp.sum((log > 0.5) | hard)
     assert iou > 0.95
     assert jnp.mean(log[hard]) > 0.95 and jnp.mean(log[~hard]) < 0.05
     raw = alpha_of(soft_scores(prob, stop, decay=0.9), kept, 1.0)[0]
     # Raw scores at temperature 1 cannot: the gate is alike inside and outside.
     assert jnp.mean(raw[hard]) - jnp.mean(raw[~hard]) < 0.1
+
+
+def test_second_moment_is_kept():
+    x = jax.random.normal(jax.random.key(0), (8, 10, 500))
+    alpha = jnp.tile(jnp.linspace(0, 1, 10), (8, 1))
+    gated = noise_gate(jax.random.key(1), x, alpha)
+    moment = jnp.mean(gated**2, axis=(0, 2))
+    # 4,000 samples of a chi-square with one degree of freedom: sd sqrt(2 / 4000) = .022.
+    np.testing.assert_allclose(moment, jnp.ones(10), atol=4 * 0.0224)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_is_finite_where_alpha_is_exactly_zero_or_one(compiled):
+    x = jnp.ones((1, 4, 3))
+    noise = jnp.full((1, 4, 3), 0.5)
+
+    def loss(u):
+        alpha = jnp.stack([jax.nn.sigmoid(u[0]), jax.nn.sigmoid(u[1]), u[2], u[3]])[None]
+        return jnp.sum(noise_gate(None, x, alpha, noise=noise) ** 2)
+
+    grad = jax.grad(loss)
+    u = jnp.array([40.0, -200.0, 0.0, 1.0])  # both sigmoids saturate in float32
+    value = (jax.jit(grad) if compiled else grad)(u)
+    assert bool(jnp.isfinite(value).all())
+    assert abs(value[2]) > 0 and abs(value[3]) > 0
