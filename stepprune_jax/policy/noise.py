@@ -49,6 +49,7 @@ def noise_gate(
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
     wide = layers.score_dtype(x.dtype)
     if noise is None:
+        assert key is not None  # it is drawn from
         noise = jax.random.normal(key, x.shape, wide)
     alpha = alpha.astype(wide)[..., None]
     kept, replaced = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)

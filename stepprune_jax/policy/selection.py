@@ -134,7 +134,14 @@ def select_loop(
     return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice)
 
 
-def _loop(params, config, episode, step, feedback, rollout_fn=saved_rollout) -> Rollout:
+def _loop(
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    step: StepFn,
+    feedback: Callable[..., Array],
+    rollout_fn: Callable[..., Any] = saved_rollout,
+) -> Rollout:
     episode, step = grouped(episode, step)
     operands = Operands(
         params, episode.context, episode.slots, episode.query, episode.cache, episode.stop_bias
@@ -159,6 +166,7 @@ def select_parallel(
     chosen slots as their queries. Value and gradient equal those of the loop up to rounding, in a
     fraction of the time and memory, as nothing is differentiated step by step.
     """
+    assert decoder.sequence is not None  # it scores all steps at once
     choice = _order(params, config, episode, decoder)
     later = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
     queries = jnp.concatenate([episode.query[:, None], later], axis=1)

@@ -81,17 +81,6 @@ def test_probabilities_and_scores_are_read_token_by_token():
     np.testing.assert_allclose(scores[0, :2], [0.243376, 0.464846], atol=2e-6)
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3])
-def test_a_budget_cuts_the_last_group(budget):
-    for group in (2, 3):
-        run, picks, _ = worked(group, budget=budget)
-        assert run.count.tolist() == picks.count.tolist() == [budget]
-        assert picks.action.tolist() == run.action.tolist()
-        assert run.action[0, :budget].tolist() == [A, B, C][:budget]
-    short, _, _ = worked(2, max_steps=3)
-    assert short.action.tolist() == [[A, B, C]]
-
-
 @pytest.mark.parametrize(
     ("layers", "stop", "group"),
     [(1, "aligned", 3), pytest.param(2, "hazard", 2, marks=pytest.mark.slow)],

@@ -78,20 +78,6 @@ def test_aligned_stop_is_half_where_stop_and_best_token_tie():
     np.testing.assert_allclose(t.prob[0, 0], [0.285121, 0.214879], atol=2e-6)
 
 
-def test_a_hazard_is_the_stop_logit_alone():
-    # The same logits: sigmoid((.6 / sqrt(2)) / .5) = sigmoid(.848528) = .700258, which stops.
-    memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
-    config = cases.plain_config(
-        feature_width=2, text_width=0, num_heads=1, stop="hazard", stop_bias=0.0, min_tokens=0
-    )
-    t = _select(config, memory, max_steps=1)
-    np.testing.assert_allclose(t.margin, [[0.424264]], atol=1e-6)
-    np.testing.assert_allclose(t.stop_prob, [[0.700258]], atol=1e-6)
-    np.testing.assert_array_equal(t.count, [0])
-    # .299742 times the shares .570242 and .429758
-    np.testing.assert_allclose(t.prob[0, 0], [0.170926, 0.128816], atol=2e-6)
-
-
 def test_running_count_starts_at_the_first_batch():
     first = budget.update_running_count(jnp.array(0.0), jnp.array([4, 8]))
     np.testing.assert_allclose(first, 6.0)
