@@ -5,8 +5,10 @@ whether they double, and in which tokens they count; `LlmCost` has both figures.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.family import ModelConfig
@@ -172,7 +174,7 @@ def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[
     return parts | {"total": sum(parts.values())}
 
 
-def traced_flops(jaxpr: Any) -> int:
+def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """Counts the FLOPs of a traced program's matrix products, on all devices together.
 
     Recomputation in a backward pass counts again. A scan's body counts as often as it runs, where
@@ -185,13 +187,22 @@ def traced_flops(jaxpr: Any) -> int:
     Returns:
         The count.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if isinstance(jaxpr, ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
     total = 0
     for equation in jaxpr.eqns:
-        inner = [traced_flops(found) for found in _inner_jaxprs(equation.params)]
+        inner = [
+            traced_flops(found)
+            for value in equation.params.values()
+            for found in (value if isinstance(value, tuple | list) else (value,))
+            if isinstance(found, Jaxpr | ClosedJaxpr)
+        ]
         match equation.primitive.name:
             case "dot_general":
-                total += _dot_flops(equation)
+                (contracted, _), _ = equation.params["dimension_numbers"]
+                sides = equation.invars[0].aval.shape
+                size = equation.outvars[0].aval.size
+                total += 2 * size * math.prod(sides[axis] for axis in contracted)
             case "scan":
                 total += equation.params["length"] * sum(inner)
             case "cond":
@@ -199,16 +210,3 @@ def traced_flops(jaxpr: Any) -> int:
             case _:
                 total += sum(inner)
     return total
-
-
-def _dot_flops(equation: Any) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    sides = equation.invars[0].aval.shape
-    return 2 * equation.outvars[0].aval.size * math.prod(sides[axis] for axis in contracted)
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for found in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(found, "jaxpr", found), "eqns"):
-                yield found

@@ -97,7 +97,7 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
     # Feature layer -2 of a tower of two: one block runs.
     counted = compiler_count(
-        lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]),
+        lambda p, x: config.family.project(p, config, config.family.encode_image(p, config, x)[0]),
         params,
         jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.float32),
     )

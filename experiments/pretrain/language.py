@@ -17,7 +17,7 @@ from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.mentions import PlacedMentions, mention_loss
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.small import saliency, saliency_tap
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Rows, Wanted
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
@@ -177,7 +177,7 @@ class Seen(NamedTuple):
 def _see(params, config, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
     """Returns visual features of images, thinned or mixed with noise."""
     taps = () if shown.kept is None and not shown.noisy else (saliency_tap(config),)
-    features, taps = vlm.encode_image(params, config, images.pixels, taps)
+    features, taps = config.family.encode_image(params, config, images.pixels, taps)
     count, n = features.shape[:2]
     index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(config, images, n)
     if not taps:
@@ -277,8 +277,8 @@ def run_packed(
     """
     (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
-    prefix_embedding = vlm.embed_text(params, config, prefix)
-    text_embedding = vlm.embed_text(params, config, packed.ids)
+    prefix_embedding = decoder.embed(params["language"], prefix)
+    text_embedding = decoder.embed(params["language"], packed.ids)
     hidden = jnp.concatenate([prefix_embedding, seen.tokens, text_embedding], axis=1)
     offset, extent = config.family.image_positions(config, seen.grid, seen.index)
     axes = offset.shape[1]
@@ -292,13 +292,13 @@ def run_packed(
     middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
     span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
-    stage = vlm.run_layers(params, config, rows, span, wanted=wanted)
+    stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=wanted)
 
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (before + shown + slot)[..., None], axis=1)
 
     inside = next(iter(stage.taps.values()))
-    logits = vlm.logits(params, config, at(stage.hidden, packed.target))
+    logits = decoder.logits(params["language"], config.text, at(stage.hidden, packed.target))
     return logits, Inside(at(inside, slot), inside[:, before : before + shown])
 
 
@@ -347,7 +347,7 @@ def language_loss(
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
     seen = _see(params, config, images, key, words, shown)
-    seen = seen._replace(tokens=vlm.project(params, config, seen.tokens))
+    seen = seen._replace(tokens=config.family.project(params, config, seen.tokens))
     # A thinned image may not show what a question mentions.
     mentions = mentions if shown.all_contents else None
     slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot

@@ -42,7 +42,6 @@ from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
-from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.user_input import local_path, user_input
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
@@ -240,7 +239,8 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
 def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
     """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
     images = data.images(np.arange(min(64, len(data.samples))))
-    features = jax.jit(vlm.encode_image, static_argnums=1)(params, model, images.pixels)[0]
+    encode = jax.jit(model.family.encode_image, static_argnums=1)
+    features = encode(params, model, images.pixels)[0]
     language = dict(params["language"])
     language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
     real = real_tokens(model, images, features.shape[1])

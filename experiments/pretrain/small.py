@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from experiments.pretrain import small_llava, small_qwen
 from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.vocabulary import Template
-from stepprune_jax.models.family import FAMILIES, ModelConfig
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 
 
@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {"llava": small_llava, "qwen2_5_vl": small_qwen}
 
 def small_of(config: ModelConfig) -> Any:
     """Returns the small model of a configuration's family."""
-    return next(SMALL[name] for name, family in FAMILIES.items() if family is config.family)
+    return SMALL[config.family.name]
 
 
 def saliency_tap(config: ModelConfig) -> Tap:

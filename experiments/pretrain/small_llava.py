@@ -10,17 +10,16 @@ from experiments.pretrain.structure import init_tower, standardising_projector
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import tower
+from stepprune_jax.models.llava import LLAVA, tower
 from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings
-from stepprune_jax.models.llava.prompts import conversation
 
 TEMPLATE = Template(
     special=("<unk>", "<s>", "</s>"),
     start="<s>",
     end="</s>",
     words="USER: ASSISTANT:",
-    system=conversation([None]).partition(" USER:")[0],
+    system=LLAVA.conversation([None]).partition(" USER:")[0],
     added=(IMAGE_MARK,),
 )
 TOWER = ("vision",)

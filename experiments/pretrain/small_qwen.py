@@ -16,9 +16,9 @@ from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.structure import AROUND
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models import vlm
+from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
-from stepprune_jax.models.qwen2_5_vl.prompts import conversation
 from stepprune_jax.models.qwen2_5_vl.tower import rotary_frequencies
 from stepprune_jax.models.stack import lay_out
 
@@ -27,7 +27,7 @@ TEMPLATE = Template(
     start=None,
     end="<|im_end|>",
     words="user assistant",
-    system=conversation([None]).partition("\n<|im_start|>user")[0],
+    system=QWEN2_5_VL.conversation([None]).partition("\n<|im_start|>user")[0],
     added=("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 # The merger reads four patches for a token, so it learns their labels with the rest of the tower.
@@ -103,7 +103,7 @@ def states(
     """Returns the merged tokens; there is no class token."""
     # Blocks one by one: a scan would keep, of every block, what attention to the whole image needs
     # for its gradient, even if the block attends within windows.
-    return vlm.encode_image(lay_out(params, "apart"), config, pixels)[0], None
+    return config.family.encode_image(lay_out(params, "apart"), config, pixels)[0], None
 
 
 def connect(

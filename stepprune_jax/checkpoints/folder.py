@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import switch
-from stepprune_jax.models.family import FAMILIES, ModelConfig, find_family
+from stepprune_jax.models.config import read_fields, switch
+from stepprune_jax.models.families import FAMILIES, find_family
+from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import local_path
 
@@ -261,8 +262,8 @@ def _sentencepiece_tokenizer(folder: Path) -> Any:
         )
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}
-    legacy = switch(config, "legacy", True, str(path))
-    begins = switch(config, "add_bos_token", True, str(path))
+    switches = {name: switch(name, True) for name in ("legacy", "add_bos_token")}
+    legacy, begins = read_fields(config, str(path), switches).values()
     tokenizer = transformers.LlamaTokenizer.from_pretrained(
         folder, legacy=legacy, add_bos_token=begins
     )

@@ -23,7 +23,7 @@ from stepprune_jax.inference import decoding, pipeline, programs
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import Images, Prompts
 from stepprune_jax.inference.sets import rank_all
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
@@ -290,7 +290,7 @@ def _encode_for_policy(
     shape: PolicyConfig,
 ) -> Array:
     """Computes the slots that a policy points at: its work before the loop."""
-    text = vlm.embed_text(params, config, words) if shape.text_width else None
+    text = decoder.embed(params["language"], words) if shape.text_width else None
     encoded = policy.encode(
         learned.weights, shape, policy.Inputs(features, text, stats=learned.stats)
     )

@@ -3,7 +3,8 @@
 import pathlib
 
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.family import ModelConfig, find_family
+from stepprune_jax.models.families import find_family
+from stepprune_jax.models.family import ModelConfig
 
 _VISION = {
     "hidden_size": 1024,

@@ -440,7 +440,7 @@ def _padded_tokens(config: ModelConfig, images: Images | Vision) -> int:
 def _tower_tokens(config: ModelConfig, structure: Any, leaves: tuple[Any, ...]) -> int:
     """Returns the number of tokens of the tower's result for an image."""
     one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
-    encode_one = functools.partial(vlm.encode_image, config=config)
+    encode_one = functools.partial(config.family.encode_image, config=config)
     features, _ = jax.eval_shape(
         encode_one, vlm.abstract_params(config), pixels=structure.unflatten(one)
     )

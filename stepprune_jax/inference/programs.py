@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.decoding import Decoding, RunOptions, Sampling, Stages, Trace
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
@@ -114,7 +114,7 @@ def encode(
     mesh: Mesh | None,
 ) -> Features:
     """Runs the tower over images."""
-    tokens, tapped = vlm.encode_image(params, config, pixels, taps, execution)
+    tokens, tapped = config.family.encode_image(params, config, pixels, taps, execution)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(mesh, Features(tokens, chosen))
 
@@ -131,14 +131,14 @@ def see(
     """Builds a pruner's view, of projected or unprojected tokens, with a row for each pair."""
     n, tokens = images.tokens.shape[1], images.tokens[pairs.image]
     if projected:
-        tokens = vlm.project(params, config, tokens)
+        tokens = config.family.project(params, config, tokens)
     return constrain_rows(
         mesh,
         View(
             tokens=tokens,
             valid=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
             grid=pairs.grid,
-            text=vlm.embed_text(params, config, pairs.words),
+            text=decoder.embed(params["language"], pairs.words),
             text_valid=jnp.arange(pairs.words.shape[1]) < pairs.num_words[:, None],
             number=pairs.number,
             count=pairs.count,
@@ -230,7 +230,7 @@ def place(
     # No image fills more slots than a row has; one more slot reveals that the row is truncated.
     parts = (kept.index, kept.place, kept.tokens, kept.valid)
     index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
-    tokens = tokens if projected else vlm.project(params, config, tokens)
+    tokens = tokens if projected else config.family.project(params, config, tokens)
     index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
     visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid)
     sequence = vlm.assemble(params, config, texts.ids, texts.length, visual, positions, capacity)

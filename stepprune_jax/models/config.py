@@ -1,14 +1,16 @@
-"""The decoder's configuration, and checked readers of Hugging Face `config.json` fields.
+"""The decoder's configuration, and how fields of Hugging Face JSON files are read: by rules.
 
-Every reader raises a `ValueError` that names the field, the value found and what is supported, so
-that a wrong folder fails before any weight is read. Defaults are those of the Hugging Face
-configuration classes, because published files leave default fields out.
+A wrong folder fails before any weight is read. Defaults are those of the Hugging Face configuration
+classes, because published files leave default fields out.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from stepprune_jax.settings import is_count, is_number
+
+Json = dict[str, Any]
 
 # Far beyond any model. Sizes are read before the tensors they are compared with, and a list of the
 # tensors of 10**9 layers would exhaust memory.
@@ -16,76 +18,101 @@ MOST, MOST_LAYERS = 1 << 24, 1024
 
 LONGEST_SIDE = 8192  # largest input of a tower in pixels, 20 times that of any model
 
-ROPE_TYPES = ("default", "linear", "llama3")
+
+class Rule(NamedTuple):
+    """What a field of a JSON file may hold.
+
+    Attributes:
+        field: its name in the file.
+        default: value of an absent or null field; None if it must be given, unless `optional`.
+        read: maps the field to a value, or to None if it does not fit.
+        expected: what fits, for the error.
+        optional: whether the value may be None.
+    """
+
+    field: str
+    default: Any
+    read: Callable[[Any], Any]
+    expected: str
+    optional: bool = False
 
 
-def checked(config: dict[str, Any], field: str, default: Any, supported: tuple, where: str) -> Any:
-    """Reads a field that must have one of a few values; the error lists them."""
-    value = config.get(field, default)
-    if value not in supported:
-        listed = ", ".join(map(repr, supported))
-        raise ValueError(f"{where}: {field} is {value!r}; supported: {listed}")
-    return value
+def read_fields(raw: Json, where: str, rules: Mapping[str, Rule]) -> Json:
+    """Reads values by name from the fields of a JSON object; the first misfit is refused."""
+    values = {}
+    for name, rule in rules.items():
+        given = raw.get(rule.field)
+        values[name] = rule.default if given is None else rule.read(given)
+        if values[name] is None and not (given is None and rule.optional):
+            found = "missing" if given is None else repr(given)
+            raise ValueError(f"{where}: {rule.field} is {found}, expected {rule.expected}")
+    return values
 
 
-def positive(config: dict[str, Any], field: str, default: int, where: str, most: int = MOST) -> int:
-    """Reads a field that must be a positive integer, of a size that a model can have."""
-    value = config.get(field)
-    value = default if value is None else value
-    if not is_count(value) or value > most:
-        limit = f" of at most {most:,}" if is_count(value) else ""
-        raise ValueError(f"{where}: {field} is {value!r}, expected a positive integer{limit}")
-    return value
+def require(where: str, *rules: tuple[bool, str]) -> None:
+    """Refuses values that do not fit together, with the first message whose condition is false."""
+    for fits, message in rules:
+        if not fits:
+            raise ValueError(f"{where}: {message}")
 
 
-def real(config: dict[str, Any], field: str, default: float, where: str) -> float:
-    """Reads a field that must be a finite number above 0."""
-    value = config.get(field)
-    value = default if value is None else value
-    if not (is_number(value) and value > 0):
-        raise ValueError(f"{where}: {field} is {value!r}, expected a finite number above 0")
-    return float(value)
+def one_of(field: str, default: Any, *others: Any) -> Rule:
+    """One of a few values; with the default None it must be given."""
+    values = tuple(value for value in (default, *others) if value is not None)
+    expected = "one of " * (len(values) > 1) + ", ".join(map(repr, values))
+    return Rule(field, default, lambda x: x if x in values else None, expected)
 
 
-def switch(config: dict[str, Any], field: str, default: bool, where: str) -> bool:
-    """Reads a field that must be true or false."""
-    value = config.get(field)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: {field} is {value!r}, expected true or false")
-    return value
+def size(field: str, default: int | None, most: int = MOST) -> Rule:
+    """A positive integer, of a size that a model can have; without a default it may be absent."""
+
+    def read(value: Any) -> int | None:
+        return value if is_count(value) and value <= most else None
+
+    return Rule(field, default, read, f"a positive integer of at most {most:,}", default is None)
 
 
-def square(config: dict[str, Any], field: str, default: int, where: str) -> int:
-    """Reads a side length, given as one integer or as a pair of equal integers."""
-    value = config.get(field, default)
-    if isinstance(value, list | tuple):
-        if not value or any(side != value[0] for side in value):
-            raise ValueError(f"{where}: {field} is {value!r}, expected a square")
-        value = value[0]
-    return positive({field: value}, field, default, where, LONGEST_SIDE)
+def number(field: str, default: float | None) -> Rule:
+    """A finite number above 0."""
+
+    def read(value: Any) -> float | None:
+        return float(value) if is_number(value) and value > 0 else None
+
+    return Rule(field, default, read, "a finite number above 0")
 
 
-def token_id(value: Any, field: str, where: str) -> int | None:
-    """Reads a token id that may be absent."""
-    if not (value is None or _is_id(value)):
-        raise ValueError(f"{where}: {field} is {value!r}, expected a token id")
-    return value
+def switch(field: str, default: bool) -> Rule:
+    """True or false."""
+    return Rule(field, default, lambda x: x if isinstance(x, bool) else None, "true or false")
 
 
-def token_ids(value: Any, field: str, where: str) -> tuple[int, ...]:
-    """Reads one or several token ids, which may be absent, as a tuple."""
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list | tuple) else [value]
-    if not all(map(_is_id, ids)):
-        raise ValueError(f"{where}: {field} is {value!r}, expected a token id, or a list of them")
-    return tuple(ids)
+def part(field: str, default: Json | None = None) -> Rule:
+    """An object."""
+    return Rule(field, default, lambda x: x if isinstance(x, dict) else None, "an object")
+
+
+def token(field: str, default: int | None = None) -> Rule:
+    """A token id that may be absent."""
+    return Rule(field, default, lambda x: x if _is_id(x) else None, "a token id", True)
+
+
+def tokens(field: str, default: tuple[int, ...] = ()) -> Rule:
+    """One or several token ids, as a tuple."""
+
+    def read(value: Any) -> tuple[int, ...] | None:
+        ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+        return ids if all(map(_is_id, ids)) else None
+
+    return Rule(field, default, read, "a token id, or a list of them")
 
 
 def _is_id(value: Any) -> bool:
-    """Whether a vocabulary can have this id."""
     return is_count(value, 0) and value < MOST
+
+
+def written(config: Any, rules: Mapping[str, Rule]) -> Json:
+    """Writes the fields that `read_fields` reads by the same rules."""
+    return {rule.field: getattr(config, name) for name, rule in rules.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,43 +135,49 @@ class RopeScaling:
     original_max_positions: int = 8192
 
 
-def read_rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Reads base and scaling of the rotary embedding, from either generation of field names.
+_ROPE = {
+    "kind": one_of("rope_type", "default", "linear", "llama3"),
+    "partial": one_of("partial_rotary_factor", 1.0),
+}
+_FACTOR = {"factor": number("factor", None)}
+_SCALINGS = {
+    "linear": _FACTOR,
+    "llama3": {
+        **_FACTOR,
+        "low_freq_factor": number("low_freq_factor", None),
+        "high_freq_factor": number("high_freq_factor", None),
+        "original_max_positions": size("original_max_position_embeddings", None),
+    },
+}
 
-    Raises:
-        ValueError: an unsupported kind of scaling, or a field that is missing or malformed.
-    """
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(field) or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{where}: {field} is {rope!r}, expected an object with rope_type")
-    theta = real(rope, "rope_theta", real(config, "rope_theta", 10000.0, where), where)
-    where = f"{where}: {field}"
-    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{where}: RoPE scaling type {kind!r} is not supported; "
-            f"supported are {', '.join(map(repr, ROPE_TYPES))}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor other than 1 is not supported")
+
+def read_rope(raw: Json, where: str) -> tuple[float, RopeScaling | None]:
+    """Reads base and scaling of the rotary embedding, from either generation of field names."""
+    outer = {
+        "rope": part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling", {}),
+        "theta": number("rope_theta", 10000.0),
+        "length": size("max_position_embeddings", 2048),
+    }
+    rope, theta, length = read_fields(raw, where, outer).values()
+    where = f"{where}: {outer['rope'].field}"
+    kind = rope.get("rope_type") or rope.get("type")
+    rope = {"original_max_position_embeddings": length, **rope, "rope_type": kind}
+    kind, _, theta = read_fields(
+        rope, where, _ROPE | {"theta": number("rope_theta", theta)}
+    ).values()
     if kind == "default":
         return theta, None
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    missing = [name for name in needed if name not in rope]
-    if missing:
-        raise ValueError(f"{where}: RoPE scaling {kind!r} lacks {', '.join(missing)}")
-    factor = real(rope, "factor", 1.0, where)
-    if kind == "linear":
-        return theta, RopeScaling(kind, factor)
-    low, high = (real(rope, f"{name}_freq_factor", 1.0, where) for name in ("low", "high"))
-    if low >= high:
-        raise ValueError(
-            f"{where}: low_freq_factor is {low}, expected less than high_freq_factor ({high})"
-        )
-    length = positive(config, "max_position_embeddings", 2048, where)
-    length = positive(rope, "original_max_position_embeddings", length, where)
-    return theta, RopeScaling(kind, factor, low, high, length)
+    scaling = RopeScaling(kind, **read_fields(rope, where, _SCALINGS[kind]))
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    require(where, (low < high, f"low_freq_factor is {low}, expected less than {high}"))
+    return theta, scaling
+
+
+def write_rope(scaling: RopeScaling | None) -> Json:
+    """Describes a scaling in the fields that `read_rope` reads."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    return {"rope_type": scaling.kind, **written(scaling, _SCALINGS[scaling.kind])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,53 +218,60 @@ class LlamaConfig:
     qkv_bias: bool = False
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"text: num_heads {self.num_heads} is not a multiple of "
-                f"num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"text: head_dim {self.head_dim} must be even for rotary positions")
-        if self.rope_sections and 2 * sum(self.rope_sections) != self.head_dim:
-            raise ValueError(
-                f"text: mrope_section {list(self.rope_sections)} does not add up to half of "
-                f"head_dim {self.head_dim}"
-            )
+        heads, kv_heads, c = self.num_heads, self.num_kv_heads, self.head_dim
+        sections = self.rope_sections
+        require(
+            "text_config",
+            (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} key heads"),
+            (c > 0 and c % 2 == 0, f"head_dim {c} must be even for rotary positions"),
+            (
+                not sections or 2 * sum(sections) == c,
+                f"mrope_section {list(sections)} does not add up to half of head_dim {c}",
+            ),
+        )
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "LlamaConfig":
+    def from_hf(cls, raw: Json) -> "LlamaConfig":
         """Builds the config from a parsed Llama `config.json` or the `text_config` of a LLaVA.
 
         Args:
-            config: the parsed dict, with either generation of RoPE fields (`rope_theta` with
+            raw: the parsed dict, with either generation of RoPE fields (`rope_theta` with
                 `rope_scaling`, or `rope_parameters`).
-
-        Returns:
-            The frozen config.
 
         Raises:
             ValueError: a field has an unsupported value, such as a RoPE type; the message names it.
         """
-        where = "text_config"
-        # The original LLaVA files carry their own model type around an unchanged Llama.
-        checked(config, "model_type", "llama", ("llama", "llava", "llava_llama"), where)
-        checked(config, "hidden_act", "silu", ("silu",), where)
-        checked(config, "attention_bias", False, (False,), where)
-        checked(config, "mlp_bias", False, (False,), where)
-        hidden_size = positive(config, "hidden_size", 4096, where)
-        num_heads = positive(config, "num_attention_heads", 32, where)
-        theta, scaling = read_rope(config, where)
-        return cls(
-            vocab_size=positive(config, "vocab_size", 32000, where),
-            hidden_size=hidden_size,
-            intermediate_size=positive(config, "intermediate_size", 11008, where),
-            num_layers=positive(config, "num_hidden_layers", 32, where, MOST_LAYERS),
-            num_heads=num_heads,
-            num_kv_heads=positive(config, "num_key_value_heads", num_heads, where),
-            head_dim=positive(config, "head_dim", hidden_size // num_heads, where),
-            rope_theta=theta,
-            rms_norm_eps=real(config, "rms_norm_eps", 1e-6, where),
-            max_positions=positive(config, "max_position_embeddings", 2048, where),
-            tie_embeddings=switch(config, "tie_word_embeddings", False, where),
-            rope_scaling=scaling,
-        )
+        read_fields(raw, "text_config", _LLAMA_ONLY)
+        return read_language(raw, LLAMA)
+
+
+LLAMA = {
+    "vocab_size": size("vocab_size", 32000),
+    "hidden_size": size("hidden_size", 4096),
+    "intermediate_size": size("intermediate_size", 11008),
+    "num_layers": size("num_hidden_layers", 32, MOST_LAYERS),
+    "num_heads": size("num_attention_heads", 32),
+    "num_kv_heads": size("num_key_value_heads", None),
+    "head_dim": size("head_dim", None),
+    "rms_norm_eps": number("rms_norm_eps", 1e-6),
+    "max_positions": size("max_position_embeddings", 2048),
+    "tie_embeddings": switch("tie_word_embeddings", False),
+}
+_LLAMA_ONLY = {
+    # The original LLaVA files carry their own model type around an unchanged Llama.
+    "kind": one_of("model_type", "llama", "llava", "llava_llama"),
+    "activation": one_of("hidden_act", "silu"),
+    "attention_bias": one_of("attention_bias", False),
+    "mlp_bias": one_of("mlp_bias", False),
+}
+
+
+def read_language(raw: Json, rules: Mapping[str, Rule], **more: Any) -> LlamaConfig:
+    """Builds a language model's config by rules for its fields; `more` are fields of the result."""
+    where = "text_config"
+    fields = read_fields(raw, where, rules) | more
+    heads = fields["num_heads"]
+    fields["num_kv_heads"] = fields["num_kv_heads"] or heads
+    fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
+    theta, scaling = read_rope(raw, where)
+    return LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling)

@@ -6,14 +6,15 @@ values, and several position ids per token, are options of the configuration.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.models.config import LlamaConfig, require
 from stepprune_jax.models.layers import (
     STATES,
     BlockOutput,
@@ -31,7 +32,14 @@ from stepprune_jax.models.layers import (
     wide_product,
 )
 from stepprune_jax.models.rotary import rotary, rotate
-from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
+from stepprune_jax.models.stack import (
+    Execution,
+    Params,
+    checkpoint_layer,
+    is_apart,
+    run_stack,
+    take_layer,
+)
 
 TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
 
@@ -104,14 +112,7 @@ class Stage(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Inputs shared by all blocks of a stage.
-
-    Attributes:
-        cosine: [b, s, c] cosine of the rotary angles.
-        sine: [b, s, c] sine of the rotary angles.
-        mask: [b, s, s] which of the stage's tokens each token attends to.
-        cached_mask: [b, 1, capacity] which cached slots are filled, or None without a cache.
-    """
+    """Inputs shared by all blocks of a stage: angles, and masks of its tokens and cached slots."""
 
     cosine: Float[Array, "b s c"]
     sine: Float[Array, "b s c"]
@@ -193,16 +194,8 @@ class LlamaBlock(nn.Module):
         return mixed._replace(hidden=hidden, mlp_input=mlp_input)
 
 
-def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
-    """Draws float32 weights of the language model.
-
-    Args:
-        key: PRNG key; consumed.
-        config: the model's shape.
-
-    Returns:
-        The tree under "language" of the whole model's parameters; without "head" if tied.
-    """
+def init_language(key: Array, config: LlamaConfig) -> Params:
+    """Draws float32 weights of the language model; without "head" if it is tied."""
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     e, v, c = config.hidden_size, config.vocab_size, config.head_dim
     ones = jnp.ones((1, 1, c))
@@ -221,20 +214,9 @@ def init_language(key: Array, config: LlamaConfig) -> dict[str, Any]:
 
 
 def init_cache(
-    config: LlamaConfig, num_layers: int, batch_size: int, capacity: int, dtype: Any
+    config: LlamaConfig, num_layers: int, batch_size: int, capacity: int, dtype: DTypeLike
 ) -> Cache:
-    """Creates an empty cache.
-
-    Args:
-        config: the model's shape.
-        num_layers: layers of the stage.
-        batch_size: number of rows.
-        capacity: slots of each row.
-        dtype: dtype of keys and values.
-
-    Returns:
-        The cache, of length 0.
-    """
+    """Creates an empty cache of a stage, with `capacity` slots in each row."""
     shape = (num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
     none = jnp.zeros(batch_size, jnp.int32)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), none, none)
@@ -243,8 +225,8 @@ def init_cache(
 def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput) -> Cache:
     """Writes a layer's keys and values to the first slots.
 
-    This is done in place, layer by layer: stacking the outputs of a scan would need padding
-    afterwards, and so a second copy of the cache.
+    In place, layer by layer: stacking the outputs of a scan would need padding afterwards, and so a
+    second copy of the cache.
     """
     start = (layer, 0, 0, 0, 0)
     key = jax.lax.dynamic_update_slice(cache.key, output.key[None], start)
@@ -255,8 +237,7 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
 def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b s e"]) -> Cache:
     """Appends new keys and values to an earlier cache, if there is one, and updates its length.
 
-    Each row is written at its own length; tokens beyond the capacity are dropped. `hidden` is the
-    result of the last layer.
+    Each row is written at its own length; tokens beyond the capacity are dropped.
     """
     count = rows.valid.sum(-1, dtype=jnp.int32)
     ids = rows.position.reshape(len(count), -1, rows.valid.shape[1])
@@ -276,7 +257,6 @@ def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b
 
 
 def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Context:
-    """Builds the angles and masks of a stage."""
     s = rows.valid.shape[1]
     mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
     if rows.segment is not None:
@@ -301,7 +281,7 @@ def _attention_rows(
 
 
 def _attention_before(
-    params: dict[str, Any],
+    params: Params,
     config: LlamaConfig,
     hidden: Float[Array, "b s e"],
     context: Context,
@@ -316,7 +296,7 @@ def _attention_before(
 
 
 def run_layers(
-    params: dict[str, Any],
+    params: Params,
     config: LlamaConfig,
     rows: Rows,
     span: tuple[int, int],
@@ -341,13 +321,30 @@ def run_layers(
     Raises:
         ValueError: layers or taps that do not exist, or an unsuitable capacity or segments.
     """
-    hidden, (first, last) = rows.hidden, span
-    named = _check_stage(config, rows, span, cache, wanted, execution)
+    hidden, (first, last), capacity = rows.hidden, span, wanted.capacity
+    b, s, _ = hidden.shape
+    held = last - first if cache is None else cache.key.shape[0]
+    plain = execution.attention == "matmul" and cache is None and capacity is None
+    require(
+        "run_layers",
+        (0 <= first < last <= config.num_layers, f"no layers {span} of {config.num_layers}"),
+        (held == last - first, f"the cache holds {held} layers, not those of {span}"),
+        (capacity is None or (cache is None and capacity >= s), f"capacity {capacity} for {s}"),
+        (rows.segment is None or plain, "segments need plain attention and no cache"),
+    )
+    named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
+    for name, (kind, at) in named.items():
+        beyond = kind in STATES or (kind == "attention" and cache is None)
+        queries = kind != "attention" or wanted.query_index is not None
+        require(
+            f"tap {name}",
+            (first <= at < last + beyond, f"outside the stage {span}"),
+            (queries, "needs query_index"),
+        )
     context = _make_context(config, rows, cache)
     new = None
-    if cache is not None or wanted.capacity is not None:
-        b, s, _ = hidden.shape
-        slots = s if wanted.capacity is None else wanted.capacity
+    if cache is not None or capacity is not None:
+        slots = s if capacity is None else capacity
         new = init_cache(config, last - first, b, slots, hidden.dtype)
     block = LlamaBlock(config)
 
@@ -387,68 +384,32 @@ def run_layers(
             tapped[name] = outputs[at].mlp_input
         elif kind == "rotary":
             tapped[name] = jnp.stack([context.cosine, context.sine])
-        elif wanted.query_index is None:
-            raise ValueError(f"tap {name} needs query_index")
-        elif at == last:
-            following = _attention_before(params, config, hidden, context, last)
-            tapped[name] = _attention_rows(following, context, None, wanted.query_index)
         else:
-            cached = cached_at(at)
-            tapped[name] = _attention_rows(outputs[at], context, cached, wanted.query_index)
+            assert wanted.query_index is not None
+            if at == last:
+                output, cached = _attention_before(params, config, hidden, context, last), None
+            else:
+                output, cached = outputs[at], cached_at(at)
+            tapped[name] = _attention_rows(output, context, cached, wanted.query_index)
     if new is not None:
         new = _extend(cache, new, rows, hidden)
     return Stage(hidden, new, tapped)
 
 
-def _check_stage(
-    config: LlamaConfig,
-    rows: Rows,
-    span: tuple[int, int],
-    cache: Cache | None,
-    wanted: Wanted,
-    execution: Execution,
-) -> dict[str, tuple[str, int]]:
-    """Checks the arguments of `run_layers`; returns the taps as `resolve_taps` does."""
-    (first, last), capacity = span, wanted.capacity
-    if not 0 <= first < last <= config.num_layers:
-        raise ValueError(f"layers [{first}:{last}] of {config.num_layers} do not exist")
-    if capacity is not None and (cache is not None or capacity < rows.hidden.shape[1]):
-        raise ValueError(
-            f"capacity {capacity} for {rows.hidden.shape[1]} tokens: give it only where a cache is "
-            "created, and at least as large as the sequence"
-        )
-    if cache is not None and cache.key.shape[0] != last - first:
-        raise ValueError(
-            f"the cache holds {cache.key.shape[0]} layers, the stage [{first}:{last}] "
-            f"{last - first}"
-        )
-    cached = cache is not None or capacity is not None
-    if rows.segment is not None and (execution.attention != "matmul" or cached):
-        raise ValueError('segments need attention="matmul" and neither cache nor capacity')
-    named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
-    for name, (kind, at) in named.items():
-        beyond = kind in STATES or (kind == "attention" and cache is None)
-        if not first <= at < last + beyond:
-            raise ValueError(f"tap {name} is outside the stage [{first}:{last}]")
-        if kind == "attention" and wanted.query_index is None:
-            raise ValueError(f"tap {name} needs query_index")
-    return named
-
-
-def embed(params: dict[str, Any], ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:
+def embed(params: Params, ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:
     """Embeds token ids; negative ids (image places) get the embedding of id 0, to be replaced."""
     return jnp.take(params["embed"]["embedding"], jnp.maximum(ids, 0), axis=0, mode="clip")
 
 
 def final_norm(
-    params: dict[str, Any], config: LlamaConfig, hidden: Float[Array, "*b e"]
+    params: Params, config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b e"]:
     """Applies the norm after the last block, to any hidden state."""
     return cast(Array, RmsNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
 
 
 def logits(
-    params: dict[str, Any], config: LlamaConfig, hidden: Float[Array, "*b e"]
+    params: Params, config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b v"]:
     """Applies the final norm and the output head.
 

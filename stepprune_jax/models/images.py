@@ -1,41 +1,36 @@
 """Image code shared by model families: processor files, cached bytes, batches of mixed sizes."""
 
-import abc
 import collections
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, PyTree, UInt8
 from PIL import Image
 
+from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import checked
+from stepprune_jax.models.config import Json, Rule, number, one_of
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import user_input
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
+Pixels = PyTree  # arrays with a leading axis of images, of a type that only their family reads
+Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
 
-def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
-    """Reads the image processor of a checkpoint folder.
 
-    Args:
-        folder: folder with ``preprocessor_config.json``, or with a ``processor_config.json`` that
-            has an ``image_processor`` entry (as newer `transformers` write it).
+def read_processor(folder: str | Path) -> tuple[Json, str]:
+    """Returns the image processor's JSON object of a checkpoint folder, and the file it is from.
 
-    Returns:
-        The image processor's JSON object, and the file it is from.
-
-    Raises:
-        FileNotFoundError: neither file exists.
-        ValueError: a file is not a JSON object.
+    It is ``preprocessor_config.json``, or the ``image_processor`` entry of a
+    ``processor_config.json``, as newer `transformers` write it.
     """
     folder = Path(folder)
     path = folder / "preprocessor_config.json"
@@ -52,34 +47,41 @@ def read_processor(folder: str | Path) -> tuple[dict[str, Any], str]:
     )
 
 
-def read_channels(
-    config: dict[str, Any], field: str, default: tuple[float, ...], above: float | int, source: str
-) -> tuple[float, ...]:
-    """Reads a field of an image processor that must be three finite numbers above a limit."""
-    values = config.get(field, default)
-    good = isinstance(values, list | tuple) and len(values) == 3
-    if not (good and all(is_number(value) and value > above for value in values)):
-        limit = "" if above == -math.inf else f" above {above}"
-        raise ValueError(f"{source}: {field} is {values!r}, expected three finite numbers{limit}")
-    return tuple(map(float, values))
+def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:
+    """Three finite numbers above a limit."""
+
+    def read(value: Any) -> tuple[float, ...] | None:
+        good = isinstance(value, list | tuple) and len(value) == 3
+        good = good and all(is_number(x) and x > above for x in value)
+        return tuple(map(float, value)) if good else None
+
+    return Rule(field, default, read, "three finite numbers" + " above 0" * (above == 0))
 
 
-def read_filter(config: dict[str, Any], source: str) -> int:
-    """Reads the number of the Pillow filter that an image processor resizes with."""
-    filters = tuple(sorted(map(int, Image.Resampling)))
-    return int(checked(config, "resample", int(Image.Resampling.BICUBIC), filters, source))
+# How bytes become pixels; the filter is a number of Pillow's.
+NORMALISATION = {
+    "rescale": number("rescale_factor", 1 / 255),
+    "mean": channels("image_mean", CLIP_MEAN),
+    "std": channels("image_std", CLIP_STD, 0.0),
+    "resample": one_of("resample", 3, 0, 1, 2, 4, 5),
+}
+
+
+def byte_table(
+    rescale: float | None, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> Float[np.ndarray, "3 256"]:
+    """Returns the pixel of each byte in each channel."""
+    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
+    scaled = np.arange(256).astype(np.float64) * (1 if rescale is None else rescale)
+    table = np.tile(scaled.astype(np.float32), (3, 1))
+    if mean is None or std is None:
+        return table
+    return (table - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
 
 @contextlib.contextmanager
 def naming(image: str) -> Iterator[None]:
-    """Puts the name of an image in front of errors about it, unless they have it already.
-
-    Args:
-        image: its file, or another name by which a user finds it.
-
-    Raises:
-        ValueError: one was raised inside.
-    """
+    """Puts the name of an image in front of errors about it, unless they have it already."""
     try:
         yield
     except ValueError as error:
@@ -88,25 +90,25 @@ def naming(image: str) -> Iterator[None]:
         raise ValueError(f"{image}: {error}") from error
 
 
-class ByteCache(abc.ABC):
-    """A cache of resized images by path, stored as bytes.
+class PixelCache:
+    """Pixels of image files, whose resized bytes are cached.
 
     Image processors resample to bytes and then scale and normalise each of them separately. So
     bytes are cached, which take a quarter of the memory of the resulting pixels. May be used by
-    several threads.
+    several threads, and is empty after being sent to another process.
     """
 
-    def __init__(self, limit_bytes: int):
-        """Starts empty.
-
-        Args:
-            limit_bytes: size of the cache; the least recently used images are dropped.
-        """
-        self._limit = limit_bytes
+    def __init__(
+        self,
+        resize: Callable[[Image.Image], Bytes],
+        finish: Callable[[Bytes], Pixels],
+        limit_bytes: int,
+    ):
+        """Starts empty; above the limit, the least recently used images are dropped."""
+        self._resize, self._finish, self._limit = resize, finish, limit_bytes
         self._clear()
 
     def __getstate__(self):
-        # Another process begins with an empty cache and its own lock.
         own = ("_kept", "_size", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -119,51 +121,39 @@ class ByteCache(abc.ABC):
         self._size = 0
         self._lock = threading.Lock()
 
-    @abc.abstractmethod
-    def _decode(self, path: Path) -> UInt8[np.ndarray, "3 height width"]:
-        """Decodes and resizes an image."""
-
-    def _bytes(self, path: Path) -> UInt8[np.ndarray, "3 height width"]:
-        """Returns a cached image, or decodes it."""
+    def __call__(self, path: Path) -> Pixels:
+        """Returns the pixels of an image file, without the axis of images."""
         with self._lock:
-            pixels = self._kept.get(path)
-            if pixels is not None:
+            found = self._kept.get(path)
+            if found is not None:
                 self._kept.move_to_end(path)
-        if pixels is None:
+        if found is None:
             # Images are read while training continues.
             with user_input(), naming(str(path)):
-                pixels = self._decode(path)
-            self._keep(path, pixels)
-        return pixels
+                found = np.ascontiguousarray(self._resize(open_image(path)))  # not a view
+            self._keep(path, found)
+        return self._finish(found)
 
-    def _keep(self, path: Path, pixels: np.ndarray):
+    def _keep(self, path: Path, image: Bytes):
         with self._lock:
             if path not in self._kept:
-                self._kept[path] = pixels
-                self._size += pixels.nbytes
+                self._kept[path] = image
+                self._size += image.nbytes
             while self._size > self._limit and self._kept:
                 self._size -= self._kept.popitem(last=False)[1].nbytes
 
 
-def join_images(parts: Sequence[Any]) -> Any:
-    """Joins arrays of images whose sizes may differ, padded with zeros to the largest.
-
-    Args:
-        parts: trees of equal structure of arrays [i, ...]; i may differ, too.
-
-    Returns:
-        A tree of arrays [sum of i, ...].
-    """
+def join_images(parts: Sequence[Pixels]) -> Pixels:
+    """Joins arrays [i, ...] of images whose sizes may differ, padded with zeros to the largest."""
     return jax.tree.map(lambda *arrays: _concatenate(arrays), *parts)
 
 
-def stack_images(parts: Sequence[Any]) -> Any:
+def stack_images(parts: Sequence[Pixels]) -> Pixels:
     """Stacks images, which may differ in size; as `join_images`, without their first axis."""
     return join_images([jax.tree.map(lambda array: array[None], part) for part in parts])
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates along the first axis, padding the others at their ends."""
     shape = np.max([array.shape[1:] for array in arrays], axis=0, initial=0).astype(int)
     if all(array.shape[1:] == tuple(shape) for array in arrays):
         return np.concatenate(arrays)

@@ -8,13 +8,16 @@ softmax are computed in float32 whatever the dtype of the weights.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from stepprune_jax.models.config import require
 
 # Kinds of taps between blocks; the others belong to a block.
 STATES = ("hidden", "normed")
@@ -75,16 +78,7 @@ class Segment(NamedTuple):
 def wide_product(
     x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Float[Array, "n k"], axis: int = 0
 ) -> Float[Array, "*b n"]:
-    """Multiplies rows with a matrix, summed in float32 and not rounded.
-
-    Args:
-        x: [..., k] rows.
-        kernel: [k, n], or [n, k] with axis 1.
-        axis: axis of the kernel that is summed over.
-
-    Returns:
-        [..., n] float32.
-    """
+    """Multiplies rows with a matrix, or its transpose (axis 1), in float32 and not rounded."""
     rows, lead = x.reshape(-1, x.shape[-1]) if x.size == x.shape[-1] else x, x.shape[:-1]
     if x.size == x.shape[-1] and kernel.dtype != jnp.float32:
         # On a CPU, XLA converts all of a narrow matrix to float32 before multiplying it with a
@@ -162,15 +156,7 @@ class RmsNorm(nn.Module):
 
 
 def activate(name: str, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
-    """Applies a named activation.
-
-    Args:
-        name: "gelu" (exact, by the error function) or "quick_gelu" (x * sigmoid(1.702 x)).
-        x: any array.
-
-    Returns:
-        An array of the same shape and dtype.
-    """
+    """Applies "gelu" (exact, by the error function) or "quick_gelu" (x * sigmoid(1.702 x))."""
     if name == "gelu":
         return jax.nn.gelu(x, approximate=False)
     return x * jax.nn.sigmoid(1.702 * x)
@@ -188,7 +174,7 @@ def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t width"]:
     return x.swapaxes(1, 2).reshape(b, t, h * c)
 
 
-def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: Any) -> Array:
+def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: DTypeLike) -> Array:
     """Contracts one axis of each, with the two leading axes as batch."""
     dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
@@ -197,17 +183,10 @@ def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: Any) -
 def attention_weights(
     query: Float[Array, "b h q c"], segments: Sequence[Segment]
 ) -> Float[Array, "b h q t"]:
-    """Computes softmax attention weights over the concatenated keys of all segments.
+    """Computes float32 softmax attention weights over the concatenated keys of all segments.
 
-    Grouped queries are folded into the query axis, so that keys are never repeated.
-
-    Args:
-        query: [b, h, q, c] queries, not yet scaled.
-        segments: keys with their masks; h must be a multiple of their heads.
-
-    Returns:
-        [b, h, q, t] float32 weights, t the sum of the segments' lengths. A query that may attend to
-        nothing gets equal weights rather than NaN.
+    Grouped queries are folded into the query axis, so that keys are never repeated. A query that
+    may attend to nothing gets equal weights rather than NaN.
     """
     b, h, q, c = query.shape
     groups = segments[0].key.shape[1]
@@ -225,15 +204,7 @@ def attention_weights(
 
 
 def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
-    """Attends from queries to one or several segments of keys.
-
-    Args:
-        query: [b, h, q, c] queries; more than `MANY_QUERIES` are processed `QUERIES` at a time.
-        segments: keys, values and masks.
-
-    Returns:
-        [b, h, q, c] weighted values in the dtype of the values.
-    """
+    """Attends from queries to one or several segments of keys; many are processed in parts."""
     by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
 
     def part(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q t"]) -> Array:
@@ -251,15 +222,9 @@ def map_queries(
 ) -> Array:
     """Applies a function to all queries, or to `QUERIES` at a time if they are many.
 
-    A gradient computes a part again, rather than storing the scores of all.
-
-    Args:
-        function: function of some of the queries, and of their part of each of `by_query`.
-        query: [b, h, q, c] queries.
-        by_query: [b or 1, q, ...] arrays with an entry for each query.
-
-    Returns:
-        [parts, ...] results. In the last of several parts, queries and arrays are padded with 0.
+    The function takes queries and their part of each of `by_query` [b or 1, q, ...], and its
+    results are stacked; the last of several parts is padded with 0. A gradient computes a part
+    again, rather than storing the scores of all.
     """
     length = query.shape[2]
     if length <= MANY_QUERIES:
@@ -302,20 +267,10 @@ def fused_attend(
     implementation: str,
     length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Computes self-attention by `jax.nn.dot_product_attention`.
+    """Computes self-attention by `jax.nn.dot_product_attention`, "xla" or "cudnn".
 
-    Args:
-        query: [b, h, t, c] queries.
-        key: [b, h_kv, t, c] keys.
-        value: [b, h_kv, t, c] values.
-        causal: attend to own and earlier slots only. No other mask is applied: with padding at the
-            right end, the causal mask alone hides it from valid tokens.
-        implementation: "xla", or "cudnn" for the fused kernel (GPU, bfloat16 or float16).
-        length: [b] slots of each row that may be attended to; None for all. Later slots of the
-            result are undefined.
-
-    Returns:
-        [b, h, t, c].
+    The causal mask is the only one: with padding at the right end, it alone hides it from valid
+    tokens. Slots of a row from its `length` on are not attended to, and their results undefined.
     """
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     result = jax.nn.dot_product_attention(
@@ -335,16 +290,7 @@ def append_slots(
     new: Float[Array, "layers b g s c"],
     slots: Int[Array, "b s"],
 ) -> Float[Array, "layers b g capacity c"]:
-    """Writes tokens into a cache, each row at its own slots.
-
-    Args:
-        buffer: [layers, b, h_kv, capacity, c] keys or values; donate it.
-        new: [layers, b, h_kv, s, c] keys or values of the new tokens.
-        slots: [b, s] slots to write; those beyond the capacity are dropped.
-
-    Returns:
-        The extended buffer.
-    """
+    """Writes tokens into a cache, each row at its own slots; those beyond the capacity are lost."""
     # The batch is declared as a batch axis, so that on a mesh each device writes its own rows.
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3, 4),
@@ -374,26 +320,14 @@ def append_slots(
 def resolve_taps(
     taps: Sequence[Tap], num_layers: int, kinds: Sequence[str]
 ) -> dict[str, tuple[str, int]]:
-    """Names taps and makes their layers absolute.
-
-    Args:
-        taps: the requested intermediates.
-        num_layers: L.
-        kinds: the kinds that the backbone provides.
-
-    Returns:
-        A dict from the tap's name as the caller wrote it, such as "hidden.-2", to its kind and its
-        layer counted from the start.
-
-    Raises:
-        ValueError: an unknown kind, or a layer that does not exist.
-    """
+    """Maps names of taps, such as "hidden.-2", to their kinds and layers counted from the start."""
     resolved = {}
     for kind, layer in taps:
-        if kind not in kinds:
-            raise ValueError(f"tap kind {kind!r} is not available; supported: {tuple(kinds)}")
         count = num_layers + (kind in STATES)
-        if not -count <= layer < count:
-            raise ValueError(f"tap {kind!r} of layer {layer}: there are only {count}")
+        require(
+            f"tap {kind}.{layer}",
+            (kind in kinds, f"there is no {kind!r}; supported: {', '.join(kinds)}"),
+            (-count <= layer < count, f"there are only {count}"),
+        )
         resolved[f"{kind}.{layer}"] = (kind, layer % count)
     return resolved

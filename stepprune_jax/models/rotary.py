@@ -10,15 +10,7 @@ from stepprune_jax.models.config import LlamaConfig
 
 
 def inverse_powers(base: float, channels: int) -> np.ndarray:
-    """Computes the angle per position of each of `channels / 2` channel pairs, unscaled.
-
-    Args:
-        base: base of the powers.
-        channels: c; pair i rotates by base^(-2 i / c).
-
-    Returns:
-        [c / 2] float32 radians, from fast to slow.
-    """
+    """Returns radians per position [c / 2] of channel pairs, base^(-2 i / c), from fast to slow."""
     exponent = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
     # The reference raises to the power and inverts in float32; at position 600 the last bit of a
     # frequency already changes the angle by 4e-5, so the same rounding is applied here.
@@ -27,14 +19,7 @@ def inverse_powers(base: float, channels: int) -> np.ndarray:
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Computes the angle per position of each channel pair, with the config's scaling.
-
-    Args:
-        config: the model's shape.
-
-    Returns:
-        [c / 2] float32 radians, from fast to slow.
-    """
+    """Returns radians per position [c / 2] of each channel pair, with the config's scaling."""
     frequency = inverse_powers(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
@@ -51,15 +36,9 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 def rotary(
     config: LlamaConfig, position: Int[Array, "b *p s"]
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
-    """Computes cosine and sine of the rotary angles of integer positions.
+    """Computes float32 cosine and sine of the rotary angles of position ids.
 
-    Args:
-        config: the model's shape; `rope_sections` are the numbers of channel pairs that each of the
-            p position ids rotates.
-        position: [b, s], or [b, p, s] where a token has p ids.
-
-    Returns:
-        Float32 [b, s, c] each.
+    Where a token has p ids, each rotates the next of `rope_sections` channel pairs.
     """
     if position.ndim == 2:
         position = position[:, None]
@@ -70,15 +49,7 @@ def rotary(
 def axial_rotary(
     frequencies: Sequence[np.ndarray], position: Int[Array, "b p s"]
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
-    """Computes cosine and sine of angles whose channel pairs are divided among position ids.
-
-    Args:
-        frequencies: frequencies of the pairs that each of the p ids rotates, in channel order.
-        position: [b, p, s] position ids.
-
-    Returns:
-        Float32 [b, s, c] each, c twice the number of frequencies.
-    """
+    """Computes float32 cosine and sine where each of p position ids turns pairs of its own."""
     wide = position[..., None].astype(jnp.float32)
     parts = [wide[:, axis] * part for axis, part in enumerate(frequencies)]
     angle = jnp.concatenate([*parts, *parts], axis=-1)
@@ -88,16 +59,7 @@ def axial_rotary(
 def rotate(
     x: Float[Array, "b h s c"], cosine: Float[Array, "b s c"], sine: Float[Array, "b s c"]
 ) -> Float[Array, "b h s c"]:
-    """Rotates channel pairs (i, i + c/2) of queries or keys by their position's angles.
-
-    Args:
-        x: [b, h, s, c] queries or keys.
-        cosine: [b, s, c] float32.
-        sine: [b, s, c] float32.
-
-    Returns:
-        [b, h, s, c] in the dtype of x; computed in float32.
-    """
+    """Rotates channel pairs (i, i + c/2) by their position's angles, in float32."""
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide, 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)

@@ -10,11 +10,16 @@ models at inference there.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jaxtyping import Array, Int
+
+Params = dict[str, Any]  # weights by name, in nested dicts
+T = TypeVar("T")
+R = TypeVar("R")
 
 ATTENTIONS = ("matmul", "xla", "cudnn")
 LAYOUTS = ("auto", "stacked", "apart")
@@ -53,9 +58,7 @@ class Execution:
             raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
 
 
-def lay_out(
-    params: dict[str, Any], layout: str = "auto", platform: str | None = None
-) -> dict[str, Any]:
+def lay_out(params: Params, layout: str = "auto", platform: str | None = None) -> Params:
     """Splits stacked layers, or leaves them stacked.
 
     Args:
@@ -86,36 +89,28 @@ def lay_out(
     return taken
 
 
-def layout_of(params: dict[str, Any]) -> str:
+def layout_of(params: Params) -> str:
     """Returns the layout of a model's layers, "stacked" or "apart"."""
     return "apart" if any(map(is_apart, _stacks(params).values())) else "stacked"
 
 
-def is_apart(layers: dict[str, Any]) -> bool:
+def is_apart(layers: Params) -> bool:
     """Returns whether weights of layers are apart."""
     return "0" in layers
 
 
-def _stacks(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the layers' weights of each part of a model that has layers."""
+def _stacks(params: Params) -> Params:
     return {name: part["layers"] for name, part in params.items() if "layers" in part}
 
 
-def _layer_bytes(layers: dict[str, Any]) -> int:
-    """Returns the size in bytes of one of the stacked layers."""
+def _layer_bytes(layers: Params) -> int:
     return sum(leaf[0].size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
-def take_layer(layers: Any, index: Int[Array, ""] | int) -> Any:
-    """Returns one layer's weights.
+def take_layer(layers: T, index: Int[Array, ""] | int) -> T:
+    """Returns one layer of a tree with a leading axis of layers; `index` may be traced if stacked.
 
-    Args:
-        layers: the stack, or any tree whose leaves have a leading axis of layers.
-        index: the layer; may be traced if they are stacked.
-
-    Returns:
-        The tree of one layer. A slice is taken where the layer is run, so that no part of the stack
-        is copied as a whole.
+    A slice is taken where the layer is run, so that no part of the stack is copied as a whole.
     """
     if isinstance(layers, dict) and is_apart(layers):
         return layers[str(index)]
@@ -125,27 +120,20 @@ def take_layer(layers: Any, index: Int[Array, ""] | int) -> Any:
 
 
 def run_stack(
-    body: Callable[[Any, Array | int], tuple[Any, Any]],
-    carry: Any,
+    body: Callable[[T, Array | int], tuple[T, R]],
+    carry: T,
     span: tuple[int, int],
     watched: Sequence[int] = (),
     cuts: Sequence[int] = (),
     *,
     apart: bool,
-) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+) -> tuple[T, dict[int, R], dict[int, T]]:
     """Runs blocks one after the other, interrupted where an intermediate is requested.
 
-    Args:
-        body: maps (carry, layer) to (carry, watchable result).
-        carry: value passed from block to block.
-        span: first block to run, and the block to stop before.
-        watched: blocks whose second result is returned; each is run on its own.
-        cuts: layers before which the carry is returned.
-        apart: whether blocks are unrolled, with Python integers as numbers; otherwise they are run
-            as scans.
-
-    Returns:
-        The last carry; the watched results by block; the carries by layer.
+    `body` maps (carry, layer) to (carry, result). Of the blocks in `watched` results are returned,
+    before the layers in `cuts` carries. Blocks that are apart are unrolled, with Python integers as
+    numbers; others are run as scans. Returns the last carry, the results by block, and the carries
+    by layer.
     """
     first, last = span
     edges = sorted({first, last, *cuts, *watched, *(layer + 1 for layer in watched)})
@@ -166,26 +154,18 @@ def run_stack(
     return carry, seen, carries
 
 
-def _save_all_but_weights(primitive: Any, *_, **__) -> bool:
-    """Returns whether a forward result is stored for the backward pass without recomputation.
-
-    A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
-    again costs nothing.
-    """
+def _save_all_but_weights(primitive: Primitive, *_, **__) -> bool:
+    # A layer's weights are slices of the stack; storing them would copy the whole stack. Slicing
+    # again costs nothing.
     return primitive.name not in ("dynamic_slice", "squeeze", "reshape")
 
 
 def checkpoint_layer(body: Callable, remat: bool) -> Callable:
-    """Wraps a layer body for training through it.
+    """Wraps a layer's body (carry, layer) -> (carry, anything) for training through it.
 
-    Args:
-        body: maps (carry, layer) to (carry, anything), slicing its weights inside.
-        remat: True stores the carries only and recomputes the block in the backward pass; False
-            stores the block's intermediates, yet never its weights.
-
-    Returns:
-        A function with the same results and gradients. It does not affect inference, nor layers
-        that are apart, whose numbers are Python integers.
+    With `remat`, carries alone are stored and blocks recomputed; otherwise their intermediates are
+    stored, yet never the weights that `body` slices. Neither affects inference, nor layers that are
+    apart, whose numbers are Python integers.
     """
     policy = None if remat else _save_all_but_weights
     saving = jax.checkpoint(body, prevent_cse=False, policy=policy)

@@ -1,27 +1,28 @@
-"""One interface to a vision-language model: image, projector, text, prefill, decode.
+"""Sequences of text and visual tokens, for any model family: assemble, prefill, decode.
 
 Everything is a pure function of (params, config, arrays); `config` is static under `jax.jit` and
-the frozen weights are an argument, never a closure. Work that depends on the model family is done
-by `config.family` (see `models.family`); the language model of all families is `models.decoder`,
-its shape `config.text` and its weights `params["language"]`. Sequences may hold any pruned visual
-tokens, and may be pruned again between layers: rows differ in length, and padding is at the right
-end only and never changes a result.
+the frozen weights are an argument, never a closure. `config.family` encodes images (see
+`models.family`); the language model of all families is `models.decoder`, its shape `config.text`
+and its weights `params["language"]`. Sequences may hold any pruned visual tokens, and may be pruned
+again between layers: rows differ in length, and padding is at the right end only and never changes
+a result.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Cache, Rows, Stage, Wanted
+from stepprune_jax.models.decoder import Cache, Rows, Wanted
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.stack import Execution, lay_out
+from stepprune_jax.models.stack import Execution, Params, lay_out
 
 POSITIONS = ("original", "compact")
 
@@ -113,7 +114,7 @@ class Prefill(NamedTuple):
     cuts: tuple[Sequence, ...] = ()
 
 
-def init_params(key: Array, config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
+def init_params(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws weights of the whole model.
 
     Args:
@@ -131,10 +132,10 @@ def init_params(key: Array, config: ModelConfig, dtype: Any = jnp.float32) -> di
 
 def abstract_params(
     config: ModelConfig,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     layers: str = "stacked",
     platform: str | None = None,
-) -> dict[str, Any]:
+) -> Params:
     """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating arrays.
 
     Args:
@@ -148,46 +149,6 @@ def abstract_params(
     """
     stacked = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
     return jax.eval_shape(lambda params: lay_out(params, layers, platform), stacked)
-
-
-def encode_image(
-    params: dict[str, Any],
-    config: ModelConfig,
-    pixels: Any,
-    taps: Ordered[Tap] = (),
-    execution: Execution = Execution(),
-) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-    """Computes visual features before the projector.
-
-    Args:
-        params: the model's weights.
-        config: the model's shape.
-        pixels: result of the family's preprocessing; for LLaVA [i, 3, H, W] normalised images.
-        taps: intermediates of the tower.
-        execution: how the tower's blocks are run.
-
-    Returns:
-        [i, n, d] features, patches in raster order; and the taps by name.
-
-    Raises:
-        ValueError: images of another size, or an unknown tap.
-    """
-    return config.family.encode_image(params, config, pixels, taps, execution)
-
-
-def project(
-    params: dict[str, Any], config: ModelConfig, features: Float[Array, "*b d"]
-) -> Float[Array, "*b e"]:
-    """Maps visual features [..., d] to the language model's width [..., e]."""
-    return config.family.project(params, config, features)
-
-
-def embed_text(
-    params: dict[str, Any], config: ModelConfig, ids: Int[Array, "b l"]
-) -> Float[Array, "b l e"]:
-    """Returns token embeddings [b, l, e] of ids [b, l]; image places get those of id 0."""
-    del config
-    return decoder.embed(params["language"], ids)
 
 
 class _Places(NamedTuple):
@@ -221,7 +182,7 @@ def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Arr
 
 
 def assemble(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     ids: Int[Array, "b l"],
     text_length: Int[Array, "b"],
@@ -280,7 +241,7 @@ def assemble(
     source = jnp.zeros((b, s), jnp.int32).at[rows, slot].set(sources, mode="drop")
     length = jnp.minimum(total, s).astype(jnp.int32)
     filled = jnp.arange(s) < length[:, None]
-    text = embed_text(params, config, ids)
+    text = decoder.embed(params["language"], ids)
     tokens = visual.tokens.reshape(b, j * k, visual.tokens.shape[3]).astype(text.dtype)
     tokens = jnp.concatenate([text, tokens], axis=1)
     hidden = jnp.take_along_axis(tokens, source[..., None], axis=1)
@@ -310,16 +271,7 @@ def assemble(
 def from_embeddings(
     config: ModelConfig, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
 ) -> Sequence:
-    """Builds rows of embeddings without visual tokens, at positions 0, 1, 2, ...
-
-    Args:
-        config: the model's shape.
-        hidden: [b, s, e] embeddings.
-        length: [b] number of tokens; the rest is padding.
-
-    Returns:
-        A `Sequence`.
-    """
+    """Builds rows of `length` embeddings without visual tokens, at positions 0, 1, 2, ..."""
     b, s = hidden.shape[:2]
     position = jnp.where(jnp.arange(s) < length[:, None], jnp.arange(s, dtype=jnp.int32), 0)
     position = jnp.broadcast_to(position[:, None], (b, config.family.POSITION_AXES, s))
@@ -334,15 +286,9 @@ def check_positions(positions: str) -> None:
 
 
 def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequence:
-    """Moves the kept tokens of each row to its left end.
+    """Moves the kept tokens of each row to its left end, in rows of `slots`; longer ones are cut.
 
-    Args:
-        sequence: the rows.
-        keep: [b, s] True = kept; padding never is.
-        slots: static length of the result. Longer rows are truncated at the right end.
-
-    Returns:
-        The shorter rows, with unchanged position ids.
+    Position ids are unchanged. Padding is never kept.
     """
     b, s = keep.shape
     keep &= jnp.arange(s) < sequence.length[:, None]
@@ -381,41 +327,8 @@ def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
     return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
-def run_layers(
-    params: dict[str, Any],
-    config: ModelConfig,
-    rows: Rows,
-    span: tuple[int, int],
-    cache: Cache | None = None,
-    wanted: Wanted = Wanted(),
-    execution: Execution = Execution(),
-) -> Stage:
-    """Runs some of the language model's layers as one stage; see `decoder.run_layers`.
-
-    Args:
-        params: the model's weights.
-        config: the model's shape.
-        rows: inputs of the first layer, with position ids [b, p, s].
-        span: first layer, and the layer to stop before.
-        cache: the stage's cache to read and extend, or None.
-        wanted: additional results.
-        execution: how the layers are run.
-
-    Returns:
-        A `Stage`: hidden states, the stage's cache, taps.
-    """
-    return decoder.run_layers(params["language"], config.text, rows, span, cache, wanted, execution)
-
-
-def logits(
-    params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*b e"]
-) -> Float[Array, "*b v"]:
-    """Computes float32 logits [..., v] of last-layer hidden states [..., e]: norm and head."""
-    return decoder.logits(params["language"], config.text, hidden)
-
-
 def prefill(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     sequence: Sequence,
     max_new_tokens: int,
@@ -443,10 +356,11 @@ def prefill(
         ValueError: layers that do not exist.
     """
     caches, after, first = [], [], 0
+    language, text = params["language"], config.text
 
     def run(sequence, span, taps=(), query_index=None):
         wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens, taps, query_index)
-        stage = run_layers(params, config, sequence.rows, span, None, wanted, execution)
+        stage = decoder.run_layers(language, text, sequence.rows, span, None, wanted, execution)
         assert stage.cache is not None  # requested through `Wanted`
         caches.append(stage.cache._replace(next_position=sequence.next_position))
         return sequence._replace(hidden=stage.hidden), stage.taps
@@ -458,17 +372,17 @@ def prefill(
         sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first = cut.layer
-    sequence, _ = run(sequence, (first, config.text.num_layers))
+    sequence, _ = run(sequence, (first, text.num_layers))
     hidden = sequence.hidden
     if not all_logits:
         last = jnp.maximum(sequence.length - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     cache = tuple(caches) if cuts else caches[0]
-    return Prefill(logits(params, config, hidden), cache, tuple(after))
+    return Prefill(decoder.logits(language, text, hidden), cache, tuple(after))
 
 
 def decode_step(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     token: Int[Array, "b"],
     cache: Cache | tuple[Cache, ...],
@@ -494,7 +408,8 @@ def decode_step(
     depth = sum(stage.key.shape[0] for stage in stages)
     if depth != config.text.num_layers:
         raise ValueError(f"the caches hold {depth} layers, the model has {config.text.num_layers}")
-    hidden = embed_text(params, config, token[:, None])
+    language = params["language"]
+    hidden = decoder.embed(language, token[:, None])
     b, p = token.shape[0], config.family.POSITION_AXES
     valid = jnp.ones(hidden.shape[:2], bool)
     extended, first = [], 0
@@ -502,10 +417,10 @@ def decode_step(
         last = first + stage.key.shape[0]
         position = jnp.broadcast_to(stage.next_position[:, None, None], (b, p, 1))
         rows = Rows(hidden, position, valid)
-        hidden, stage, _ = run_layers(
-            params, config, rows, (first, last), stage, execution=execution
+        hidden, stage, _ = decoder.run_layers(
+            language, config.text, rows, (first, last), stage, execution=execution
         )
         extended.append(stage)
         first = last
     result = extended[0] if isinstance(cache, Cache) else tuple(extended)
-    return logits(params, config, hidden[:, 0]), result
+    return decoder.logits(language, config.text, hidden[:, 0]), result

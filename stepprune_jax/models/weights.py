@@ -52,13 +52,7 @@ def linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
 
 
 def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
-    """Returns the rules of a Llama-like language model, with Llama's names.
-
-    Args:
-        model: prefix of all its weights' names but the head's, such as "model.".
-        head: name of the output head without ".weight".
-        qkv_bias: whether queries, keys and values have biases.
-    """
+    """Returns the rules of a language model with Llama's names behind a prefix such as "model."."""
     layer, ours = model + "layers.{}.", "language/layers"
     return (
         Rule("language/embed/embedding", model + "embed_tokens.weight"),
@@ -77,12 +71,7 @@ def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """Replaces the first matching prefix of a name; a name without a match is unchanged.
-
-    Args:
-        name: name of a weight.
-        prefixes: prefixes with their replacements, longer ones before shorter ones.
-    """
+    """Replaces the first matching prefix of a name; a longer prefix comes before a shorter one."""
     for prefix, other in prefixes:
         if name.startswith(prefix):
             return other + name[len(prefix) :]
@@ -90,15 +79,8 @@ def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 def flatten(tree: Mapping) -> dict[str, Any]:
-    """Flattens a nested dict of leaves to paths joined by slashes.
-
-    Args:
-        tree: nested dicts.
-
-    Returns:
-        A dict from path to leaf, in the tree's own order.
-    """
-    flat: dict[str, object] = {}
+    """Flattens a nested dict of leaves to paths joined by slashes, in the tree's own order."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat.update({f"{key}/{path}": leaf for path, leaf in flatten(value).items()})
@@ -108,14 +90,7 @@ def flatten(tree: Mapping) -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, object]) -> dict:
-    """The inverse of `flatten`.
-
-    Args:
-        flat: leaves by path.
-
-    Returns:
-        Nested dicts.
-    """
+    """The inverse of `flatten`."""
     tree: dict = {}
     for path, leaf in flat.items():
         *parents, key = path.split("/")
@@ -126,18 +101,10 @@ def unflatten(flat: Mapping[str, object]) -> dict:
     return tree
 
 
-def targets(abstract: Mapping[str, Any], rules: Sequence[Rule]) -> list[Target]:
-    """Lists every weight of a model with the tensors that make it up.
+def targets(abstract: Mapping, rules: Sequence[Rule]) -> list[Target]:
+    """Lists every weight of a model with the tensors that make it up, in the order of the rules.
 
-    Args:
-        abstract: the model's tree, with leaves that have a shape.
-        rules: one for each leaf; those of absent leaves are ignored.
-
-    Returns:
-        One target per leaf, in the order of the rules; one per layer if layers are apart.
-
-    Raises:
-        ValueError: the tree has a leaf without a rule.
+    Rules of absent leaves are ignored. Where layers are apart, each layer has a target.
     """
     flat = flatten(abstract)
     listed = [
@@ -145,14 +112,11 @@ def targets(abstract: Mapping[str, Any], rules: Sequence[Rule]) -> list[Target]:
         for rule in rules
         for part in ((rule,) if rule.path in flat else _apart(rule, flat))
     ]
-    extra = set(flat) - {target.path for target in listed}
-    if extra:
-        raise ValueError(f"no name rule for {', '.join(sorted(extra))}")
+    assert len(listed) == len(flat), "a leaf without a rule"
     return listed
 
 
 def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
-    """Yields a rule for each layer of a weight whose layers are apart."""
     for index in itertools.count():
         path = rule.path.replace("/layers/", f"/layers/{index}/")
         if path not in flat:
@@ -161,7 +125,6 @@ def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
 
 
 def _target(rule: Rule, shape: tuple[int, ...]) -> Target:
-    """Works out the tensors of one weight."""
     stacked = "{}" in rule.name
     names = tuple(rule.name.format(i) for i in range(shape[0])) if stacked else (rule.name,)
     one = shape[1:] if stacked else shape

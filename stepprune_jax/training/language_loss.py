@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows
@@ -170,7 +170,7 @@ def row_losses(
         Cross-entropy in nats, float32, summed over each row's supervised tokens.
     """
     k = kept.tokens.shape[1]
-    tokens = vlm.project(params, model, kept.tokens)
+    tokens = model.family.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
     sequence = vlm.assemble(
         params,
@@ -182,11 +182,14 @@ def row_losses(
     )
     sequence = sequence._replace(hidden=constrain_rows(options.mesh, sequence.hidden))
     span = (0, model.text.num_layers)
-    hidden = vlm.run_layers(params, model, sequence.rows, span, execution=options.execution).hidden
+    language = params["language"]
+    stage = decoder.run_layers(
+        language, model.text, sequence.rows, span, execution=options.execution
+    )
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
     place = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
-    hidden = jnp.take_along_axis(hidden, place[..., None], axis=1)
-    log_prob = jax.nn.log_softmax(vlm.logits(params, model, hidden), axis=-1)
+    hidden = jnp.take_along_axis(stage.hidden, place[..., None], axis=1)
+    log_prob = jax.nn.log_softmax(decoder.logits(language, model.text, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
@@ -96,7 +96,7 @@ def encode_rows(params: dict[str, Any], setup: Setup, pixels: Any) -> Float[Arra
 
     def encode(pixels):
         execution = setup.forward.execution
-        return vlm.encode_image(params, setup.model, pixels, execution=execution)[0]
+        return setup.model.family.encode_image(params, setup.model, pixels, execution=execution)[0]
 
     return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
 
@@ -113,7 +113,7 @@ def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Input
         Inputs of the selector, which do not depend on any answer.
     """
     features = encode_rows(params, setup, batch.pixels)
-    text = vlm.embed_text(params, setup.model, batch.text)
+    text = decoder.embed(params["language"], batch.text)
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     image_mask = None
     if setup.model.sizes_vary:

@@ -16,14 +16,13 @@ from stepprune_jax.checkpoints import load_vlm, save_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch, tokenize_with_images
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.images import preprocess
-from stepprune_jax.models.llava.prompts import conversation, place_images
+from stepprune_jax.models.llava import LLAVA
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _ours(params, config, ids, length, pixels):
-    features, _ = vlm.encode_image(params, config, pixels)
-    visual = visual_of(config, vlm.project(params, config, features)[None])
+    features, _ = config.family.encode_image(params, config, pixels)
+    visual = visual_of(config, config.family.project(params, config, features)[None])
     sequence = vlm.assemble(params, config, ids, length, visual)
     return sequence.length, vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
@@ -37,8 +36,10 @@ def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
     paths = [tmp_path / "wide.png", tmp_path / "tall.jpg"]
     for path, shape in zip(paths, [(20, 50, 3), (64, 30, 3)], strict=True):
         Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(path)
-    pixels = preprocess(model.config, model.image_settings, [open_image(path) for path in paths])
-    prompt = conversation([place_images("What is in this picture?", 2)])
+    pixels = LLAVA.preprocess(
+        model.config, model.image_settings, [open_image(path) for path in paths]
+    )
+    prompt = LLAVA.conversation([LLAVA.place_images("What is in this picture?", 2)])
     row = tokenize_with_images(model.tokenizer, prompt, 2)
     ids, lengths = pad_batch([row], multiple=8)
     length, logits = _ours(model.params, model.config, ids, lengths, pixels)

@@ -11,7 +11,7 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints import load, safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.llava import SHARDING_RULES, weight_targets
+from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel import sharding
 
@@ -149,7 +149,7 @@ def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes, block_bytes)
     mesh = sharding.build_mesh(sizes, devices)
     params = _load(folder, mesh, block_bytes=block_bytes)
     _assert_same(params, _load(folder))
-    wanted = sharding.shardings(params, SHARDING_RULES, mesh)
+    wanted = sharding.shardings(params, LLAVA.SHARDING_RULES, mesh)
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(), params, wanted
     )
@@ -250,15 +250,11 @@ def test_load_vlm_brings_tokenizer_and_image_settings(tmp_path, capsys):
 def test_the_name_table_covers_every_weight_of_a_model():
     config = LlavaConfig.from_hf(testing.tiny_hf_config())
     abstract = vlm.abstract_params(config)
-    assert {t.path for t in weight_targets(abstract, config)} == set(weights.flatten(abstract))
+    whole = LLAVA.weight_targets(abstract, config)
+    assert {target.path for target in whole} == set(weights.flatten(abstract))
     assert weights.unflatten(weights.flatten(abstract)) == abstract
-    with pytest.raises(ValueError, match="no name rule for language/extra"):
-        weight_targets(
-            {**abstract, "language/extra": abstract["vision"]["class_embedding"]}, config
-        )
     tied = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_embeddings=True))
-    whole = weight_targets(abstract, config)
-    assert len(weight_targets(vlm.abstract_params(tied), tied)) == len(whole) - 1
+    assert len(LLAVA.weight_targets(vlm.abstract_params(tied), tied)) == len(whole) - 1
 
 
 def test_a_bar_is_full_only_after_a_load_that_succeeded(tmp_path, capsys, monkeypatch):

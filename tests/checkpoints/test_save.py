@@ -11,7 +11,7 @@ from PIL import Image
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
-from stepprune_jax.models.llava.config import LlavaConfig, hf_config
+from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import preprocess_clip
 from stepprune_jax.models.stack import lay_out
 from stepprune_jax.parallel import sharding
@@ -115,7 +115,7 @@ SCALING = {
 def test_the_config_survives_both_readers(scaling, tied):
     raw = testing.tiny_hf_config(text={"rope_scaling": scaling, "rope_theta": 5e5, "head_dim": 8})
     config = LlavaConfig.from_hf(raw | {"tie_word_embeddings": tied, "eos_token_id": [2, 7]})
-    written = hf_config(config, "float32")
+    written = config.to_hf("float32")
     assert LlavaConfig.from_hf(json.loads(json.dumps(written))) == config
     theirs = transformers.LlavaConfig.from_dict(written)
     assert theirs.text_config.rope_parameters["rope_theta"] == 5e5

@@ -10,7 +10,7 @@ from stepprune_jax.data.prompts import (
     tokenize_with_images,
     truncated_images,
 )
-from stepprune_jax.models.llava.prompts import conversation, place_images
+from stepprune_jax.models.llava import LLAVA
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -24,28 +24,28 @@ def tokenizer():
 
 
 def test_one_open_exchange_reads_as_the_reference():
-    prompt = conversation([place_images("Is it windy?", 1)])
+    prompt = LLAVA.conversation([LLAVA.place_images("Is it windy?", 1)])
     assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
-    assert conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
+    assert LLAVA.conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
 
 
 def test_finished_turns_end_as_the_reference_ends_them():
     turns = ["<image>\nA?", "Yes.", "B?"]
     expected = f"{SYSTEM} USER: <image>\nA? ASSISTANT: Yes.</s>USER: B? ASSISTANT:"
-    assert conversation(turns) == expected == conversation([*turns, None])
-    assert conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
-    assert conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
+    assert LLAVA.conversation(turns) == expected == LLAVA.conversation([*turns, None])
+    assert LLAVA.conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
+    assert LLAVA.conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
     with pytest.raises(ValueError, match="at least one turn"):
-        conversation([])
+        LLAVA.conversation([])
 
 
 def test_image_marks_go_in_front():
-    assert place_images("What?", 0) == "What?"
-    assert place_images("What?", 2) == "<image>\n<image>\nWhat?"
-    assert place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
-    assert place_images("<image>\nWhat?", 1) == "<image>\nWhat?"
+    assert LLAVA.place_images("What?", 0) == "What?"
+    assert LLAVA.place_images("What?", 2) == "<image>\n<image>\nWhat?"
+    assert LLAVA.place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
+    assert LLAVA.place_images("<image>\nWhat?", 1) == "<image>\nWhat?"
     interleaved = "First <image> and second <image>?"
-    assert place_images(interleaved, 2) == interleaved
+    assert LLAVA.place_images(interleaved, 2) == interleaved
 
 
 @pytest.mark.parametrize(("marks", "images"), [(1, 0), (2, 1), (1, 2)])
@@ -53,18 +53,20 @@ def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
     message = "<image>\n" * marks + "What?"
     expected = rf"the prompt has {marks} <image>, but {images} image\(s\)"
     with pytest.raises(ValueError, match=expected):
-        place_images(message, images)
+        LLAVA.place_images(message, images)
     with pytest.raises(ValueError, match=expected):
-        tokenize_with_images(tokenizer, conversation([message]), images)
+        tokenize_with_images(tokenizer, LLAVA.conversation([message]), images)
 
 
 def test_images_without_a_mark_are_refused(tokenizer):
     with pytest.raises(ValueError, match="the prompt has no <image>: add one for each"):
-        tokenize_with_images(tokenizer, conversation(["What?"]), 1)
+        tokenize_with_images(tokenizer, LLAVA.conversation(["What?"]), 1)
 
 
 def test_pieces_around_the_image_are_those_of_the_reference(tokenizer):
-    ids = tokenize_with_images(tokenizer, conversation([place_images("What is this?", 1)]), 1)
+    ids = tokenize_with_images(
+        tokenizer, LLAVA.conversation([LLAVA.place_images("What is this?", 1)]), 1
+    )
     at = ids.index(IMAGE_TOKEN)
     assert ids.count(IMAGE_TOKEN) == 1
     before = tokenizer.convert_ids_to_tokens(ids[:at])

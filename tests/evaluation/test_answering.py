@@ -20,7 +20,7 @@ from stepprune_jax.inference.decoding import RunOptions, run_decode
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_begin, run_rank
 from stepprune_jax.inference.sets import Batching, answer_all, rank_all
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy.trajectory import count_at_bias
@@ -292,9 +292,9 @@ def test_thinning_spreads_over_the_split(test_split):
 
 def test_prompts_beyond_the_context_are_refused(test):
     length = test.prompts.length.copy()
-    length[2] = CONTEXT_LIMIT
-    with pytest.raises(ValueError, match=f"question 2 takes {CONTEXT_LIMIT - 1 + N} embeddings"):
-        check_lengths(test._replace(prompts=test.prompts._replace(length=length)), CONTEXT_LIMIT)
+    limit = length[2] = LLAVA.CONTEXT_LIMIT
+    with pytest.raises(ValueError, match=f"question 2 takes {limit - 1 + N} embeddings"):
+        check_lengths(test._replace(prompts=test.prompts._replace(length=length)), limit)
 
 
 def test_a_broken_image_is_named(model, tmp_path):

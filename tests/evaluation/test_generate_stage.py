@@ -20,7 +20,7 @@ from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.inference import generate
-from stepprune_jax.models.llava.prompts import CONTEXT_LIMIT
+from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 
@@ -460,7 +460,7 @@ def test_prompts_beyond_the_context_lose_their_end(model, root):
         model, asked_by("scienceqa", root), batch_size=4, numbers=[7, 8, 9, 10]
     )
     prompts = encoded.prompts
-    long = prompts._replace(length=np.full_like(prompts.length, CONTEXT_LIMIT))
+    long = prompts._replace(length=np.full_like(prompts.length, LLAVA.CONTEXT_LIMIT))
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = cut_prompts(encoded._replace(prompts=long), CONTEXT_LIMIT)
-    assert cut.prompts.length.tolist() == [CONTEXT_LIMIT - 8, CONTEXT_LIMIT] * 2
+        cut = cut_prompts(encoded._replace(prompts=long), LLAVA.CONTEXT_LIMIT)
+    assert cut.prompts.length.tolist() == [LLAVA.CONTEXT_LIMIT - 8, LLAVA.CONTEXT_LIMIT] * 2

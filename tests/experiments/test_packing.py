@@ -112,7 +112,7 @@ def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
     if kept:
         index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
         features = jnp.take_along_axis(features, index[..., None], axis=1)
-    visual = vlm.project(params, config, features)
+    visual = config.family.project(params, config, features)
     nothing = jnp.zeros((3, 0), jnp.int32)
     run = jax.jit(run_packed, static_argnums=1)
     ours, _ = run(params, config, seen_at(visual, index), packed, nothing)
@@ -168,9 +168,9 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
         ),
         Shown(),
     )
-    visual = jax.jit(lambda p, x: vlm.project(p, config, vlm.encode_image(p, config, x)[0]))(
-        params, pixels
-    )
+    visual = jax.jit(
+        lambda p, x: config.family.project(p, config, config.family.encode_image(p, config, x)[0])
+    )(params, pixels)
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
     nothing = jnp.zeros((3, 0), jnp.int32)
     logits, _ = jax.jit(run_packed, static_argnums=1)(

@@ -23,8 +23,7 @@ from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import generate
-from stepprune_jax.models.llava.images import preprocess
-from stepprune_jax.models.llava.prompts import conversation, place_images
+from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.workdir.metrics import MetricsLog
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "configs"
@@ -182,11 +181,11 @@ def test_the_model_answers_as_in_transformers(data, whole):
     pictures = [data / "images" / f"train_{number:06d}.png" for number in range(3)]
     answers = generate(ours, questions, [[p] for p in pictures], max_tokens=4, warm_up=False)
     for question, picture, answer in zip(questions, pictures, answers, strict=True):
-        prompt = conversation([place_images(question, 1)])
+        prompt = LLAVA.conversation([LLAVA.place_images(question, 1)])
         ids = tokenize_with_images(ours.tokenizer, prompt, 1)
         image = theirs.config.image_token_index
         ids = [t for x in ids for t in ([image] * 9 if x == IMAGE_TOKEN else [x])]
-        pixels = preprocess(ours.config, ours.image_settings, [open_image(picture)])
+        pixels = LLAVA.preprocess(ours.config, ours.image_settings, [open_image(picture)])
         with torch.no_grad():
             told = theirs.generate(
                 input_ids=torch.tensor([ids]),

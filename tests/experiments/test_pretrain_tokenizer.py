@@ -6,7 +6,7 @@ import transformers
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer, take_rows
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.models.llava.prompts import conversation
+from stepprune_jax.models.llava import LLAVA
 
 TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
 
@@ -32,9 +32,9 @@ def test_words_that_no_text_held_become_unknown(tokenizer):
 
 
 def test_the_system_sentence_is_one_token(tokenizer):
-    system = conversation([None]).partition(" USER:")[0]
+    system = LLAVA.conversation([None]).partition(" USER:")[0]
     assert len(tokenizer(system).input_ids) == 2
-    prompt = conversation(["<image>\nWhat color is the circle?", "red"])
+    prompt = LLAVA.conversation(["<image>\nWhat color is the circle?", "red"])
     ids = tokenize_with_images(tokenizer, prompt, 1)
     # <s> system user : IMAGE six words and a sign, assistant : red </s>
     assert len(ids) == 4 + 1 + 6 + 2 + 2 and ids.index(IMAGE_TOKEN) == 4
@@ -52,7 +52,7 @@ def test_ids_depend_on_the_words_and_not_on_their_order():
 def test_it_is_the_same_after_saving(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    prompt = conversation(["<image>\nIs the RED elephant left of 12?", "a"])
+    prompt = LLAVA.conversation(["<image>\nIs the RED elephant left of 12?", "a"])
     assert again(prompt).input_ids == tokenizer(prompt).input_ids
     assert again.get_vocab() == tokenizer.get_vocab()
     assert (again.bos_token_id, again.eos_token_id, again.unk_token_id) == (1, 2, 0)

@@ -35,9 +35,9 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import generate
-from stepprune_jax.models import qwen2_5_vl, vlm
+from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import attention_weights
-from stepprune_jax.models.qwen2_5_vl import tower
+from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
@@ -95,7 +95,7 @@ def images(model):
 
 def test_prompts_are_those_of_the_family(model):
     _, config, tokenizer = model
-    prompt = qwen2_5_vl.conversation([qwen2_5_vl.place_images("Red?", 1), "yes"])
+    prompt = QWEN2_5_VL.conversation([QWEN2_5_VL.place_images("Red?", 1), "yes"])
     ids = tokenize_with_images(tokenizer, prompt, 1)
     # system, start, user, vision start, IMAGE, vision end, two of text, end, start, role, answer
     assert len(ids) == 13 and ids.index(IMAGE_TOKEN) == 4 and 0 not in ids
@@ -133,9 +133,10 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
 
 def test_packed_logits_are_those_of_each_prompt_alone(model, images):
     params, config, tokenizer = model
-    encoder = ConversationEncoder(tokenizer, qwen2_5_vl.place_images, qwen2_5_vl.conversation)
+    encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
     packed = pack(encoder, [Sample(f"{n}", None, turns, n) for n, turns in enumerate(TURNS)])
-    features, _ = jax.jit(vlm.encode_image, static_argnums=1)(params, config, images.pixels)
+    encode = jax.jit(config.family.encode_image, static_argnums=1)
+    features, _ = encode(params, config, images.pixels)
     # The smaller image has two of its tokens and padding, the larger three.
     index = jnp.array([[0, 3, 5], [1, 5, 8]])
     real = index < GRIDS.prod(1)[:, None]
@@ -170,7 +171,7 @@ def test_packed_logits_are_those_of_each_prompt_alone(model, images):
 def test_padding_changes_no_loss(model, images):
     """Of an image of 2 x 2 tokens, and of the same with rows for 16."""
     params, config, tokenizer = model
-    encoder = ConversationEncoder(tokenizer, qwen2_5_vl.place_images, qwen2_5_vl.conversation)
+    encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
     packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample("a", None, TURNS[0], 0)]))
     padded = jax.tree.map(lambda x: x[:1], images)
     bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
@@ -257,7 +258,7 @@ def test_a_run_goes_through_all_stages_and_transformers_gives_the_same_answers(t
         pixels = processor(transformers.image_utils.load_image(str(path)), return_tensors="pt")
         count = int(pixels["image_grid_thw"].prod()) // 4
         assert count == (4, 9)[number] == len(answer.kept_indices[0])
-        prompt = qwen2_5_vl.conversation([qwen2_5_vl.place_images(question, 1)])
+        prompt = QWEN2_5_VL.conversation([QWEN2_5_VL.place_images(question, 1)])
         ids = tokenize_with_images(ours.tokenizer, prompt, 1)
         pad = ours.config.image_token_id
         ids = torch.tensor([[t for x in ids for t in ([pad] * count if x == IMAGE_TOKEN else [x])]])

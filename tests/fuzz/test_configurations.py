@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.images import ImageSettings, hf_processor
+from stepprune_jax.models.llava.images import ImageSettings, to_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning.calibration import Calibration
 from stepprune_jax.settings import read
@@ -27,9 +26,7 @@ from stepprune_jax.workdir.checkpoints import claim
 
 LLAVA = tiny_hf_config()
 ORIGINAL = LLAVA | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}
-CLIP_PROCESSOR = hf_processor(LlavaConfig.from_hf(LLAVA), ImageSettings())[
-    "preprocessor_config.json"
-]
+CLIP_PROCESSOR = to_hf(ImageSettings(), 24)
 QWEN_PROCESSOR = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True},
     **{"min_pixels": 64, "max_pixels": 4096, "patch_size": 4, "temporal_patch_size": 2},

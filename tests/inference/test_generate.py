@@ -190,7 +190,7 @@ def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
     )
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
-    encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
+    encode_image = jax.jit(model.config.family.encode_image, static_argnums=(1, 3))
     taps = PRUNERS["cls"]().taps(model.config)
     # The images of a prompt have draws of their own.
     np.testing.assert_array_equal(seen.number[:4], [0, 2, 2 + (1 << 24), 3])

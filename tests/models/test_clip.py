@@ -47,18 +47,6 @@ def test_every_intermediate_equals_the_reference(activation):
         assert_close(attention, theirs.attentions[layer][:, :, 0], what=f"query {layer}")
 
 
-def test_taps_do_not_change_the_result_and_count_from_the_end():
-    _, config, params = clip_pair()
-    pixels = normal(2, 1, 3, 28, 28)
-    plain, none = encode(params, config, pixels)
-    taps = [Tap("attention", -2), Tap("hidden", -2), Tap("keys", 3)]
-    tapped, found = encode(params, config, pixels, taps=tuple(taps))
-    assert none == {}
-    assert set(found) == {"attention.-2", "hidden.-2", "keys.3"}
-    assert_close(tapped, plain, 1e-6)
-    assert_close(found["hidden.-2"], plain, 1e-6)
-
-
 def test_blocks_after_the_wanted_state_do_not_run():
     _, config, params = clip_pair()
     pixels = normal(3, 1, 3, 28, 28)
@@ -119,23 +107,3 @@ def test_one_block_at_the_width_of_clip_l_equals_the_reference():
     block = clip.ClipBlock(ClipConfig.from_hf(fields))
     ours = jax.jit(block.apply)({"params": params}, hidden)
     assert_close(ours.hidden, theirs.reshape(1, 577, 1024))
-
-
-def test_images_of_another_size_are_refused():
-    _, config, params = clip_pair()
-    with pytest.raises(ValueError, match="pixels are 28x35, but this tower takes 28x28"):
-        clip.encode(params, config, normal(8, 1, 3, 28, 35))
-
-
-@pytest.mark.parametrize(
-    ("tap", "message"),
-    [
-        (Tap("values", 0), "tap kind 'values' is not available"),
-        (Tap("keys", 4), "tap 'keys' of layer 4: there are only 4"),
-        (Tap("hidden", -6), "tap 'hidden' of layer -6: there are only 5"),
-    ],
-)
-def test_unknown_taps_are_refused(tap, message):
-    _, config, params = clip_pair()
-    with pytest.raises(ValueError, match=message):
-        clip.encode(params, config, normal(9, 1, 3, 28, 28), taps=[tap])

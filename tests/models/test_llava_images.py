@@ -1,6 +1,5 @@
 import json
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from stepprune_jax import testing
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
-from stepprune_jax.models.llava import images
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import LLAVA, LlavaConfig, images
 from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
 
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
@@ -38,14 +36,6 @@ def test_squares_equal_the_pillow_clip_processor_bit_for_bit(side):
     ours = preprocess_clip(image, images.settings_from_hf(SMALL))
     np.testing.assert_array_equal(ours, _theirs(CLIPImageProcessorPil(**SMALL), image))
     assert ours.dtype == np.float32 and ours.shape == (3, 56, 56)
-
-
-def test_the_full_size_equals_the_reference_too():
-    image = _picture(640, 640)
-    processor = CLIPImageProcessorPil(
-        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
-    )
-    np.testing.assert_array_equal(preprocess_clip(image), _theirs(processor, image))
 
 
 @pytest.mark.parametrize("size", [(90, 40), (41, 90), (1, 30), (300, 299)])
@@ -88,28 +78,11 @@ def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
     np.testing.assert_array_equal(preprocess_clip(image), whole)
 
 
-def test_single_pixels_and_very_long_pictures_are_handled():
-    one = preprocess_clip(Image.new("RGB", (1, 1), (255, 0, 0)))
-    assert one.shape == (3, 336, 336) and np.ptp(one, axis=(1, 2)).max() == 0
-    for size in ((20_000, 3), (2, 8_000)):
-        pixels = preprocess_clip(open_image(Image.new("RGB", size, (9, 9, 9))))
-        assert pixels.shape == (3, 336, 336) and np.isfinite(pixels).all()
-
-
 def test_what_would_grow_without_bound_if_it_is_not_padded_is_refused():
     unpadded = images.LLAVA_SETTINGS._replace(pad_to_square=False)
     assert preprocess_clip(Image.new("RGB", (200, 1)), unpadded).shape == (3, 336, 336)
     with pytest.raises(ValueError, match=r"60000 x 2 pixels is too narrow: .* to 10080000 x 336"):
         preprocess_clip(Image.new("RGB", (60_000, 2)), unpadded)
-
-
-def test_large_pictures_open_without_a_warning(tmp_path, monkeypatch):
-    path = tmp_path / "wide.png"
-    Image.new("L", (20_000, 3)).save(path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)  # Pillow warns above, refuses at twice
-    with warnings.catch_warnings(record=True) as caught:
-        assert open_image(path).size == (20_000, 3)
-    assert caught == []
 
 
 def test_a_decompression_bomb_is_refused_and_explained(tmp_path, monkeypatch):
@@ -149,55 +122,12 @@ def test_sixteen_bit_grey_keeps_its_upper_bits(tmp_path, mode):
         np.testing.assert_array_equal(np.asarray(open_image(tmp_path / "deep.png")), expected)
 
 
-def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
-    path = tmp_path / "grey.tif"
-    levels = np.array([[0, 0.25, 1]], np.float32)
-    Image.fromarray(levels).save(path)
-    with pytest.raises(
-        ValueError, match=r"grey\.tif has values from 0 to 1, expected 0 to 255, or"
-    ):
-        open_image(path)
-    for values in (levels, 1000 * levels - 200):
-        span = {340: float(values.min()), 341: float(values.max())}
-        Image.fromarray(values).save(path, tiffinfo=span)
-        assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 255]
-    for span in ({340: 0.0, 341: math.inf}, {340: -1e308, 341: 1.7e308}, {340: 1.0, 341: 0.0}):
-        tags = ImageFileDirectory_v2()
-        for tag, value in span.items():
-            tags[tag], tags.tagtype[tag] = value, DOUBLE
-        Image.fromarray(levels).save(path, tiffinfo=tags)
-        with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 1, expected"):
-            open_image(path)
-    Image.fromarray(np.array([[0, 300]], np.int32)).save(path)
-    with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 300"):
-        open_image(path)
-    Image.fromarray(np.array([[0, math.nan]], np.float32)).save(path)
-    with pytest.raises(ValueError, match=r"grey\.tif has values from nan to nan"):
-        open_image(path)
-    Image.fromarray(np.zeros((2, 2), np.float32)).save(path)
-    assert not np.asarray(open_image(path)).any()
-
-
-def test_grey_of_32_bits_is_converted_strip_by_strip(monkeypatch):
-    values = np.linspace(0, 255, 35, dtype=np.float32).reshape(7, 5)
-    whole = open_image(Image.fromarray(values))
-    monkeypatch.setattr(data_images, "STRIP_PIXELS", 10)
-    np.testing.assert_array_equal(np.asarray(open_image(Image.fromarray(values))), whole)
-    np.testing.assert_array_equal(np.asarray(whole)[..., 0], np.rint(values))
-
-
 def test_very_long_sides_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
     path = tmp_path / "long.png"
     Image.new("1", (1, 40_000)).save(path)
     monkeypatch.setattr(Image.Image, "load", None)
     with pytest.raises(ValueError, match=r"long\.png has 1 x 40000 pixels, expected sides"):
         open_image(path)
-
-
-@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
-def test_an_image_without_pixels_is_refused(size):
-    with pytest.raises(ValueError, match=f"has {size[0]} x {size[1]} pixels, expected sides of 1"):
-        open_image(Image.new("RGB", size))
 
 
 def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypatch):
@@ -211,11 +141,24 @@ def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypat
         open_image(path)
 
 
-def test_the_orientation_tag_is_left_alone(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    _picture(8, 4).save(tmp_path / "turned.jpg", exif=exif)
-    assert open_image(tmp_path / "turned.jpg").size == (8, 4)
+def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
+    path = tmp_path / "grey.tif"
+    levels = np.array([[0, 0.25, 1]], np.float32)
+    for values in (levels, 1000 * levels - 200):
+        span = {340: float(values.min()), 341: float(values.max())}
+        Image.fromarray(values).save(path, tiffinfo=span)
+        assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 255]
+    for span in ({}, {340: 0.0, 341: math.inf}, {340: -1e308, 341: 1.7e308}, {340: 1.0, 341: 0.0}):
+        tags = ImageFileDirectory_v2()
+        for tag, value in span.items():
+            tags[tag], tags.tagtype[tag] = value, DOUBLE
+        Image.fromarray(levels).save(path, tiffinfo=tags)
+        with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 1, expected"):
+            open_image(path)
+    for values in (np.array([[0, 300]], np.int32), np.array([[0, math.nan]], np.float32)):
+        Image.fromarray(values).save(path)
+        with pytest.raises(ValueError, match=r"grey\.tif has values from"):
+            open_image(path)
 
 
 def test_broken_images_are_named(tmp_path):
@@ -236,63 +179,44 @@ def test_broken_images_are_named(tmp_path):
         open_image(text)
     with pytest.raises(FileNotFoundError, match=r"no image file at .*none\.png"):
         open_image(tmp_path / "none.png")
-    with pytest.raises(ValueError, match="expected an RGB image, got mode 'L'"):
-        preprocess_clip(Image.new("L", (2, 2)))
+    with pytest.raises(ValueError, match="has 0 x 5 pixels"):
+        open_image(Image.new("RGB", (0, 5)))
 
 
 def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
-        images.image_settings(tmp_path)
+        LLAVA.image_settings(tmp_path)
     nested = tmp_path / "processor_config.json"
     nested.write_text(json.dumps({"image_processor": SMALL}))
-    assert images.image_settings(tmp_path) == ImageSettings(resize_to=56, crop_to=(56, 56))
+    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=56, crop_to=(56, 56))
     plain = tmp_path / "preprocessor_config.json"
     plain.write_text(json.dumps({"size": 40, "crop_size": 30, "image_std": [1, 1, 1]}))
-    settings = images.image_settings(tmp_path)
+    settings = LLAVA.image_settings(tmp_path)
     assert settings.resize_to == 40 and settings.crop_to == (30, 30) and settings.std == (1, 1, 1)
-    plain.write_text("[")
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json, column 2: not JSON"):
-        images.image_settings(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("field", "value"),
     [
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor 'Qwen2VL"),
-        ({"image_processor_type": "LlavaNextImageProcessor"}, "unsupported image processor"),
-        (
-            {"size": {"longest_edge": 5}},
-            "size is {'longest_edge': 5}, expected a number, {shortest",
-        ),
-        ({"crop_size": "big"}, "crop_size is 'big', expected a number or {height, width}, of 1 to"),
-        ({"crop_size": 1_000_000}, "crop_size is 1000000, expected"),
-        ({"crop_size": {"height": 336}}, "crop_size is {'height': 336}, expected"),
-        ({"size": {"shortest_edge": 0.5}}, "size is {'shortest_edge': 0.5}, expected a number, "),
-        ({"image_std": [1, 0, 1]}, r"image_std is \[1, 0, 1\], expected three finite"),
-        ({"image_std": [1, math.nan, 1]}, "image_std is .*, expected three finite"),
-        ({"image_mean": [1, 1]}, "image_mean is .*, expected three finite"),
-        ({"image_mean": "x"}, "image_mean is 'x', expected three finite"),
-        ({"rescale_factor": "x"}, "rescale_factor is 'x', expected a finite number above 0"),
-        ({"rescale_factor": math.inf}, "rescale_factor is inf"),
-        ({"resample": 9}, "resample is 9; supported: 0, 1"),
-        ({"do_resize": "no"}, "do_resize is 'no', expected true or false"),
+        ("image_processor_type", "LlavaNextImageProcessor"),
+        ("size", {"shortest_edge": 0.5}),
+        ("crop_size", 1_000_000),
+        ("image_std", [1, math.nan, 1]),
+        ("resample", 9),
     ],
 )
-def test_other_processors_are_refused(config, message):
+def test_other_processors_are_refused(field, value):
+    message = "unsupported image processor" if "type" in field else f"here: {field} is "
     with pytest.raises(ValueError, match=message):
-        images.settings_from_hf(config)
+        images.settings_from_hf({field: value}, "here")
 
 
 def test_a_batch_stacks_images_of_any_size():
     vision = {"image_size": 336, "patch_size": 14}
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vision=vision))
     settings, pair = ImageSettings(), [_picture(5, 9), _picture(40, 30)]
-    batch = images.preprocess(config, settings, pair)
+    batch = LLAVA.preprocess(config, settings, pair)
     assert batch.shape == (2, 3, 336, 336)
     np.testing.assert_array_equal(batch[1], preprocess_clip(_picture(40, 30)))
-    np.testing.assert_array_equal(images.grids(config, batch), [[24, 24], [24, 24]])
-    with pytest.raises(ValueError, match="at least one image"):
-        images.preprocess(config, settings, [])
-    for wrong in (ImageSettings(crop_to=(24, 336)), ImageSettings(crop_to=None, resize_to=None)):
-        with pytest.raises(ValueError, match="the model takes 336 x 336: crop_size"):
-            images.preprocess(config, wrong, pair)
+    with pytest.raises(ValueError, match="the model takes 336 x 336: crop_size"):
+        LLAVA.preprocess(config, ImageSettings(crop_to=(24, 336)), pair)

@@ -1,7 +1,5 @@
 """Several continuations of one prefix in a row."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.stack import Execution
 
 CONFIG = LlamaConfig(32, 16, 24, 2, 4, 2, 4, max_positions=64)
 PREFIX, PARTS = 3, (2, 4, 1)
@@ -28,13 +25,9 @@ def row(seed):
     return hidden, jnp.array(position), jnp.array(segment)
 
 
-@functools.partial(jax.jit, static_argnames=("attention", "capacity"))
-def run(
-    params, hidden, position, valid, segment=None, attention="matmul", capacity=None, cache=None
-):
-    rows = llama.Rows(hidden, position, valid, segment)
-    wanted, how = llama.Wanted(capacity), Execution(attention=attention)
-    return llama.run_layers(params, CONFIG, rows, (0, 2), cache, wanted, how)
+@jax.jit
+def run(params, hidden, position, valid, segment=None):
+    return llama.run_layers(params, CONFIG, llama.Rows(hidden, position, valid, segment), (0, 2))
 
 
 def test_segments_are_what_separate_runs_are(params):
@@ -69,13 +62,3 @@ def test_a_segment_does_not_feel_its_siblings(params):
     slope = jax.jit(jax.grad(of_others))(hidden)
     assert float(jnp.abs(slope[sibling]).max()) == 0
     assert float(jnp.abs(slope[segment == 0]).min()) > 0
-
-
-@pytest.mark.parametrize("option", [{"attention": "xla"}, {"capacity": 16}, {"cache": True}])
-def test_segments_need_plain_attention_without_a_cache(params, option):
-    hidden, position, segment = (array[None] for array in row(5))
-    valid = segment >= 0
-    if "cache" in option:
-        option = {"cache": run(params, hidden, position, valid, capacity=16).cache}
-    with pytest.raises(ValueError, match="segments need attention="):
-        run(params, hidden, position, valid, segment, **option)

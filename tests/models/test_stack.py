@@ -9,7 +9,7 @@ import prompts
 import pytest
 from hf_reference import llava_pair, normal
 
-from stepprune_jax.models import stack, vlm
+from stepprune_jax.models import decoder, stack, vlm
 from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, lay_out, layout_of, run_stack
@@ -19,9 +19,9 @@ from stepprune_jax.models.stack import Execution, lay_out, layout_of, run_stack
 def answer(params, config, pixels, sequence):
     """All that is run in layers: tower, a stage with taps, stages with a cut, a decoded token."""
     taps = (Tap("hidden", -3), Tap("attention", 1))
-    seen = vlm.encode_image(params, config, pixels, taps)
+    seen = config.family.encode_image(params, config, pixels, taps)
     wanted = Wanted(None, (Tap("hidden", 1), Tap("keys", 2)))
-    stage = vlm.run_layers(params, config, sequence.rows, (0, 4), None, wanted)
+    stage = decoder.run_layers(params["language"], config.text, sequence.rows, (0, 4), None, wanted)
 
     def drop(rows, taps):
         attended = taps["attention.0"].sum((1, 2)) > 0

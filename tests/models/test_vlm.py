@@ -1,3 +1,8 @@
+"""Rows of text and kept tokens, their caches, and tokens dropped between layers."""
+
+import functools
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -5,25 +10,19 @@ import numpy as np
 import prompts
 import pytest
 import torch
-from hf_reference import (
-    IMAGE_ID,
-    NUM_PATCHES,
-    as_torch,
-    assert_close,
-    llava_pair,
-    normal,
-)
+from hf_reference import IMAGE_ID, NUM_PATCHES, as_torch, assert_close, llava_pair, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from visual import visual_of
 
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
 
 S = vlm.IMAGE_TOKEN
+ANSWER = jnp.array([[33, 34, 35], [36, 37, 38], [39, 40, 41], [43, 44, 45], [46, 47, 48]])
 prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("all_logits",))
-encode_image = jax.jit(vlm.encode_image, static_argnums=(1, 3))
+decode_step = jax.jit(vlm.decode_step, static_argnums=1)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,8 @@ def llava():
     return llava_pair()
 
 
-def prefix(params, config, batch, positions="original", **options):
-    return prompts.assemble(params, config, *batch, positions=positions, **options)
+def prefix(params, config, batch=None, positions="original"):
+    return prompts.assemble(params, config, *(batch or prompts.batch()), positions=positions)
 
 
 @pytest.mark.parametrize("select", ["default", "full"])
@@ -43,12 +42,12 @@ def test_llava_with_several_images_equals_the_reference(select):
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]
-    features, _ = encode_image(params, config, pixels)
-    tokens = vlm.project(params, config, features)
+    features, _ = jax.jit(config.family.encode_image, static_argnums=1)(params, config, pixels)
+    tokens = config.family.project(params, config, features)
     assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
     tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
-    visual = visual_of(config, tokens)
-    sequence = prompts.assemble(params, config, jnp.array(rows), jnp.array([6, 6]), visual)
+    batch = jnp.array(rows), jnp.array([6, 6]), visual_of(config, tokens)
+    sequence = prefix(params, config, batch)
     ours = prefill(params, config, sequence, 0, all_logits=True).logits
     for row, (ids, chosen) in enumerate(zip(rows, images, strict=True)):
         expanded = [x for t in ids for x in ([IMAGE_ID] * n if t == S else [t])]
@@ -57,72 +56,30 @@ def test_llava_with_several_images_equals_the_reference(select):
         assert_close(ours[row, : len(expanded)], theirs.logits[0], what=f"row {row}")
 
 
-def test_assembled_rows_by_hand():
-    config = prompts.CONFIG
-    # The embedding of token t is (t, t, ...), of kept token i of image a 1000 (a + 1) + i.
-    table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
-    params = {"language": {"embed": {"embedding": table}}}
-    index = jnp.array([[[2, 5, 9], [0, 15, 3]], [[4, 6, 1], [7, 7, 7]]])
-    valid = jnp.array([[[1, 1, 0], [1, 1, 1]], [[1, 0, 0], [1, 1, 1]]], bool)
-    offset = jnp.array([1000, 2000])[:, None]
-    tokens = jnp.broadcast_to((offset + index)[..., None].astype(float), (2, 2, 3, 64))
-    visual = visual_of(config, tokens, index, valid)
-    ids = jnp.array([[1, S, 8, S, 9], [S, 5, 66, 66, S]])
-    length = jnp.array([5, 2])
-
-    def rows(positions, capacity=None):
-        return prompts.assemble(params, config, ids, length, visual, positions, capacity)
-
-    # The second sentinel of row 1 lies in the padding, so its second image is not used.
-    expected = [[1, 1002, 1005, 8, 2000, 2015, 2003, 9, 0, 0, 0], [1004, 5, *[0] * 9]]
-    for positions in vlm.POSITIONS:
-        sequence = rows(positions)
-        np.testing.assert_array_equal(sequence.hidden[..., 0], expected)
-        np.testing.assert_array_equal(sequence.length, [8, 2])
-    positions = sequence.position[:, 0]
-    np.testing.assert_array_equal(positions, [[*range(8), 0, 0, 0], [0, 1, *[0] * 9]])
-    np.testing.assert_array_equal(
-        sequence.image, [[-1, 0, 0, -1, 1, 1, 1, -1, -1, -1, -1], [0, *[-1] * 10]]
-    )
-    np.testing.assert_array_equal(
-        sequence.index, [[-1, 2, 5, -1, 0, 15, 3, -1, -1, -1, -1], [4, *[-1] * 10]]
-    )
-    np.testing.assert_array_equal(sequence.next_position, [8, 2])
-    original = rows("original")
-    # Row 0: token 1 at 0; the first image owns 1 to 16; token 8 at 17; the second image 18 to 33.
-    expected_position = [[0, 3, 6, 17, 18, 33, 21, 34, 0, 0, 0], [4, 16, *[0] * 9]]
-    np.testing.assert_array_equal(original.position[:, 0], expected_position)
-    np.testing.assert_array_equal(original.next_position, [35, 17])
-    cut = rows("original", 5)
-    np.testing.assert_array_equal(cut.hidden[..., 0], [r[:5] for r in expected])
-    np.testing.assert_array_equal(cut.length, [5, 2])
-    np.testing.assert_array_equal(cut.next_position, [19, 17])
-
-
 def loop_assemble(row, kept, n, positions, capacity):
-    """Slots and positions of one row, token by token: (id, -1) or (image, patch)."""
-    sources, place, image = [], 0, 0
+    """(mark, image, index, position) of each token of a row, and the next position."""
+    tokens, place, image = [], 0, 0
     for token in row:
         if token != S:
-            sources.append(((token, -1), place))
+            tokens.append((token, -1, -1, place))
             place += 1
             continue
         if image < len(kept):
             for slot, index in enumerate(kept[image]):
-                shift = index if positions == "original" else slot
-                sources.append(((image, index), place + shift))
+                at = place + (index if positions == "original" else slot)
+                tokens.append((1000 * (image + 1) + index, image, index, at))
             place += n if positions == "original" else len(kept[image])
         image += 1
-    if len(sources) > capacity:
-        sources = sources[:capacity]
-        place = max(at for _, at in sources) + 1
-    return sources, place
+    if len(tokens) > capacity:
+        tokens = tokens[:capacity]
+        place = max(token[3] for token in tokens) + 1
+    return tokens, place
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_assembled_rows_equal_a_plain_loop(data):
-    config = prompts.CONFIG
+    # The embedding of token t is (t, t, ...), of kept token i of image a 1000 (a + 1) + i.
     table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
     params = {"language": {"embed": {"embedding": table}}}
     positions = data.draw(st.sampled_from(vlm.POSITIONS))
@@ -131,50 +88,51 @@ def test_assembled_rows_equal_a_plain_loop(data):
     rows = [data.draw(st.lists(token, min_size=1, max_size=7)) for _ in range(2)]
     patches = st.lists(st.integers(0, 15), max_size=4, unique=True)
     kept = [[data.draw(patches) for _ in range(2)] for _ in range(2)]
-    ids = np.array(
-        [
-            row + data.draw(st.lists(token, min_size=7 - len(row), max_size=7 - len(row)))
-            for row in rows
-        ]
-    )
+    ids = [row + data.draw(st.lists(token, min_size=7, max_size=7)) for row in rows]  # and padding
     index, valid = np.full((2, 2, 4), 7), np.zeros((2, 2, 4), bool)
     for b, j in np.ndindex(2, 2):
         index[b, j, : len(kept[b][j])] = kept[b][j]
         valid[b, j, : len(kept[b][j])] = True
-    visual = np.broadcast_to(
-        (1000.0 * (1 + np.arange(2)[:, None]) + index)[..., None], (2, 2, 4, 64)
-    ).astype(np.float32)
-    lengths = np.array([len(row) for row in rows])
-    visual = visual_of(config, visual, index, valid)
-    rows_made = prompts.assemble(params, config, ids, lengths, visual, positions, capacity)
+    marks = (1000.0 * (1 + np.arange(2)[:, None]) + index)[..., None]
+    visual = np.broadcast_to(marks, (2, 2, 4, 64)).astype(np.float32)
+    visual = visual_of(prompts.CONFIG, visual, index, valid)
+    ids, lengths = np.array([row[:7] for row in ids]), np.array([len(row) for row in rows])
+    made = prompts.assemble(params, prompts.CONFIG, ids, lengths, visual, positions, capacity)
     for b in range(2):
-        sources, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
-        marks = [t if i < 0 else 1000 * (t + 1) + i for (t, i), _ in sources]
-        padding = [0] * (capacity - len(sources))
-        np.testing.assert_array_equal(rows_made.hidden[b, :, 5], marks + padding)
-        np.testing.assert_array_equal(rows_made.position[b, 0], [at for _, at in sources] + padding)
-        assert (rows_made.length[b], rows_made.next_position[b]) == (len(sources), place)
+        tokens, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
+        assert (made.length[b], made.next_position[b]) == (len(tokens), place)
+        tokens += [(0, -1, -1, 0)] * (capacity - len(tokens))
+        found = (made.hidden[b, :, 5], made.image[b], made.index[b], made.position[b, 0])
+        np.testing.assert_array_equal(np.stack(found, axis=1), tokens)
 
 
-def test_more_sentinels_than_images_vanish_and_rows_without_images_work(llava):
+def test_rows_without_images_lose_their_sentinels(llava):
     _, config, params = llava
     none = visual_of(config, np.zeros((1, 0, 3, 64)))
-    sequence = prompts.assemble(params, config, jnp.array([[1, S, 2, 3]]), jnp.array([4]), none)
+    sequence = prefix(params, config, (jnp.array([[1, S, 2, 3]]), jnp.array([4]), none))
     np.testing.assert_array_equal(sequence.length, [3])
     np.testing.assert_array_equal(sequence.position, [[[0, 1, 2, 0]]])
 
 
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
-def test_pruned_rows_equal_hand_built_reference_runs(llava, positions):
+def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, positions):
     model, config, params = llava
-    sequence = prefix(params, config, prompts.batch(), positions)
-    ours = prefill(params, config, sequence, 2, all_logits=True)
-    for row in range(len(prompts.ROWS)):
-        theirs = prompts.torch_logits(model, row, positions)
-        assert sequence.length[row] == len(theirs)
-        assert_close(ours.logits[row, : len(theirs)], theirs, what=f"row {row}")
-        following = prompts.by_hand(model, row, positions)[2]
-        assert ours.cache.next_position[row] == following
+    sequence = prefix(params, config, positions=positions)
+    every = prefill(params, config, sequence, 3, all_logits=True).logits
+    logits, cache, *_ = prefill(params, config, sequence, 3)
+    np.testing.assert_array_equal(cache.length, sequence.length)
+    steps = [logits]
+    for step in range(3):
+        logits, cache = decode_step(params, config, ANSWER[:, step], cache)
+        steps.append(logits)
+    for row, answer in enumerate(ANSWER.tolist()):
+        theirs = prompts.torch_logits(model, row, positions, answer)
+        length = len(theirs) - 3
+        assert sequence.length[row] == length
+        assert sequence.next_position[row] == prompts.by_hand(model, row, positions)[2]
+        assert_close(every[row, :length], theirs[:length], what=f"row {row}")
+        ours = jnp.stack([logits[row] for logits in steps])
+        assert_close(ours, theirs[-4:], what=f"answer {row}")
 
 
 def test_a_batch_row_equals_a_batch_of_one_and_padding_changes_nothing(llava):
@@ -186,18 +144,32 @@ def test_a_batch_row_equals_a_batch_of_one_and_padding_changes_nothing(llava):
             # Another bucket, more padded ids, and other junk in the padding; two shapes in all.
             extra = 8 + 3 * (row % 2) - len(prompts.ROWS[row])
             alone = prompts.batch([row], bucket=6 + row % 2, extra=extra, noise=-3.0)
-            sequence = prefix(params, config, alone, positions)
-            ours = prefill(params, config, sequence, 0).logits
+            ours = prefill(params, config, prefix(params, config, alone, positions), 0).logits
             assert_close(ours[0], together[row], what=f"row {row}")
 
 
-def test_last_logits_are_those_of_each_rows_last_token(llava):
+def test_slots_of_the_cache_behind_a_row_are_never_read(llava):
     _, config, params = llava
-    sequence = prefix(params, config, prompts.batch([0, 3]))
-    every = prefill(params, config, sequence, 0, all_logits=True).logits
-    last = prefill(params, config, sequence, 0).logits
-    for row in range(2):
-        assert_close(last[row], every[row, sequence.length[row] - 1], 1e-6)
+    cache = prefill(params, config, prefix(params, config), 3).cache
+    behind = jnp.arange(cache.key.shape[3]) >= cache.length[:, None]
+    spoilt = [jnp.where(behind[None, :, None, :, None], 1e4, x) for x in cache[:2]]
+    token = jnp.array([3, 4, 5, 6, 7])
+    ours, _ = decode_step(params, config, token, cache._replace(key=spoilt[0], value=spoilt[1]))
+    assert_close(ours, decode_step(params, config, token, cache)[0], 1e-6)
+
+
+def test_several_tokens_may_be_appended_at_once(llava):
+    _, config, params = llava
+    cache = prefill(params, config, prefix(params, config), 4).cache
+    language = params["language"]
+    position = cache.next_position[:, None, None] + jnp.arange(3)
+    rows = decoder.Rows(decoder.embed(language, ANSWER), position, jnp.ones((5, 3), bool))
+    run = jax.jit(decoder.run_layers, static_argnums=(1, 3))
+    together, one_by_one = run(language, config.text, rows, (0, 4), cache), cache
+    for step in range(3):
+        logits, one_by_one = decode_step(params, config, ANSWER[:, step], one_by_one)
+    assert_close(decoder.logits(language, config.text, together.hidden[:, 2]), logits)
+    jax.tree.map(assert_close, together.cache, one_by_one)
 
 
 def test_prefill_compiles_once_per_bucket(llava):
@@ -209,45 +181,170 @@ def test_prefill_compiles_once_per_bucket(llava):
         sequence = vlm.assemble(params, config, *batch)
         return vlm.prefill(params, config, sequence, 4).logits
 
-    full = prompts.batch()
     for bucket in (8, 16):
         for kept in range(8):
             valid = jnp.broadcast_to(jnp.arange(bucket) < kept, (5, 2, bucket))
             batch = prompts.batch(bucket=bucket)
-            batch = batch._replace(
-                visual=batch.visual._replace(valid=valid),
-                text_length=jnp.maximum(full.text_length - kept % 2, 1),
-            )
+            length = jnp.maximum(batch.text_length - kept % 2, 1)
+            visual = batch.visual._replace(valid=valid)
+            batch = batch._replace(visual=visual, text_length=length)
             assert jnp.isfinite(answer(params, batch)).all()
 
 
-def test_named_intermediates_come_through_the_interface(llava):
-    _, config, params = llava
-    pixels = normal(1, 1, 3, 28, 28)
-    features, taps = encode_image(params, config, pixels, (Tap("attention", -2),))
-    assert features.shape == (1, NUM_PATCHES, 32)
-    np.testing.assert_allclose(taps["attention.-2"].sum(-1), 1, rtol=1e-5)
-    sequence = prefix(params, config, prompts.batch([1, 3]))
-    wanted = Wanted(None, (Tap("attention", 1),), (sequence.length - 1)[:, None])
-    stage = vlm.run_layers(params, config, sequence.rows, (0, 2), wanted=wanted)
-    rows = stage.taps["attention.1"]
-    for row in range(2):
-        np.testing.assert_allclose(rows[row, ..., : sequence.length[row]].sum(-1), 1, rtol=1e-5)
-        np.testing.assert_array_equal(rows[row, ..., sequence.length[row] :], 0)
-
-
-def test_unknown_position_mode_is_refused(llava):
-    _, config, params = llava
-    with pytest.raises(ValueError, match="positions is 'dense'; supported: original, compact"):
-        prefix(params, config, prompts.batch(), "dense")
-
-
-def test_initial_weights_have_the_tree_that_checkpoints_give():
-    _, config, reference = llava_pair()
+def test_initial_weights_have_the_tree_that_checkpoints_give(llava):
+    _, config, reference = llava
     params = vlm.abstract_params(config, jnp.float32)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
         lambda a: (a.shape, a.dtype), reference
     )
-    assert {leaf.dtype for leaf in jax.tree.leaves(vlm.abstract_params(config))} == {
-        jnp.dtype(jnp.bfloat16)
-    }
+
+
+# Visual tokens dropped between layers.
+
+
+def kept_slots(number, sequence):
+    """Which slots are left at a cut: at the first images lose odd tokens, then those above 6."""
+    gone = sequence.index % 2 == 1 if number == 0 else sequence.index > 6
+    return ~((sequence.image >= 0) & gone)
+
+
+def drop(number, sequence, taps):
+    """Drops by index, having checked that the taps belong to the rows before the cut."""
+    s = sequence.hidden.shape[1]
+    rows = taps["attention.0" if number == 0 else "attention.2"]
+    assert rows.shape[2:] == ((1, s) if number == 0 else (5, s))
+    return sequence, kept_slots(number, sequence)
+
+
+CUTS = (
+    vlm.Cut(1, 20, functools.partial(drop, 0), (Tap("attention", 0), Tap("keys", 0))),
+    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), 5),
+)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def prefill_with_cuts(params, config, sequence, cuts=CUTS):
+    return vlm.prefill(params, config, sequence, 3, cuts)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def masked_logits(params, config, sequence):
+    """Logits of each row's last kept slot when dropped tokens are hidden, not removed."""
+    rows, edges = sequence.rows, (0, *(cut.layer for cut in CUTS), 4)
+    language = params["language"]
+    for number, span in enumerate(itertools.pairwise(edges)):
+        for earlier in range(number):
+            rows = rows._replace(valid=rows.valid & kept_slots(earlier, sequence))
+        stage = decoder.run_layers(language, config.text, rows, span)
+        rows = rows._replace(hidden=stage.hidden)
+    last = jnp.where(rows.valid, jnp.arange(rows.valid.shape[1]), 0).max(1)
+    hidden = jnp.take_along_axis(rows.hidden, last[:, None, None], axis=1)[:, 0]
+    return decoder.logits(language, config.text, hidden)
+
+
+def append(params, sequence, tokens):
+    """The rows with a token [b] behind their last one, in rows that are one slot longer."""
+    b, p = tokens.shape[0], sequence.position.shape[1]
+    row, at, following = jnp.arange(b), sequence.length, sequence.next_position
+    longer = [(0, 0), (0, 1)]
+    hidden = jnp.pad(sequence.hidden, [*longer, (0, 0)])
+    position = jnp.pad(sequence.position, [(0, 0), *longer])
+    return sequence._replace(
+        hidden=hidden.at[row, at].set(decoder.embed(params["language"], tokens)),
+        position=position.at[row, :, at].set(jnp.broadcast_to(following[:, None], (b, p))),
+        length=at + 1,
+        next_position=following + 1,
+        image=jnp.pad(sequence.image, longer, constant_values=-1),
+        index=jnp.pad(sequence.index, longer, constant_values=-1),
+    )
+
+
+def test_compressed_rows_by_hand():
+    hidden = jnp.arange(10.0).reshape(2, 5, 1)
+    position = jnp.stack([jnp.arange(5), 10 + jnp.arange(5)])[:, None].astype(jnp.int32)
+    image = jnp.array([[-1, 0, 0, 1, -1], [0, 0, -1, -1, -1]], jnp.int32)
+    index = jnp.array([[-1, 4, 7, 2, -1], [3, -1, -1, -1, -1]], jnp.int32)
+    length, following = jnp.array([5, 3], jnp.int32), jnp.array([5, 13], jnp.int32)
+    note = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 9]], jnp.float32)
+    sequence = vlm.Sequence(hidden, position, length, following, image, index, note)
+    # The last kept slot of row 1 lies in its padding, and so is not kept.
+    keep = jnp.array([[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]], bool)
+    short = vlm.compress(sequence, keep, 4)
+    np.testing.assert_array_equal(short.hidden[..., 0], [[0, 2, 4, 0], [6, 7, 0, 0]])
+    np.testing.assert_array_equal(short.position[:, 0], [[0, 2, 4, 0], [11, 12, 0, 0]])
+    np.testing.assert_array_equal(short.length, [3, 2])
+    np.testing.assert_array_equal(short.next_position, [5, 13])
+    np.testing.assert_array_equal(short.image, [[-1, 0, -1, -1], [0, -1, -1, -1]])
+    np.testing.assert_array_equal(short.index, [[-1, 7, -1, -1], [-1, -1, -1, -1]])
+    np.testing.assert_array_equal(short.note, [[1, 3, 5, 0], [7, 8, 0, 0]])
+    anew = vlm.renumber(short)
+    np.testing.assert_array_equal(anew.position[:, 0], [[0, 1, 2, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(anew.next_position, [3, 2])
+    np.testing.assert_array_equal(vlm.last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
+    np.testing.assert_array_equal(vlm.compress(sequence, keep, 2).length, [2, 2])
+
+
+def test_dropping_equals_masking_and_greedy_decoding_a_recomputation(llava):
+    _, config, params = llava
+    sequence = prefix(params, config)
+    logits, cache, after = prefill_with_cuts(params, config, sequence)
+    kept = jnp.arange(sequence.hidden.shape[1]) < sequence.length[:, None]
+    slots = (sequence.hidden.shape[1], 20, 13)
+    for number, stage in enumerate(cache):
+        kept = kept & kept_slots(number - 1, sequence) if number else kept
+        assert stage.key.shape[3] == slots[number] + 3
+        np.testing.assert_array_equal(stage.length, kept.sum(1))
+        np.testing.assert_array_equal(stage.next_position, sequence.next_position)
+    # What is left keeps its place in the image and its position ids.
+    for row in range(5):
+        left = np.flatnonzero(kept[row])
+        for name in ("position", "image", "index"):
+            whole, short = getattr(sequence, name)[row], getattr(after[1], name)[row]
+            np.testing.assert_array_equal(short[..., : len(left)], whole[..., left])
+    for _ in range(3):
+        assert_close(logits, masked_logits(params, config, sequence))
+        token = jnp.argmax(logits, axis=-1)
+        logits, cache = decode_step(params, config, token, cache)
+        sequence = append(params, sequence, token)
+
+
+def test_a_drop_may_keep_all_or_merge(llava):
+    _, config, params = llava
+    sequence = prefix(params, config)
+    s = sequence.hidden.shape[1]
+    plain = prefill(params, config, sequence, 3).logits
+
+    def keep_all(sequence, taps):
+        assert not taps
+        return sequence, jnp.ones(sequence.image.shape, bool)
+
+    def merge(sequence, taps):
+        """Doubles the first visual token, and drops the second image."""
+        del taps
+        first = (sequence.image == 0) & (sequence.index >= 0)
+        first &= jnp.cumsum(first, axis=1) == 1
+        hidden = jnp.where(first[..., None], 2 * sequence.hidden, sequence.hidden)
+        index = jnp.where(first, -1, sequence.index)
+        return sequence._replace(hidden=hidden, index=index), sequence.image != 1
+
+    same = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, keep_all),))
+    assert_close(same.logits, plain, 1e-6)
+    merged = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, merge),))
+    # Row 3 has no image, row 4 none that is kept.
+    changed = jnp.abs(merged.logits - plain).max(1) > 1e-3
+    np.testing.assert_array_equal(changed, [True, True, True, False, False])
+    assert not (merged.cuts[0].image == 1).any()
+
+
+def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
+    _, config, params = llava
+    sequence = prefix(params, config)
+    wanted = Wanted(taps=(Tap("attention", 2),), query_index=vlm.last_slots(sequence, 2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attention(last):
+        rows, language = sequence.rows, params["language"]
+        stage = decoder.run_layers(language, config.text, rows, (0, last), wanted=wanted)
+        return stage.taps["attention.2"]
+
+    np.testing.assert_allclose(attention(2), attention(3), atol=1e-6)

@@ -200,9 +200,9 @@ def test_a_sharded_model_computes_what_one_device_does():
 
     @jax.jit
     def answer(params, pixels, ids, length, valid, index):
-        features, _ = vlm.encode_image(params, config, pixels)
+        features, _ = config.family.encode_image(params, config, pixels)
         kept = jnp.take_along_axis(features[:, None], index[..., None], axis=2)
-        visual = visual_of(config, vlm.project(params, config, kept), index, valid)
+        visual = visual_of(config, config.family.project(params, config, kept), index, valid)
         sequence = vlm.assemble(params, config, ids, length, visual)
         first, cache, *_ = vlm.prefill(params, config, sequence, 2)
         second, cache = vlm.decode_step(params, config, jnp.argmax(first, -1), cache)

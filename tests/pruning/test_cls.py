@@ -49,7 +49,7 @@ def test_the_tap_is_the_block_before_the_projected_state(params, layer):
         layers = params["vision"]["layers"]
         layers = layers | {"attention": layers["attention"] | {"query": query | {"kernel": kernel}}}
         changed = params | {"vision": params["vision"] | {"layers": layers}}
-        return next(iter(vlm.encode_image(changed, config, pixels, [tap])[1].values()))
+        return next(iter(config.family.encode_image(changed, config, pixels, [tap])[1].values()))
 
     before = attention(jnp.ones(3))
     assert before.shape == (2, 4, 10)

@@ -167,7 +167,7 @@ def tokens_of(model):
     )
     features = pipeline.encode(model, read_images(model.config, asked.pixels)).features
     projected = np.asarray(
-        jax.jit(vlm.project, static_argnums=1)(model.params, model.config, features)
+        jax.jit(model.config.family.project, static_argnums=1)(model.params, model.config, features)
     )
     return {id(x): tokens for x, tokens in zip(IMAGES, projected, strict=True)}
 
@@ -195,7 +195,7 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
         before = sum(map(len, batch.images[:row]))
         projected = kept.tokens
         if not PRUNERS[name].after_projector:
-            project = jax.jit(vlm.project, static_argnums=1)
+            project = jax.jit(model.config.family.project, static_argnums=1)
             projected = project(model.params, model.config, projected)
         projected = np.asarray(projected)
     hidden, position, where, place, shown = [], [], [], 0, 0

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from stepprune_jax import testing
 from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import open_image
+from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.llava.images import LLAVA_SETTINGS, preprocess_clip
-from stepprune_jax.models.llava.pixels import PixelCache
 from stepprune_jax.training.batches import Batches, Bucket, Images, Loading, plan_buckets
 from stepprune_jax.user_input import is_user_error
 
@@ -180,11 +181,16 @@ def save_image(path, width, height, seed=0):
     return path
 
 
+def cache_of(settings, side, limit):
+    config = LlavaConfig.from_hf(testing.tiny_hf_config(vision={"image_size": side}))
+    return LLAVA.pixel_cache(config, settings, limit)
+
+
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
     settings = LLAVA_SETTINGS._replace(resize_to=24, crop_to=(24, 24))
     for mean in (settings.mean, None):
         settings = settings._replace(mean=mean)
-        cache = PixelCache(settings, 24, 1 << 20)
+        cache = cache_of(settings, 24, 1 << 20)
         for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
             path = save_image(tmp_path / f"{number}.png", *size, seed=number)
             expected = preprocess_clip(open_image(path), settings)
@@ -196,7 +202,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
     settings = LLAVA_SETTINGS._replace(resize_to=8, crop_to=(8, 8))
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
-    cache = PixelCache(settings, 8, 2 * 3 * 8 * 8)
+    cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
         cache(paths[number])
     for path in paths:
@@ -208,6 +214,6 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
 
 def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = PixelCache(LLAVA_SETTINGS._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
+    cache = cache_of(LLAVA_SETTINGS._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

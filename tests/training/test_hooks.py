@@ -132,7 +132,7 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
         tokens = jnp.asarray(split.images.features[image][kept])[None]
         ids = targets.ids[row : row + 1, : targets.length[row]]
         padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
-        tokens = vlm.project(model.params, model.config, tokens)[:, None]
+        tokens = model.config.family.project(model.params, model.config, tokens)[:, None]
         sequence = vlm.assemble(
             model.params,
             model.config,

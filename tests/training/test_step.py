@@ -50,7 +50,8 @@ def full_logits_loss(params, model, tokens, batch):
         assert row_ids[-len(answer) :] == answer  # these conversations end with their only answer
         end = len(row_ids) - 1 + n
         labels[row, end - len(answer) - 1 : end - 1] = answer
-    visual = visual_of(model.config, vlm.project(params, model.config, tokens)[:, None])
+    tokens = model.config.family.project(params, model.config, tokens)
+    visual = visual_of(model.config, tokens[:, None])
     ids, length = batch.targets.ids, batch.targets.length
     sequence = vlm.assemble(params, model.config, ids, length, visual, capacity=labels.shape[1])
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits

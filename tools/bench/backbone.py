@@ -26,7 +26,7 @@ from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.efficiency.timing import machine, table, time_side_by_side
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import llm_flops
-from stepprune_jax.models import vlm
+from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
@@ -81,7 +81,7 @@ def make_case(params, config, reference, batch: int, length: int, new_tokens: in
     """Builds full rows of random text, embedded once for both programs."""
     random = np.random.default_rng(0)
     ids = random.integers(3, config.text.vocab_size, (batch, length), np.int32)
-    embeddings = vlm.embed_text(params, config, jnp.asarray(ids))
+    embeddings = decoder.embed(params["language"], jnp.asarray(ids))
     sequence = vlm.from_embeddings(config, embeddings, jnp.full((batch,), length, jnp.int32))
     tokens = random.integers(3, config.text.vocab_size, (new_tokens, batch), np.int32)
     return Case(params, config, reference, sequence, tokens)

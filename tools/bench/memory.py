@@ -65,7 +65,8 @@ def compiled_programs(
     pixels = config.family.max_pixels(config, batch)
 
     def encode(params, pixels):
-        return vlm.project(params, config, vlm.encode_image(params, config, pixels)[0])
+        features, _ = config.family.encode_image(params, config, pixels)
+        return config.family.project(params, config, features)
 
     def prefill(params, sequence):
         return vlm.prefill(params, config, sequence, max_new_tokens)

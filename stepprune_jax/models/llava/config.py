@@ -1,22 +1,86 @@
 """Frozen configurations of CLIP and LLaVA, built from Hugging Face `config.json` dicts."""
 
 import dataclasses
-from importlib import import_module
 from typing import Any
 
 from stepprune_jax.models.config import (
+    LLAMA,
+    LONGEST_SIDE,
     MOST_LAYERS,
+    Json,
     LlamaConfig,
-    checked,
-    positive,
-    real,
-    square,
+    Rule,
+    number,
+    one_of,
+    part,
+    read_fields,
+    require,
+    size,
     switch,
-    token_id,
-    token_ids,
+    token,
+    tokens,
+    write_rope,
+    written,
 )
+from stepprune_jax.models.family import Family, ModelConfig
 
-ACTIVATIONS = ("quick_gelu", "gelu")
+_ACTIVATIONS = ("quick_gelu", "gelu")
+
+
+def _square(field: str, default: int) -> Rule:
+    """A side length, given as one integer or as a pair of equal integers."""
+    side = size(field, default, LONGEST_SIDE)
+
+    def read(value: Any) -> int | None:
+        pair = isinstance(value, list | tuple) and value and all(x == value[0] for x in value)
+        return side.read(value[0] if pair else value)
+
+    return side._replace(read=read, expected=f"a square side, {side.expected}")
+
+
+_CLIP = {
+    "hidden_size": size("hidden_size", 768),
+    "intermediate_size": size("intermediate_size", 3072),
+    "num_layers": size("num_hidden_layers", 12, MOST_LAYERS),
+    "num_heads": size("num_attention_heads", 12),
+    "image_size": _square("image_size", 224),
+    "patch_size": _square("patch_size", 32),
+    "layer_norm_eps": number("layer_norm_eps", 1e-5),
+    "activation": one_of("hidden_act", *_ACTIVATIONS),
+}
+_CLIP_ONLY = {
+    "kind": one_of("model_type", "clip_vision_model", "clip"),
+    "channels": one_of("num_channels", 3),
+}
+_IDS = {
+    "bos_token_id": token("bos_token_id", 1),
+    "eos_token_ids": tokens("eos_token_id", (2,)),
+    "pad_token_id": token("pad_token_id"),
+}
+
+
+def _layer(field: str) -> Rule:
+    return Rule(field, -2, lambda x: x if type(x) is int else None, "one integer")
+
+
+_LLAVA = {
+    **_IDS,
+    "feature_layer": _layer("vision_feature_layer"),
+    "feature_select": one_of("vision_feature_select_strategy", "default", "full"),
+    "projector_activation": one_of("projector_hidden_act", "gelu", "quick_gelu"),
+}
+_LLAVA_ONLY = {
+    "kind": one_of("model_type", None, "llava"),
+    "bias": one_of("multimodal_projector_bias", True),
+    "vision": part("vision_config"),
+    "text": part("text_config"),
+    "tied": switch("tie_word_embeddings", False),
+}
+_ORIGINAL = {**_IDS, "feature_layer": _layer("mm_vision_select_layer")}
+_ORIGINAL_ONLY = {
+    "projector": one_of("mm_projector_type", None, "mlp2x_gelu"),
+    "select": one_of("mm_vision_select_feature", "patch", "cls_patch"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +108,13 @@ class ClipConfig:
     activation: str = "quick_gelu"
 
     def __post_init__(self):
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"vision: hidden_size {self.hidden_size} is not a multiple of "
-                f"num_heads {self.num_heads}"
-            )
-        if self.image_size < self.patch_size:
-            raise ValueError(
-                f"vision: image_size {self.image_size} is smaller than patch_size {self.patch_size}"
-            )
+        d, heads = self.hidden_size, self.num_heads
+        image, patch = self.image_size, self.patch_size
+        require(
+            "vision_config",
+            (d % heads == 0, f"hidden_size {d} is not a multiple of num_heads {heads}"),
+            (image >= patch, f"image_size {image} is smaller than patch_size {patch}"),
+        )
 
     @property
     def num_patches(self) -> int:
@@ -60,73 +122,45 @@ class ClipConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "ClipConfig":
-        """Builds the config from a parsed `vision_config` or from a CLIP model's own file.
-
-        Args:
-            config: the vision part, or a whole CLIP `config.json`, whose `vision_config` is used.
-
-        Returns:
-            The frozen config.
-
-        Raises:
-            ValueError: a field has an unsupported value; the message names it.
-        """
-        if isinstance(config.get("vision_config"), dict):
-            config = config["vision_config"]
-        where = "vision_config"
-        checked(config, "model_type", "clip_vision_model", ("clip_vision_model", "clip"), where)
-        checked(config, "num_channels", 3, (3,), where)
-        return cls(
-            hidden_size=positive(config, "hidden_size", 768, where),
-            intermediate_size=positive(config, "intermediate_size", 3072, where),
-            num_layers=positive(config, "num_hidden_layers", 12, where, MOST_LAYERS),
-            num_heads=positive(config, "num_attention_heads", 12, where),
-            image_size=square(config, "image_size", 224, where),
-            patch_size=square(config, "patch_size", 32, where),
-            layer_norm_eps=real(config, "layer_norm_eps", 1e-5, where),
-            activation=checked(config, "hidden_act", "quick_gelu", ACTIVATIONS, where),
-        )
+    def from_hf(cls, raw: Json) -> "ClipConfig":
+        """Builds the config from a parsed `vision_config`, or a CLIP's own file that has one."""
+        if isinstance(raw.get("vision_config"), dict):
+            raw = raw["vision_config"]
+        read_fields(raw, "vision_config", _CLIP_ONLY)
+        return cls(**read_fields(raw, "vision_config", _CLIP))
 
 
 @dataclasses.dataclass(frozen=True)
-class LlavaConfig:
+class LlavaConfig(ModelConfig):
     """A CLIP tower, a two-layer projector and a Llama.
 
     Attributes:
         vision: the tower.
-        text: the language model.
         image_token_id: the vocabulary's own `<image>` id; None if it has none (original files).
         feature_layer: hidden state given to the projector; 0 is the embedding, -1 the last block's
             output.
         feature_select: "default" drops the class token, "full" keeps it.
         projector_activation: "gelu" (exact) or "quick_gelu".
-        bos_token_id: begin-of-sequence id, or None.
-        eos_token_ids: ids that end an answer.
-        pad_token_id: padding id, or None.
     """
 
     vision: ClipConfig
-    text: LlamaConfig
-    image_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_ids: tuple[int, ...] = (2,)
     feature_layer: int = -2
     feature_select: str = "default"
     projector_activation: str = "gelu"
-    bos_token_id: int | None = 1
-    eos_token_ids: tuple[int, ...] = (2,)
-    pad_token_id: int | None = None
 
     def __post_init__(self):
-        if not -self.vision.num_layers - 1 <= self.feature_layer <= self.vision.num_layers:
-            raise ValueError(
-                f"vision_feature_layer {self.feature_layer} is outside a tower of "
-                f"{self.vision.num_layers} layers"
-            )
+        layer, layers = self.feature_layer, self.vision.num_layers
+        message = f"vision_feature_layer {layer} is outside a tower of {layers} layers"
+        require("config.json", (-layers - 1 <= layer <= layers, message))
 
     @property
-    def family(self) -> Any:
-        """The family's package of functions; see `models.family`."""
-        return import_module(__name__.rpartition(".")[0])
+    def family(self) -> Family:
+        """The family of LLaVA-1.5."""
+        from stepprune_jax.models.llava.family import LLAVA  # its methods take this class
+
+        return LLAVA
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -146,70 +180,39 @@ class LlavaConfig:
         return state - 1 if state else None
 
     @property
-    def received_block(self) -> None:
-        """None, as patches are ranked by the class token."""
-
-    @property
-    def sizes_vary(self) -> bool:
-        """False, as all images have the same number of visual tokens."""
-        return False
-
-    @property
     def max_image_tokens(self) -> int:
-        """Visual tokens of the largest image; here of every image."""
+        """Visual tokens of every image."""
         return self.vision.num_patches + (self.feature_select == "full")
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "LlavaConfig":
+    def from_hf(cls, raw: Json) -> "LlavaConfig":
         """Builds the config from the `config.json` of the Hugging Face LLaVA layout.
 
         Args:
-            config: the parsed dict with `vision_config` and `text_config`.
-
-        Returns:
-            The frozen config.
+            raw: the parsed dict with `vision_config` and `text_config`.
 
         Raises:
             ValueError: not a LLaVA of this layout, or a field is not supported.
         """
         where = "config.json"
-        checked(config, "model_type", None, ("llava",), where)
-        for part in ("vision_config", "text_config"):
-            if not isinstance(config.get(part), dict):
-                raise ValueError(f"{where}: {part} is missing or is not an object")
-        checked(config, "multimodal_projector_bias", True, (True,), where)
-        layer = _layer(config, "vision_feature_layer", where)
-        image = config.get("image_token_id", config.get("image_token_index", 32000))
+        parts = read_fields(raw, where, _LLAVA_ONLY)
+        text = parts["text"] | ({"tie_word_embeddings": True} if parts["tied"] else {})
         # Ids may be at the top level (newer files) or in the text part; Llama's are the fallback.
-        text = {**config["text_config"]}
-        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-        for name, default in ids.items():
-            given = (part[name] for part in (config, text) if part.get(name) is not None)
-            ids[name] = next(given, default)
-        if switch(config, "tie_word_embeddings", False, where):
-            text["tie_word_embeddings"] = True
+        given = {name: value for name, value in raw.items() if value is not None}
+        image = "image_token_id" if "image_token_id" in raw else "image_token_index"
+        rules = _LLAVA | {"image_token_id": token(image, 32000)}
         return cls(
-            vision=ClipConfig.from_hf(config["vision_config"]),
+            vision=ClipConfig.from_hf(parts["vision"]),
             text=LlamaConfig.from_hf(text),
-            image_token_id=token_id(image, "image_token_index", where),
-            feature_layer=layer,
-            feature_select=checked(
-                config, "vision_feature_select_strategy", "default", ("default", "full"), where
-            ),
-            projector_activation=checked(
-                config, "projector_hidden_act", "gelu", ACTIVATIONS, where
-            ),
-            bos_token_id=token_id(ids["bos_token_id"], "bos_token_id", where),
-            eos_token_ids=token_ids(ids["eos_token_id"], "eos_token_id", where),
-            pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
+            **read_fields({**text, **given}, where, rules),
         )
 
     @classmethod
-    def from_original(cls, config: dict[str, Any], vision: dict[str, Any]) -> "LlavaConfig":
+    def from_original(cls, raw: Json, vision: Json) -> "LlavaConfig":
         """Builds the config from the original LLaVA-v1.5 layout, whose tower is stored elsewhere.
 
         Args:
-            config: the parsed `config.json`: Llama's fields plus `mm_*` ones.
+            raw: the parsed `config.json`: Llama's fields plus `mm_*` ones.
             vision: the parsed `config.json` of the CLIP folder named by `mm_vision_tower`.
 
         Returns:
@@ -218,105 +221,41 @@ class LlavaConfig:
         Raises:
             ValueError: a field is not supported; the message names it.
         """
-        where = "config.json"
-        checked(config, "mm_projector_type", "linear", ("mlp2x_gelu",), where)
-        layer = _layer(config, "mm_vision_select_layer", where)
-        select = checked(config, "mm_vision_select_feature", "patch", ("patch", "cls_patch"), where)
+        parts = read_fields(raw, "config.json", _ORIGINAL_ONLY)
         return cls(
             vision=ClipConfig.from_hf(vision),
-            text=LlamaConfig.from_hf(config),
-            image_token_id=None,
-            feature_layer=layer,
-            feature_select="default" if select == "patch" else "full",
-            bos_token_id=token_id(config.get("bos_token_id", 1), "bos_token_id", where),
-            eos_token_ids=token_ids(config.get("eos_token_id", 2), "eos_token_id", where),
-            pad_token_id=token_id(config.get("pad_token_id"), "pad_token_id", where),
+            text=LlamaConfig.from_hf(raw),
+            feature_select="default" if parts["select"] == "patch" else "full",
+            **read_fields(raw, "config.json", _ORIGINAL),
         )
 
-
-def _layer(config: dict[str, Any], field: str, where: str) -> int:
-    """Reads which hidden state is projected."""
-    layer = config.get(field, -2)
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        raise ValueError(f"{where}: {field} is {layer!r}, expected one integer")
-    return layer
-
-
-def hf_config(config: LlavaConfig, dtype: str) -> dict[str, Any]:
-    """Describes a model as a Hugging Face LLaVA ``config.json``.
-
-    Args:
-        config: the model; must have an image token id.
-        dtype: name of the weights' dtype, such as "bfloat16".
-
-    Returns:
-        A dict that `LlavaConfig.from_hf` turns back into ``config``.
-    """
-    vision = config.vision
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "dtype": dtype,
-        "image_token_index": config.image_token_id,
-        "image_seq_length": config.max_image_tokens,
-        "projector_hidden_act": config.projector_activation,
-        "multimodal_projector_bias": True,
-        "vision_feature_layer": config.feature_layer,
-        "vision_feature_select_strategy": config.feature_select,
-        "tie_word_embeddings": config.text.tie_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _one_or_list(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.intermediate_size,
-            "num_hidden_layers": vision.num_layers,
-            "num_attention_heads": vision.num_heads,
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "layer_norm_eps": vision.layer_norm_eps,
-            "hidden_act": vision.activation,
-            "projection_dim": vision.hidden_size,
-        },
-        "text_config": _hf_text_config(config.text, config),
-    }
-
-
-def _hf_text_config(text: LlamaConfig, config: LlavaConfig) -> dict[str, Any]:
-    """Returns the language part, in field names of old and new versions of `transformers`."""
-    scaling = None
-    if text.rope_scaling is not None:
-        rope = text.rope_scaling
-        scaling = {"rope_type": rope.kind, "factor": rope.factor}
-        if rope.kind == "llama3":
-            scaling |= {
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_max_positions,
-            }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_heads,
-        "num_key_value_heads": text.num_kv_heads,
-        "head_dim": text.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": text.rope_theta,
-        "rope_scaling": scaling,
-        "rms_norm_eps": text.rms_norm_eps,
-        "max_position_embeddings": text.max_positions,
-        "tie_word_embeddings": text.tie_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _one_or_list(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-    }
-
-
-def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    """Returns token ids as `transformers` writes them: none, one, or a list."""
-    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+    def to_hf(self, dtype: str) -> Json:
+        """Describes a model with an image token as a ``config.json`` that `from_hf` reads."""
+        eos = self.eos_token_ids
+        ids = written(self, _IDS) | {"eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
+        rope = write_rope(self.text.rope_scaling)
+        return {
+            **written(self, _LLAVA),
+            **ids,
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "dtype": dtype,
+            "image_token_index": self.image_token_id,
+            "image_seq_length": self.max_image_tokens,
+            "multimodal_projector_bias": True,
+            "tie_word_embeddings": self.text.tie_embeddings,
+            "vision_config": {
+                **written(self.vision, _CLIP),
+                "model_type": "clip_vision_model",
+                "projection_dim": self.vision.hidden_size,
+            },
+            "text_config": {
+                **written(self.text, LLAMA),
+                **ids,
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_act": "silu",
+                "rope_theta": self.text.rope_theta,
+                "rope_scaling": rope if self.text.rope_scaling else None,
+            },
+        }

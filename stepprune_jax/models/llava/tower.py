@@ -5,7 +5,7 @@ Radford et al., "Learning transferable visual models from natural language super
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,14 @@ from stepprune_jax.models.layers import (
     split_heads,
 )
 from stepprune_jax.models.llava.config import ClipConfig
-from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
+from stepprune_jax.models.stack import (
+    Execution,
+    Params,
+    checkpoint_layer,
+    is_apart,
+    run_stack,
+    take_layer,
+)
 
 TAP_KINDS = ("hidden", "attention", "keys", "query")
 
@@ -82,16 +89,8 @@ class ClipBlock(nn.Module):
         return mixed._replace(hidden=hidden)
 
 
-def init_vision(key: Array, config: ClipConfig) -> dict[str, Any]:
-    """Draws float32 weights of the tower.
-
-    Args:
-        key: PRNG key; consumed.
-        config: the tower's shape.
-
-    Returns:
-        The tree under "vision" of the whole model's parameters.
-    """
+def init_vision(key: Array, config: ClipConfig) -> Params:
+    """Draws float32 weights of the tower."""
     keys = iter(jax.random.split(key, 4))
     d, p = config.hidden_size, config.patch_size
     norm = {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
@@ -111,21 +110,9 @@ def init_vision(key: Array, config: ClipConfig) -> dict[str, Any]:
 
 
 def embed_patches(
-    params: dict[str, Any], config: ClipConfig, pixels: Float[Array, "i 3 H W"]
+    params: Params, config: ClipConfig, pixels: Float[Array, "i 3 H W"]
 ) -> Float[Array, "i t d"]:
-    """Embeds patches and class token with positions, after the first norm: hidden state 0.
-
-    Args:
-        params: the tower's weights.
-        config: the tower's shape.
-        pixels: [i, 3, H, W] normalised images, channel first.
-
-    Returns:
-        [i, n + 1, d] class token, then patches in raster order, in the dtype of the weights.
-
-    Raises:
-        ValueError: the images do not have the tower's size.
-    """
+    """Embeds the class token and patches in raster order, after the first norm: hidden state 0."""
     i, _, height, width = pixels.shape
     if (height, width) != (config.image_size, config.image_size):
         raise ValueError(
@@ -146,29 +133,18 @@ def embed_patches(
 
 
 def encode(
-    params: dict[str, Any],
+    params: Params,
     config: ClipConfig,
     pixels: Float[Array, "i 3 H W"],
     layer: int = -2,
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i t d"], dict[str, Array]]:
-    """Runs the tower up to a hidden state; later blocks run only if a tap needs them.
+    """Runs the tower up to hidden state `layer`; later blocks run only if a tap needs them.
 
-    Args:
-        params: the tower's weights.
-        config: the tower's shape.
-        pixels: [i, 3, H, W] normalised images.
-        layer: hidden state to return, 0 to L or negative from the end, without the final norm.
-        taps: "hidden" [i, n+1, d]; "attention": the class token's row of softmax weights, heads
-            kept, [i, h, n+1] float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
-        execution: how the blocks are run.
-
-    Returns:
-        The hidden state [i, n+1, d], and the taps by name, such as {"attention.22": ...}.
-
-    Raises:
-        ValueError: a wrong image size, or an unknown tap.
+    Returns the state [i, n+1, d] without the final norm, and the taps by name: "hidden"
+    [i, n+1, d]; "attention", the class token's row of softmax weights, heads kept, [i, h, n+1]
+    float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
     """
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))

@@ -5,40 +5,37 @@ CLIP folder). Each name is first translated to a canonical form, the names of th
 Face LLaVA-1.5 files, by its prefix alone; the rules are written in that form once.
 """
 
-from collections.abc import Mapping
-
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.weights import Rule, Target, language_rules, linear, renamed, targets
+from stepprune_jax.models.weights import Rule, language_rules, linear
 
-_VISION = "vision_tower.vision_model."
+VISION = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
 _LANGUAGE = "language_model.model."
-_HEAD = "language_model.lm_head"
+HEAD = "language_model.lm_head"
 
 # First match wins, so a longer prefix comes before a shorter one that it starts with.
-_PREFIXES = (
-    ("model.vision_tower.vision_tower.vision_model.", _VISION),  # original LLaVA-v1.5
-    ("model.vision_tower.vision_model.", _VISION),
-    ("model.vision_tower.", _VISION),
-    ("vision_tower.vision_model.", _VISION),
-    ("vision_tower.", _VISION),
+PREFIXES = (
+    ("model.vision_tower.vision_tower.vision_model.", VISION),  # original LLaVA-v1.5
+    ("model.vision_tower.vision_model.", VISION),
+    ("model.vision_tower.", VISION),
+    ("vision_tower.vision_model.", VISION),
+    ("vision_tower.", VISION),
     ("model.mm_projector.0.", _PROJECTOR + "linear_1."),  # original LLaVA-v1.5
     ("model.mm_projector.2.", _PROJECTOR + "linear_2."),
     ("model.multi_modal_projector.", _PROJECTOR),
     ("multi_modal_projector.", _PROJECTOR),
-    ("language_model.lm_head.", _HEAD + "."),
-    ("lm_head.", _HEAD + "."),
+    ("language_model.lm_head.", HEAD + "."),
+    ("lm_head.", HEAD + "."),
     ("language_model.model.", _LANGUAGE),
     ("model.language_model.", _LANGUAGE),
     ("model.", _LANGUAGE),  # original LLaVA-v1.5 is a plain Llama file
 )
 
 # Buffers that older versions stored with the weights; they are computed here.
-_HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".embeddings.position_ids")
+HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".embeddings.position_ids")
 # The half of a CLIP checkpoint that is not the image tower.
-_CLIP_EXTRAS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale")
+CLIP_EXTRAS = ("text_model.", "text_projection.", "visual_projection.", "logit_scale")
 
 
 # Sharding of weights, see `parallel.sharding`. Projections that open heads or MLP
@@ -63,13 +60,12 @@ SHARDING_RULES = (
 
 
 def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
-    """Returns the rules of one layer norm with scale and bias."""
     return Rule(f"{path}/scale", f"{name}.weight"), Rule(f"{path}/bias", f"{name}.bias")
 
 
-def _rules(patch_size: int) -> tuple[Rule, ...]:
+def rules(patch_size: int) -> tuple[Rule, ...]:
     """Returns all rules of a LLaVA with an untied output head."""
-    tower, block = _VISION, _VISION + "encoder.layers.{}."
+    tower, block = VISION, VISION + "encoder.layers.{}."
     return (
         Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
         Rule(
@@ -91,59 +87,5 @@ def _rules(patch_size: int) -> tuple[Rule, ...]:
         *_layer_norm("vision/post_norm", tower + "post_layernorm"),
         *linear("projector/up", _PROJECTOR + "linear_1", True),
         *linear("projector/down", _PROJECTOR + "linear_2", True),
-        *language_rules(_LANGUAGE, _HEAD, False),
-    )
-
-
-def weight_targets(abstract: Mapping[str, object], config: LlavaConfig) -> list[Target]:
-    """Lists every weight of a model with the tensors that make it up.
-
-    Args:
-        abstract: the model's tree, with leaves that have a shape.
-        config: the model.
-
-    Returns:
-        One target per leaf.
-
-    Raises:
-        ValueError: the tree has a leaf without a rule.
-    """
-    return targets(abstract, _rules(config.vision.patch_size))
-
-
-def canonical_name(name: str, of_vision_folder: bool = False) -> str | None:
-    """Translates a weight name of any supported dialect to its canonical form.
-
-    Args:
-        name: the name in the file.
-        of_vision_folder: whether the file is in the CLIP folder of an original LLaVA-v1.5.
-
-    Returns:
-        The canonical name; a name of no dialect is returned unchanged. None for the text half of a
-        full CLIP.
-    """
-    if of_vision_folder:
-        return (
-            None if name.startswith(_CLIP_EXTRAS) else _VISION + name.removeprefix("vision_model.")
-        )
-    return renamed(name, _PREFIXES)
-
-
-def is_vision_name(name: str) -> bool:
-    """Returns whether a canonical name belongs to the image tower."""
-    return name.startswith(_VISION)
-
-
-def is_harmless(name: str, config: LlavaConfig) -> bool:
-    """Returns whether an unused weight in a file is not an error.
-
-    Args:
-        name: its canonical name.
-        config: the model; with tied embeddings a stored copy of the head is harmless.
-
-    Returns:
-        True for the short list of known extras.
-    """
-    return name.endswith(_HARMLESS_ENDINGS) or (
-        config.text.tie_embeddings and name.startswith(_HEAD + ".")
+        *language_rules(_LANGUAGE, HEAD, False),
     )

@@ -2,28 +2,87 @@
 
 import dataclasses
 import math
-from importlib import import_module
 from typing import Any
 
 from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import (
+    LLAMA,
     LONGEST_SIDE,
     MOST_LAYERS,
+    Json,
     LlamaConfig,
-    checked,
-    positive,
-    read_rope,
-    real,
+    Rule,
+    number,
+    one_of,
+    part,
+    read_fields,
+    read_language,
+    require,
+    size,
     switch,
-    token_id,
-    token_ids,
+    token,
+    tokens,
+    write_rope,
+    written,
 )
+from stepprune_jax.models.family import Family, ModelConfig
 from stepprune_jax.settings import is_count
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 # Pillow's own limit.
 MOST_PIXELS = 2 * 89_478_485
+
+
+def _integers(field: str, default: tuple[int, ...]) -> Rule:
+    def read(value: Any) -> tuple[int, ...] | None:
+        good = isinstance(value, list | tuple) and all(is_count(x, 0) for x in value)
+        return tuple(value) if good else None
+
+    return Rule(field, default, read, "a list of integers from 0")
+
+
+_TOWER = {
+    "hidden_size": size("hidden_size", 3584),
+    "intermediate_size": size("intermediate_size", 3420),
+    "num_layers": size("depth", 32, MOST_LAYERS),
+    "num_heads": size("num_heads", 16),
+    "patch_size": size("patch_size", 14, LONGEST_SIDE),
+    "temporal_patch_size": size("temporal_patch_size", 2),
+    "merge_size": size("spatial_merge_size", 2),
+    "window_size": size("window_size", 112),
+    "full_blocks": _integers("fullatt_block_indexes", (7, 15, 23, 31)),
+    "out_size": size("out_hidden_size", 3584),
+}
+_TOWER_ONLY = {
+    "kind": one_of("model_type", "qwen2_5_vl_vision", "qwen2_5_vl"),
+    "activation": one_of("hidden_act", "silu"),
+    "channels": one_of("in_channels", 3),
+    "chans": one_of("in_chans", 3),
+}
+_TEXT = {
+    **{name: rule for name, rule in LLAMA.items() if name not in ("head_dim", "tie_embeddings")},
+    "vocab_size": size("vocab_size", 152064),
+    "hidden_size": size("hidden_size", 8192),
+    "intermediate_size": size("intermediate_size", 29568),
+    "num_layers": size("num_hidden_layers", 80, MOST_LAYERS),
+    "num_heads": size("num_attention_heads", 64),
+    "rms_norm_eps": number("rms_norm_eps", 1e-5),
+    "max_positions": size("max_position_embeddings", 32768),
+}
+_TEXT_ONLY = {
+    "activation": one_of("hidden_act", "silu"),
+    "sliding": one_of("use_sliding_window", False),
+}
+_TIED = {"tied": switch("tie_word_embeddings", False)}
+_SECTIONS = {"sections": _integers("mrope_section", (16, 24, 24))}
+_PARTS = {"kind": one_of("model_type", None, "qwen2_5_vl"), "vision": part("vision_config")}
+_IDS = {
+    "image_token_id": token("image_token_id", 151655),
+    "bos": tokens("bos_token_id", (151643,)),
+    "eos": tokens("eos_token_id", (151645,)),
+    "pad_token_id": token("pad_token_id"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +114,21 @@ class QwenVisionConfig:
     out_size: int = 3584
 
     def __post_init__(self):
-        if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
-                f"vision_config: hidden_size {self.hidden_size} is not a multiple of 4 x num_heads "
-                f"{self.num_heads}: a head's channels are rotated in pairs by row and by column"
-            )
-        if self.window_size < self.factor:
-            raise ValueError(
-                f"vision_config: window_size {self.window_size} is smaller than a merged patch of "
-                f"{self.factor} pixels"
-            )
-        if not all(0 <= block < self.num_layers for block in self.full_blocks):
-            raise ValueError(
-                f"vision_config: fullatt_block_indexes {list(self.full_blocks)} are outside a "
-                f"tower of {self.num_layers} blocks"
-            )
+        d, heads, window, factor = self.hidden_size, self.num_heads, self.window_size, self.factor
+        blocks, layers = self.full_blocks, self.num_layers
+        require(
+            "vision_config",
+            # A head's channels are rotated in pairs by row and by column.
+            (d % (4 * heads) == 0, f"hidden_size {d} is not a multiple of 4 x num_heads {heads}"),
+            (
+                window >= factor,
+                f"window_size {window} is smaller than a merged patch of {factor} pixels",
+            ),
+            (
+                all(block < layers for block in blocks),
+                f"fullatt_block_indexes {list(blocks)} are outside a tower of {layers} blocks",
+            ),
+        )
 
     @property
     def factor(self) -> int:
@@ -87,96 +146,68 @@ class QwenVisionConfig:
         return self.window_size // self.factor
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenVisionConfig":
-        """Builds the config from a parsed `vision_config`.
-
-        Raises:
-            ValueError: a field has an unsupported value; the message names it.
-        """
-        where = "vision_config"
-        kinds = ("qwen2_5_vl", "qwen2_5_vl_vision")
-        checked(config, "model_type", "qwen2_5_vl_vision", kinds, where)
-        checked(config, "hidden_act", "silu", ("silu",), where)
-        for field in ("in_channels", "in_chans"):
-            checked(config, field, 3, (3,), where)
-        blocks = config.get("fullatt_block_indexes", (7, 15, 23, 31))
-        if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
-            raise ValueError(
-                f"{where}: fullatt_block_indexes is {blocks!r}, expected a list of integers"
-            )
-        return cls(
-            hidden_size=positive(config, "hidden_size", 3584, where),
-            intermediate_size=positive(config, "intermediate_size", 3420, where),
-            num_layers=positive(config, "depth", 32, where, MOST_LAYERS),
-            num_heads=positive(config, "num_heads", 16, where),
-            patch_size=positive(config, "patch_size", 14, where, LONGEST_SIDE),
-            temporal_patch_size=positive(config, "temporal_patch_size", 2, where),
-            merge_size=positive(config, "spatial_merge_size", 2, where),
-            window_size=positive(config, "window_size", 112, where),
-            full_blocks=tuple(blocks),
-            out_size=positive(config, "out_hidden_size", 3584, where),
-        )
+    def from_hf(cls, raw: Json) -> "QwenVisionConfig":
+        """Builds the config from a parsed `vision_config`."""
+        read_fields(raw, "vision_config", _TOWER_ONLY)
+        return cls(**read_fields(raw, "vision_config", _TOWER))
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenConfig:
+class QwenConfig(ModelConfig):
     """A tower with a merger, and a language model.
 
     Attributes:
         vision: the tower.
-        text: the language model.
         image_token_id: the vocabulary's `<|image_pad|>`.
         bos_token_id: None, as prompts begin with the template's own token.
-        eos_token_ids: ids that end an answer.
-        pad_token_id: padding id, or None.
         min_pixels: smallest area of a resized image.
         max_pixels: largest area of a resized image.
     """
 
     vision: QwenVisionConfig
-    text: LlamaConfig
     image_token_id: int = 151655
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = (151645, 151643)
-    pad_token_id: int | None = None
     min_pixels: int = MIN_PIXELS
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self):
-        if self.vision.out_size != self.text.hidden_size:
-            raise ValueError(
-                f"config.json: out_hidden_size {self.vision.out_size} of the tower is not the "
-                f"language model's hidden_size {self.text.hidden_size}"
-            )
-        if len(self.text.rope_sections) != 3:
-            raise ValueError(
-                f"config.json: mrope_section is {list(self.text.rope_sections)}, expected pairs of "
-                "channels for time, row and column"
-            )
-        least = self.vision.factor**2
-        if not (is_count(self.max_pixels, least) and self.max_pixels <= MOST_PIXELS):
-            raise ValueError(
-                f"max_pixels is {self.max_pixels!r}, expected an integer from {least} to "
-                f"{MOST_PIXELS}"
-            )
-        if not (is_count(self.min_pixels) and self.min_pixels <= self.max_pixels):
-            raise ValueError(
-                f"min_pixels is {self.min_pixels!r}, expected 1 to max_pixels, {self.max_pixels}"
-            )
+        width, wanted = self.vision.out_size, self.text.hidden_size
+        sections, area = list(self.text.rope_sections), self.vision.factor**2
+        least, most = self.min_pixels, self.max_pixels
+        require(
+            "config.json",
+            (
+                width == wanted,
+                f"out_hidden_size {width} of the tower is not the hidden_size {wanted}",
+            ),
+            (
+                len(sections) == 3,
+                f"mrope_section is {sections}, expected channel pairs of time, row and column",
+            ),
+        )
+        require(
+            "image processor",
+            (
+                is_count(most, area) and most <= MOST_PIXELS,
+                f"max_pixels is {most!r}, expected an integer from {area} to {MOST_PIXELS}",
+            ),
+            (
+                is_count(least) and least <= most,
+                f"min_pixels is {least!r}, expected 1 to max_pixels, {most}",
+            ),
+        )
 
     @property
-    def family(self) -> Any:
-        """The family's package of functions; see `models.family`."""
-        return import_module(__name__.rpartition(".")[0])
+    def family(self) -> Family:
+        """The family of Qwen2.5-VL."""
+        from stepprune_jax.models.qwen2_5_vl.family import QWEN2_5_VL  # its methods take this class
+
+        return QWEN2_5_VL
 
     @property
     def feature_width(self) -> int:
         """Width d of the merged tokens that a pruner sees, which is the language model's."""
         return self.vision.out_size
-
-    @property
-    def class_token_block(self) -> None:
-        """None, as the tower has no class token."""
 
     @property
     def received_block(self) -> int | None:
@@ -204,129 +235,68 @@ class QwenConfig:
         return int(max(most, math.sqrt(MAX_ASPECT * most), enlarged))
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "QwenConfig":
+    def from_hf(cls, raw: Json) -> "QwenConfig":
         """Builds the config from a parsed `config.json`.
 
         Args:
-            config: the parsed dict, of either generation: with text fields at the top level or in a
+            raw: the parsed dict, of either generation: with text fields at the top level or in a
                 `text_config`.
 
         Raises:
             ValueError: a field is not supported; the message names it.
         """
         where = "config.json"
-        checked(config, "model_type", None, ("qwen2_5_vl",), where)
-        if not isinstance(config.get("vision_config"), dict):
-            raise ValueError(f"{where}: vision_config is missing or is not an object")
-        text = config.get("text_config") or config
-        if not isinstance(text, dict):
-            raise ValueError(f"{where}: text_config is {text!r}, expected an object")
-        tied = [switch(part, "tie_word_embeddings", False, where) for part in (config, text)]
-        ids = {
-            name: text.get(name) if config.get(name) is None else config[name]
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
+        vision = read_fields(raw, where, _PARTS)["vision"]
+        text = read_fields(raw, where, {"text": part("text_config", raw)})["text"]
+        given = {name: value for name, value in raw.items() if value is not None}
+        ids = read_fields({**text, **given}, where, _IDS)
         # The file's begin-of-sequence token is <|endoftext|>, which no prompt begins with and which
         # also ends an answer.
-        ends = token_ids(ids["eos_token_id"], "eos_token_id", where) or (151645,)
-        ends += token_ids(ids["bos_token_id"], "bos_token_id", where) or (151643,)
-        image = token_id(config.get("image_token_id"), "image_token_id", where)
+        ends = tuple(dict.fromkeys(ids.pop("eos") + ids.pop("bos")))
+        tied = [read_fields(fields, where, _TIED)["tied"] for fields in (raw, text)]
         return cls(
-            vision=QwenVisionConfig.from_hf(config["vision_config"]),
+            vision=QwenVisionConfig.from_hf(vision),
             text=_text_config(text, any(tied)),
-            image_token_id=cls.image_token_id if image is None else image,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            pad_token_id=token_id(ids["pad_token_id"], "pad_token_id", where),
+            eos_token_ids=ends,
+            **ids,
         )
 
+    def to_hf(self, dtype: str) -> Json:
+        """Describes a model as a ``config.json``, in the field names of the published files."""
+        rope = write_rope(self.text.rope_scaling)
+        if self.text.rope_scaling is None:
+            rope["type"] = "mrope"
+        return {
+            **written(self.text, _TEXT),
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "dtype": dtype,
+            "image_token_id": self.image_token_id,
+            "bos_token_id": self.eos_token_ids[-1],
+            "eos_token_id": self.eos_token_ids[0],
+            "pad_token_id": self.pad_token_id,
+            "tie_word_embeddings": self.text.tie_embeddings,
+            "hidden_act": "silu",
+            "use_sliding_window": False,
+            "rope_theta": self.text.rope_theta,
+            "rope_scaling": {**rope, "mrope_section": list(self.text.rope_sections)},
+            "vision_config": {
+                **written(self.vision, _TOWER),
+                "model_type": "qwen2_5_vl",
+                "hidden_act": "silu",
+                "in_chans": 3,
+            },
+        }
 
-def _text_config(config: dict[str, Any], tied: bool) -> LlamaConfig:
-    """Reads the shape of the language model."""
+
+def _text_config(raw: Json, tied: bool) -> LlamaConfig:
     where = "text_config"
-    checked(config, "hidden_act", "silu", ("silu",), where)
-    checked(config, "use_sliding_window", False, (False, None), where)
-    hidden_size = positive(config, "hidden_size", 8192, where)
-    num_heads = positive(config, "num_attention_heads", 64, where)
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(field) or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{where}: {field} is {rope!r}, expected an object with mrope_section")
+    read_fields(raw, where, _TEXT_ONLY)
+    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = read_fields(raw, where, {"rope": part(field, {})})["rope"]
+    sections = read_fields(rope, where, _SECTIONS)["sections"]
     # Older files describe the three position ids as a kind of scaling; newer ones do not.
     kind = rope.get("rope_type", rope.get("type", "mrope"))
     rope = rope | {"rope_type": "default" if kind == "mrope" else kind}
-    sections = rope.get("mrope_section", (16, 24, 24))
-    if not isinstance(sections, list | tuple) or not all(is_count(x, 0) for x in sections):
-        raise ValueError(f"{where}: mrope_section is {sections!r}, expected three integers from 0")
-    theta, scaling = read_rope({"rope_theta": 1e6, **config, field: rope}, where)
-    return LlamaConfig(
-        vocab_size=positive(config, "vocab_size", 152064, where),
-        hidden_size=hidden_size,
-        intermediate_size=positive(config, "intermediate_size", 29568, where),
-        num_layers=positive(config, "num_hidden_layers", 80, where, MOST_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=positive(config, "num_key_value_heads", num_heads, where),
-        head_dim=hidden_size // num_heads,
-        rope_theta=theta,
-        rms_norm_eps=real(config, "rms_norm_eps", 1e-5, where),
-        max_positions=positive(config, "max_position_embeddings", 32768, where),
-        tie_embeddings=tied,
-        rope_scaling=scaling,
-        rope_sections=tuple(sections),
-        qkv_bias=True,
-    )
-
-
-def hf_config(config: QwenConfig, dtype: str) -> dict[str, Any]:
-    """Describes a model as a ``config.json``, in the field names of the published files.
-
-    Args:
-        config: the model.
-        dtype: name of the weights' dtype, such as "bfloat16".
-
-    Returns:
-        A dict that `QwenConfig.from_hf` turns back into ``config``, except the bounds of images.
-    """
-    vision, text, scaling = config.vision, config.text, config.text.rope_scaling
-    rope: dict[str, Any] = {"mrope_section": list(text.rope_sections)}
-    if scaling is None:
-        rope |= {"type": "mrope", "rope_type": "default"}
-    else:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    eos, end_of_text = config.eos_token_ids[0], config.eos_token_ids[-1]
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        "dtype": dtype,
-        "image_token_id": config.image_token_id,
-        "bos_token_id": end_of_text,
-        "eos_token_id": eos,
-        "pad_token_id": config.pad_token_id,
-        "tie_word_embeddings": text.tie_embeddings,
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_heads,
-        "num_key_value_heads": text.num_kv_heads,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "rope_theta": text.rope_theta,
-        "rope_scaling": rope,
-        "rms_norm_eps": text.rms_norm_eps,
-        "max_position_embeddings": text.max_positions,
-        "vision_config": {
-            "model_type": "qwen2_5_vl",
-            "depth": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "hidden_act": "silu",
-            "intermediate_size": vision.intermediate_size,
-            "num_heads": vision.num_heads,
-            "in_chans": 3,
-            "out_hidden_size": vision.out_size,
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": vision.merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "window_size": vision.window_size,
-            "fullatt_block_indexes": list(vision.full_blocks),
-        },
-    }
+    raw = {"rope_theta": 1e6, **raw, field: rope}
+    return read_language(raw, _TEXT, rope_sections=sections, tie_embeddings=tied, qkv_bias=True)

@@ -12,7 +12,7 @@ the two neighbouring ones, wherever windows begin. No window is padded.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,14 @@ from stepprune_jax.models.layers import (
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
-from stepprune_jax.models.stack import Execution, checkpoint_layer, is_apart, run_stack, take_layer
+from stepprune_jax.models.stack import (
+    Execution,
+    Params,
+    checkpoint_layer,
+    is_apart,
+    run_stack,
+    take_layer,
+)
 
 TAP_KINDS = ("received", "keys")
 _EPS = 1e-6
@@ -47,14 +54,10 @@ _ROPE_BASE = 10000.0
 
 
 class Layout(NamedTuple):
-    """Order of merged patches by window.
+    """Order of merged patches by window: [i, n] of slots, padding last.
 
-    Attributes:
-        raster: [i, n] int32 raster index of the merged patch in each slot.
-        slot: [i, n] int32 the inverse.
-        window: [i, n] int32 number of each slot's window; -1 in the padding.
-        place: [i, 2, n] int32 row and column of each slot's merged patch.
-        size: [i] int32 merged patches of each image, followed by padding.
+    `raster` is the raster index of each slot's merged patch, `slot` its inverse, `window` a number,
+    -1 in the padding, `place` row and column, `size` [i] the merged patches of each image.
     """
 
     raster: Int[Array, "i n"]
@@ -65,14 +68,7 @@ class Layout(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Inputs shared by all blocks.
-
-    Attributes:
-        cosine: [i, m, c] cosine of the rotary angles.
-        sine: [i, m, c] sine of the rotary angles.
-        window: [i, m] int32 number of each patch's window; -1 in the padding.
-        length: [i] int32 patches of each image.
-    """
+    """Inputs shared by all blocks: rotary angles, the window of each patch (-1 in the padding)."""
 
     cosine: Float[Array, "i m c"]
     sine: Float[Array, "i m c"]
@@ -86,17 +82,9 @@ class Context(NamedTuple):
 
 
 def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
-    """Orders merged patches by window.
+    """Orders the merged patches of grids [i, 2] in n slots by windows of `side` x `side`.
 
     Windows begin at the image's first row and column; those at its other edges may be smaller.
-
-    Args:
-        grid: rows and columns of each image's merged patches.
-        side: merged patches on each side of a window.
-        slots: n, the slots of the largest image.
-
-    Returns:
-        The layout.
     """
     number = jnp.arange(slots, dtype=jnp.int32)
     rows, columns = (jnp.maximum(x[:, None], 1) for x in (grid[:, 0], grid[:, 1]))
@@ -126,10 +114,7 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
 
 
 def rotary_frequencies(config: QwenVisionConfig) -> np.ndarray:
-    """Returns the angles [c / 4] of one step to the next row; columns have the same.
-
-    They turn the first pairs of a head's c channels, the columns' those behind them.
-    """
+    """Returns the angles [c / 4] of one step to the next row; columns have the same."""
     return inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
 
 
@@ -192,16 +177,7 @@ def _attend_to_all(
 def received_attention(
     query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: Context
 ) -> Float[Array, "i m"]:
-    """Computes the attention that patches receive, averaged over heads and the image's patches.
-
-    Args:
-        query: queries of all patches.
-        key: keys of all patches.
-        context: context of the block.
-
-    Returns:
-        [i, m] float32; 0 in the padding.
-    """
+    """Computes the attention that patches receive, averaged over heads and the image's patches."""
     keys = [Segment(key, key, context.valid)]
 
     def given(query, real):
@@ -299,16 +275,8 @@ class Merger(nn.Module):
         return Dense(self.config.out_size, name="down")(x)
 
 
-def init_vision(key: Array, config: QwenVisionConfig) -> dict[str, Any]:
-    """Draws float32 weights of the tower and its merger.
-
-    Args:
-        key: PRNG key; consumed.
-        config: the tower's shape.
-
-    Returns:
-        The trees under "vision" and "merger" of the whole model's parameters.
-    """
+def init_vision(key: Array, config: QwenVisionConfig) -> Params:
+    """Draws float32 weights of the tower and its merger."""
     patch_key, layers_key, merger_key = jax.random.split(key, 3)
     d, unit = config.hidden_size, config.unit
     values = config.temporal_patch_size * config.patch_size**2 * 3
@@ -327,7 +295,7 @@ def init_vision(key: Array, config: QwenVisionConfig) -> dict[str, Any]:
 
 
 def _embed(
-    params: dict[str, Any], config: QwenVisionConfig, values: Float[Array, "i m v"]
+    params: Params, config: QwenVisionConfig, values: Float[Array, "i m v"]
 ) -> Float[Array, "i m d"]:
     """Projects patches, whose frames all equal the image."""
     kernel = params["patch_embedding"]["kernel"]
@@ -345,30 +313,18 @@ def _taken(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "
 
 
 def encode(
-    params: dict[str, Any],
+    params: Params,
     config: QwenVisionConfig,
     pixels: Patches,
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n e"], dict[str, Array]]:
-    """Runs the tower and the merger.
+    """Runs the tower and the merger; returns tokens in raster order, and the taps by name.
 
-    Args:
-        params: the model's weights, with "vision" and "merger".
-        config: the tower's shape.
-        pixels: patches of images whose sizes may differ.
-        taps: by merged patch in raster order: "received" [i, n] float32, the attention received in
-            a block that attends to the whole image, averaged over heads, the image's patches and
-            those of the merged one; "keys" [i, n, c] float32, the mean over heads and the patches
-            of the merged one, after rotary positions.
-        execution: how the blocks are run.
-
-    Returns:
-        [i, n, e] merged tokens in raster order, those of a smaller image being a prefix; and the
-        taps by name.
-
-    Raises:
-        ValueError: an unknown tap, or "received" of a block that attends within windows.
+    Taps by merged patch, in raster order: "received" [i, n] float32, the attention received in a
+    block that attends to the whole image, averaged over heads, the image's patches and those of the
+    merged one; "keys" [i, n, c] float32, the mean over heads and the patches of the merged one,
+    after rotary positions.
     """
     vision, unit = params["vision"], config.unit
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)

@@ -4,20 +4,18 @@ Each name is first translated to that of the published files; newer `transformer
 model below "model.".
 """
 
-from collections.abc import Mapping
-
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
-from stepprune_jax.models.weights import Rule, Target, language_rules, linear, renamed, targets
+from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
+from stepprune_jax.models.weights import Rule, language_rules, linear
 
-_VISION = "visual."
+VISION = "visual."
 _MERGER = "visual.merger."
 _LANGUAGE = "model."
-_HEAD = "lm_head"
+HEAD = "lm_head"
 
 # First match wins, so a longer prefix comes before a shorter one that it starts with.
-_PREFIXES = (("model.visual.", _VISION), ("model.language_model.", _LANGUAGE))
+PREFIXES = (("model.visual.", VISION), ("model.language_model.", _LANGUAGE))
 
 # Sharding of weights, see `parallel.sharding`. Projections that open heads or MLP channels are cut
 # by column, those that close them by row. The tower's queries, keys and values are one matrix; its
@@ -41,13 +39,13 @@ SHARDING_RULES = (
 )
 
 
-def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
+def rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
     """Returns all rules of a model with an untied output head."""
-    block, p = _VISION + "blocks.{}.", vision.patch_size
+    block, p = VISION + "blocks.{}.", vision.patch_size
     return (
         Rule(
             "vision/patch_embedding/kernel",
-            _VISION + "patch_embed.proj.weight",
+            VISION + "patch_embed.proj.weight",
             "patches",
             (vision.temporal_patch_size, p, p),
         ),
@@ -61,50 +59,5 @@ def _rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
         Rule("merger/norm/scale", _MERGER + "ln_q.weight"),
         *linear("merger/up", _MERGER + "mlp.0", True),
         *linear("merger/down", _MERGER + "mlp.2", True),
-        *language_rules(_LANGUAGE, _HEAD, True),
+        *language_rules(_LANGUAGE, HEAD, True),
     )
-
-
-def weight_targets(abstract: Mapping[str, object], config: QwenConfig) -> list[Target]:
-    """Lists every weight of a model with the tensors that make it up.
-
-    Args:
-        abstract: the model's tree, with leaves that have a shape.
-        config: the model.
-
-    Returns:
-        One target per leaf.
-
-    Raises:
-        ValueError: the tree has a leaf without a rule.
-    """
-    return targets(abstract, _rules(config.vision))
-
-
-def canonical_name(name: str, of_vision_folder: bool = False) -> str:
-    """Translates a weight name to that of the published files.
-
-    Args:
-        name: the name in the file.
-        of_vision_folder: unused, as the tower is part of the checkpoint.
-
-    Returns:
-        The canonical name; a name of no dialect is returned unchanged.
-    """
-    del of_vision_folder
-    return renamed(name, _PREFIXES)
-
-
-def is_vision_name(name: str) -> bool:
-    """Returns whether a canonical name belongs to the tower or its merger."""
-    return name.startswith(_VISION)
-
-
-def is_harmless(name: str, config: QwenConfig) -> bool:
-    """Returns whether an unused weight in a file is not an error: a stored copy of a tied head.
-
-    Args:
-        name: its canonical name.
-        config: the model.
-    """
-    return config.text.tie_embeddings and name == _HEAD + ".weight"

@@ -63,7 +63,7 @@ def copies(name, layers, program):
     cache = jax.eval_shape(lambda: init_cache(config.text, 2, 1, TOKENS, dtype))
     function, inputs = {
         "tower": (
-            lambda params, pixels: vlm.encode_image(params, config, pixels)[0],
+            lambda params, pixels: config.family.encode_image(params, config, pixels)[0],
             (jax.ShapeDtypeStruct((1, 3, side, side), jnp.float32),),
         ),
         "prefill": (

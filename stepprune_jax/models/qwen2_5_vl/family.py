@@ -1,0 +1,164 @@
+"""Qwen2.5-VL (Bai et al., https://arxiv.org/abs/2502.13923): tower, merger, language model."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from PIL import Image
+
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models import decoder
+from stepprune_jax.models.config import Json
+from stepprune_jax.models.family import Family
+from stepprune_jax.models.images import Bytes, read_processor
+from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.qwen2_5_vl import images, tower, weights
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
+from stepprune_jax.models.stack import Execution, Params
+from stepprune_jax.models.weights import Rule, renamed
+
+_SYSTEM = "You are a helpful assistant."
+_ROLES = ("user", "assistant")
+_START, _END = "<|im_start|>", "<|im_end|>"
+_IMAGE = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
+# Placeholders of visual tokens: in the user's text they would count as tokens that do not exist.
+_PLACEHOLDERS = {
+    token: f"which the template adds: use {IMAGE_MARK} for an image"
+    for token in ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+} | {"<|video_pad|>": "but videos are not supported"}
+
+
+class Qwen25VL(Family):
+    """Qwen2.5-VL's instruction-tuned models."""
+
+    name = "qwen2_5_vl"
+    SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
+    POSITION_AXES = 3  # time, row and column
+    CONTEXT_LIMIT = 32768  # the longest row of training
+    SHARDING_RULES = weights.SHARDING_RULES
+    VISION_PREFIX = weights.VISION
+
+    def matches(self, raw: Json) -> bool:
+        return raw.get("model_type") == "qwen2_5_vl"
+
+    def read_config(self, raw: Json, vision: Json | None) -> QwenConfig:
+        return QwenConfig.from_hf(raw)
+
+    def hf_config(self, config: QwenConfig, dtype: str) -> Json:
+        return config.to_hf(dtype)
+
+    def canonical_name(self, name: str, of_vision_folder: bool = False) -> str:
+        return renamed(name, weights.PREFIXES)
+
+    def is_harmless(self, name: str, config: QwenConfig) -> bool:
+        return config.text.tie_embeddings and name == weights.HEAD + ".weight"
+
+    def weight_rules(self, config: QwenConfig) -> tuple[Rule, ...]:
+        return weights.rules(config.vision)
+
+    def read_settings(self, raw: Json, where: str) -> ImageSettings:
+        return images.settings_from_hf(raw, where)
+
+    def hf_processor(self, config: QwenConfig, settings: ImageSettings) -> dict[str, Json]:
+        return {"preprocessor_config.json": images.to_hf(config, settings)}
+
+    def bound_images(
+        self,
+        config: QwenConfig,
+        folder: str | Path | None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> QwenConfig:
+        least, most = config.min_pixels, config.max_pixels
+        if folder is not None:
+            least, most = images.processor_bounds(config.vision, *read_processor(folder))
+        least = least if min_pixels is None else min_pixels
+        most = most if max_pixels is None else max_pixels
+        try:
+            return dataclasses.replace(config, min_pixels=least, max_pixels=most)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}" if folder is not None else str(error)) from error
+
+    def resize(self, config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
+        return images.resize(config, settings, image)
+
+    def finish(self, config: QwenConfig, settings: ImageSettings, image: Bytes) -> Patches:
+        return images.to_patches(config.vision, settings, image)
+
+    def max_pixels(self, config: QwenConfig, count: int) -> Patches:
+        vision = config.vision
+        patches = images.padded_tokens(config.max_image_tokens) * vision.unit
+        return Patches(
+            jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.float32),
+            jax.ShapeDtypeStruct((count, 2), np.int32),
+        )
+
+    def grids(self, config: QwenConfig, pixels: Patches) -> Int[np.ndarray, "i 2"]:
+        return np.asarray(pixels.grid, np.int32)
+
+    def conversation(self, turns: Sequence[str | None]) -> str:
+        # A closed last turn ends with its end token, without a newline after it.
+        if not turns:
+            raise ValueError("expected at least one turn, got none")
+        turns = list(turns) + [None] * (len(turns) % 2)
+        text = f"{_START}system\n{_SYSTEM}{_END}"
+        for number, message in enumerate(turns):
+            for placeholder, reason in _PLACEHOLDERS.items():
+                if placeholder in (message or ""):
+                    raise ValueError(f"the prompt has {placeholder}, {reason}")
+            end = _END if message or number % 2 == 0 else ""
+            message = (message or "").replace(IMAGE_MARK, _IMAGE)
+            text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"
+        return text
+
+    def init_params(self, key: Array, config: QwenConfig) -> Params:
+        vision, language = jax.random.split(key)
+        return {
+            **tower.init_vision(vision, config.vision),
+            "language": decoder.init_language(language, config.text),
+        }
+
+    def encode_image(
+        self,
+        params: Params,
+        config: QwenConfig,
+        pixels: Patches,
+        taps: Sequence[Tap] = (),
+        execution: Execution = Execution(),
+    ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
+        return tower.encode(params, config.vision, pixels, taps, execution)
+
+    def project(
+        self, params: Params, config: QwenConfig, features: Float[Array, "*b d"]
+    ) -> Float[Array, "*b e"]:
+        return features  # merged tokens already have the language model's width
+
+    def image_positions(
+        self, config: QwenConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+    ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
+        # 0 in time, the row, and the column; text after the image is shifted by the longer side.
+        columns = jnp.maximum(grid[..., 1:], 1)
+        offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
+        return offset, grid.max(-1)
+
+    def vision_flops(self, config: QwenConfig, grid: tuple[int, int]) -> dict[str, int]:
+        # With the attention of whole windows; the merger counts as the projector.
+        vision = config.vision
+        d, n = vision.hidden_size, grid[0] * grid[1]
+        m, wide = n * vision.unit, vision.unit * d
+        seen = [vision.unit * vision.window**2] * vision.num_layers
+        for block in vision.full_blocks:
+            seen[block] = m
+        products = m * (4 * d * d + 3 * d * vision.intermediate_size) * vision.num_layers
+        attention = sum(2 * m * d * min(m, keys) for keys in seen)
+        embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
+        merger = n * wide * (wide + vision.out_size)
+        return {"tower": 2 * (embedding + products + attention), "projector": 2 * merger}
+
+
+QWEN2_5_VL = Qwen25VL()
