@@ -8,11 +8,14 @@ import numpy as np
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.models import llava, vlm
+from stepprune_jax.models import vlm
+from stepprune_jax.models.config import Json, LlamaConfig
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.weights import is_vision_name
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.models.llava import LLAVA, LlavaConfig
+from stepprune_jax.models.llava.config import ClipConfig
+from stepprune_jax.models.qwen2_5_vl import QwenConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
+from stepprune_jax.models.weights import renamed
 
 Layout = Literal["hf", "hf_new", "original"]
 
@@ -22,19 +25,45 @@ _WORDS = (
     "▁gives ▁helpful , ▁detailed ▁pol ite ▁answers ▁to ▁the ' s ▁questions ▁US ER : ▁ASS IST ANT "
     "▁What ▁is ▁in ▁this ▁picture ? ▁red ▁dog ▁two ▁yes ▁no"
 )
+# The published weight names in other dialects.
+_NEW_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model.language_model."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+_ORIGINAL_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model."),
+    ("multi_modal_projector.linear_1.", "model.mm_projector.0."),
+    ("multi_modal_projector.linear_2.", "model.mm_projector.2."),
+)
+_NEW_QWEN_NAMES = (("model.", "model.language_model."), ("visual.", "model.visual."))
+_ORIGINAL_FIELDS = {
+    "architectures": ["LlavaLlamaForCausalLM"],
+    "model_type": "llava_llama",
+    "mm_vision_tower": "clip",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_vision_select_layer": -2,
+    "mm_vision_select_feature": "patch",
+    "image_aspect_ratio": "pad",
+}
+_QWEN_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 
 
 def tiny_tokenizer(image_token: bool = True) -> Any:
-    """Builds a small tokenizer with the rules of Llama's.
+    """Builds a small tokenizer with the rules of Llama's, with or without ``<image>``.
 
     It uses byte-pair encoding with byte fallback, writes blanks as ``▁``, puts one in front of any
     text, and has the begin-of-sequence id 1; ids 0 to 258 are those of Llama.
-
-    Args:
-        image_token: whether it knows ``<image>``, as the Hugging Face layout's does.
-
-    Returns:
-        A `transformers` tokenizer.
     """
     import tokenizers
     import transformers
@@ -70,14 +99,32 @@ def tiny_tokenizer(image_token: bool = True) -> Any:
     return tokenizer
 
 
+def qwen_tokenizer() -> Any:
+    """Builds a small tokenizer with the rules of Qwen's: bytes, and the template's tokens last."""
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_TOKENS)})
+    return tokenizer
+
+
 def llava_encoder(tokenizer: Any) -> ConversationEncoder:
     """Returns the encoder of LLaVA's conversations with this tokenizer."""
-    return ConversationEncoder(tokenizer, llava.place_images, llava.conversation)
+    return ConversationEncoder(tokenizer, LLAVA.place_images, LLAVA.conversation)
 
 
 def tiny_hf_config(
-    vocab_size: int = 512, vision: dict | None = None, text: dict | None = None
-) -> dict[str, Any]:
+    vocab_size: int = 512, vision: Json | None = None, text: Json | None = None
+) -> Json:
     """Describes a LLaVA small enough to run in milliseconds.
 
     Args:
@@ -88,46 +135,42 @@ def tiny_hf_config(
     Returns:
         A Hugging Face ``config.json`` dict.
     """
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "image_token_index": vocab_size - 1,
-        "image_seq_length": 9,
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-        "tie_word_embeddings": False,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": 24,
-            "patch_size": 8,
-            **(vision or {}),
-        },
-        "text_config": {
-            "model_type": "llama",
-            "vocab_size": vocab_size,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            **(text or {}),
-        },
-    }
+    language = LlamaConfig(vocab_size, 48, 96, 2, 4, 2, 12, 1e4, 1e-5, max_positions=256)
+    raw = LlavaConfig(ClipConfig(32, 64, 3, 4, 24, 8), language, vocab_size - 1).to_hf("float32")
+    del raw["dtype"], raw["text_config"]["head_dim"]  # they follow from weights and width
+    raw["vision_config"] |= vision or {}
+    raw["text_config"] |= text or {}
+    return raw
+
+
+def tiny_qwen_config(tokenizer: Any, **changes: Any) -> Json:
+    """Describes a Qwen2.5-VL small enough to run in milliseconds, as published files do.
+
+    Args:
+        tokenizer: tokenizer from `qwen_tokenizer`, whose ids it uses.
+        **changes: fields to change.
+
+    Returns:
+        A Hugging Face ``config.json`` dict.
+    """
+    ids = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in _QWEN_TOKENS}
+    language = LlamaConfig(
+        len(tokenizer), 48, 96, 3, 4, 2, 12, 1e6, 1e-6, max_positions=512, rope_sections=(2, 2, 2)
+    )
+    vision = QwenVisionConfig(32, 52, 3, 2, 4, window_size=16, full_blocks=(0, 2), out_size=48)
+    ends = (ids["im_end"], ids["endoftext"])
+    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=ends).to_hf("float32")
+    del raw["dtype"]
+    marks = {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
+    return {**raw, **marks, "video_token_id": ids["video_pad"], **changes}
 
 
 def tiny_llava(
     folder: str | Path,
     layout: Layout = "hf",
     *,
-    vision: dict | None = None,
-    text: dict | None = None,
+    vision: Json | None = None,
+    text: Json | None = None,
     dtype: Any = np.float32,
     max_shard_bytes: int = 1 << 30,
     seed: int = 0,
@@ -148,134 +191,26 @@ def tiny_llava(
         The folder.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer(image_token=layout != "original")
     raw = tiny_hf_config(len(tokenizer), vision, text)
-    tokenizer.save_pretrained(folder)
     side = raw["vision_config"]["image_size"]
     processor = {
         "image_processor_type": "CLIPImageProcessor",
         "size": {"shortest_edge": side},
         "crop_size": {"height": side, "width": side},
     }
-    config = LlavaConfig.from_hf(raw)
-    tensors = random_tensors(config, dtype, seed)
+    tensors = random_tensors(LlavaConfig.from_hf(raw), dtype, seed)
     if layout == "original":
-        clip = folder / "clip"
-        clip.mkdir(exist_ok=True)
-        _write_json(
-            clip / "config.json", {"model_type": "clip", "vision_config": raw["vision_config"]}
-        )
-        _write_json(clip / "preprocessor_config.json", processor)
-        tower = {k: v for k, v in tensors.items() if is_vision_name(k)}
-        write_tensors(clip, {k.removeprefix("vision_tower."): v for k, v in tower.items()}, 1 << 30)
-        tensors = {_original_name(k): v for k, v in tensors.items() if k not in tower}
-        raw = {**raw["text_config"], **_ORIGINAL_FIELDS}
-    elif layout == "hf_new":
-        tensors = {_new_name(name): tensor for name, tensor in tensors.items()}
-    if layout != "original":
-        _write_json(folder / "preprocessor_config.json", processor)
-    _write_json(folder / "config.json", raw)
-    write_tensors(folder, tensors, max_shard_bytes)
+        tower = {name: tensors.pop(name) for name in list(tensors) if LLAVA.is_vision_name(name)}
+        tower = {name.removeprefix("vision_tower."): tensor for name, tensor in tower.items()}
+        clip = {"model_type": "clip", "vision_config": raw["vision_config"]}
+        _write_folder(folder / "clip", clip, processor, tower)
+        raw, processor = {**raw["text_config"], **_ORIGINAL_FIELDS}, None
+    names = {"hf": (), "hf_new": _NEW_NAMES, "original": _ORIGINAL_NAMES}[layout]
+    tensors = {renamed(name, names): tensor for name, tensor in tensors.items()}
+    _write_folder(folder, raw, processor, tensors, max_shard_bytes)
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-_ORIGINAL_FIELDS = {
-    "architectures": ["LlavaLlamaForCausalLM"],
-    "model_type": "llava_llama",
-    "mm_vision_tower": "clip",
-    "mm_projector_type": "mlp2x_gelu",
-    "mm_vision_select_layer": -2,
-    "mm_vision_select_feature": "patch",
-    "image_aspect_ratio": "pad",
-}
-
-
-def qwen_tokenizer() -> Any:
-    """Builds a small tokenizer with the rules of Qwen's.
-
-    It uses byte-level byte-pair encoding without a begin-of-sequence token; the template's tokens
-    are the last ones.
-
-    Returns:
-        A `transformers` tokenizer.
-    """
-    import tokenizers
-    import transformers
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: number for number, piece in enumerate(alphabet)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    backend.normalizer = tokenizers.normalizers.NFC()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_TOKENS)})
-    return tokenizer
-
-
-_QWEN_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-
-
-def tiny_qwen_config(tokenizer: Any, **changes: Any) -> dict[str, Any]:
-    """Describes a Qwen2.5-VL small enough to run in milliseconds.
-
-    Args:
-        tokenizer: tokenizer from `qwen_tokenizer`, whose ids it uses.
-        **changes: fields to change.
-
-    Returns:
-        A Hugging Face ``config.json`` dict, in the form of the published files.
-    """
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _QWEN_TOKENS}
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vocab_size": len(tokenizer),
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vision_config": {
-            "depth": 3,
-            "hidden_size": 32,
-            "hidden_act": "silu",
-            "intermediate_size": 52,
-            "num_heads": 2,
-            "in_chans": 3,
-            "out_hidden_size": 48,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [0, 2],
-        },
-        **changes,
-    }
 
 
 def tiny_qwen(
@@ -304,10 +239,7 @@ def tiny_qwen(
     Returns:
         The folder.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = qwen_tokenizer()
-    tokenizer.save_pretrained(folder)
+    folder, tokenizer = Path(folder), qwen_tokenizer()
     raw = tiny_qwen_config(tokenizer, **changes)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -318,33 +250,19 @@ def tiny_qwen(
         "merge_size": 2,
     }
     tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
-    if new_names:
-        tensors = {_new_qwen_name(name): tensor for name, tensor in tensors.items()}
-    _write_json(folder / "preprocessor_config.json", processor)
-    _write_json(folder / "config.json", raw)
-    write_tensors(folder, tensors, max_shard_bytes)
+    names = _NEW_QWEN_NAMES if new_names else ()
+    tensors = {renamed(name, names): tensor for name, tensor in tensors.items()}
+    _write_folder(folder, raw, processor, tensors, max_shard_bytes)
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-def _new_qwen_name(name: str) -> str:
-    """Maps a published weight name to that of newer versions of `transformers`."""
-    if name.startswith("model."):
-        return "model.language_model." + name.removeprefix("model.")
-    return "model." + name if name.startswith("visual.") else name
 
 
 def random_tensors(
     config: ModelConfig, dtype: Any = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Draws weights under the published Hugging Face names and in the files' axes.
+    """Draws weights under the published names and in the files' axes.
 
-    Args:
-        config: configuration of the model.
-        dtype: dtype of the tensors.
-        seed: seed of the draw.
-
-    Returns:
-        A dict from name to tensor; norms are near 1, all others have a standard deviation of 0.1.
+    Norms are near 1; all others have a standard deviation of 0.1.
     """
     random = np.random.default_rng(seed)
     tensors = {}
@@ -359,13 +277,7 @@ def random_tensors(
 def write_tensors(
     folder: str | Path, tensors: dict[str, np.ndarray], max_shard_bytes: int = 1 << 30
 ) -> None:
-    """Writes tensors as one safetensors file, or as shards with an index.
-
-    Args:
-        folder: existing folder to write to.
-        tensors: arrays by name.
-        max_shard_bytes: above this many bytes the tensors are split.
-    """
+    """Writes tensors to an existing folder: one safetensors file, or shards with an index."""
     folder = Path(folder)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards = safetensors.plan_shards(sizes, max_shard_bytes)
@@ -376,22 +288,16 @@ def write_tensors(
         safetensors.write_index(folder, shards, sum(sizes.values()))
 
 
-def _new_name(name: str) -> str:
-    """Maps a published weight name to that of newer versions of `transformers`."""
-    name = name.replace("language_model.lm_head", "lm_head")
-    name = name.replace("language_model.model.", "language_model.")
-    name = name.replace("vision_tower.vision_model.", "vision_tower.")
-    return name if name.startswith("lm_head") else f"model.{name}"
-
-
-def _original_name(name: str) -> str:
-    """Maps a published weight name to that of the original LLaVA-v1.5."""
-    name = name.replace("language_model.lm_head", "lm_head")
-    name = name.replace("language_model.model.", "model.")
-    name = name.replace("multi_modal_projector.linear_1", "model.mm_projector.0")
-    return name.replace("multi_modal_projector.linear_2", "model.mm_projector.2")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+def _write_folder(
+    folder: Path,
+    config: Json,
+    processor: Json | None,
+    tensors: dict[str, np.ndarray],
+    max_shard_bytes: int = 1 << 30,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"config.json": config, "preprocessor_config.json": processor}
+    for name, value in files.items():
+        if value is not None:
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    write_tensors(folder, tensors, max_shard_bytes)

@@ -90,3 +90,38 @@ def keep_programs():
     from stepprune_jax.parallel import placement
 
     placement.MOST_PROGRAMS = 10_000
+
+
+# One tiny model of each family; tests write to none of these folders.
+
+
+@pytest.fixture(scope="session")
+def llava_folder(tmp_path_factory):
+    from stepprune_jax import testing
+
+    return testing.tiny_llava(tmp_path_factory.mktemp("tiny_llava"))
+
+
+@pytest.fixture(scope="session")
+def llava_model(llava_folder):
+    return _load(llava_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory):
+    from stepprune_jax import testing
+
+    return testing.tiny_qwen(tmp_path_factory.mktemp("tiny_qwen"))
+
+
+@pytest.fixture(scope="session")
+def qwen_model(qwen_folder):
+    return _load(qwen_folder)
+
+
+def _load(folder):
+    import jax.numpy as jnp
+
+    from stepprune_jax.checkpoints import load_vlm
+
+    return load_vlm(folder, dtype=jnp.float32, progress=False)

@@ -38,6 +38,7 @@ from stepprune_jax.inference import generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import attention_weights
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
+from stepprune_jax.models.qwen2_5_vl.images import Patches
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
@@ -90,7 +91,7 @@ def images(model):
     """One image of 2 x 2 tokens, one of 3 x 3, padded to 16."""
     values = jax.random.normal(jax.random.key(1), (2, 64, 48))
     real = jnp.arange(64) < 4 * GRIDS.prod(1)[:, None]
-    return Images(qwen2_5_vl.images.Patches(values * real[..., None], GRIDS), GRIDS)
+    return Images(Patches(values * real[..., None], GRIDS), GRIDS)
 
 
 def test_prompts_are_those_of_the_family(model):
