@@ -136,7 +136,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.validation.calibrate = 256  # questions to calibrate the stop on at the end; 0: none
 
     c.eval = ConfigDict()  # read by eval.py; docs/evaluation.md
-    c.eval.benchmarks = "shapes"  # or public ones, such as "pope,mme"
+    c.eval.benchmarks = "folder"  # that of data; or public ones, such as "pope,mme"
     c.eval.data = "playground/data/eval"  # root of LLaVA's folders, for public benchmarks
     c.eval.questions = ConfigDict({name: "" for name in BENCHMARKS})  # files of other splits
     c.eval.textvqa_ocr = True  # OCR tokens in TextVQA's prompts

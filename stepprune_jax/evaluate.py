@@ -3,52 +3,45 @@
 There are three stages, run in turn or singly (`--stages`). *generate* turns model and question
 files into answer files; once interrupted, it resumes with the unanswered questions. *convert* turns
 answer files into the formats of official programs and servers. *score* turns answer files and
-annotations into the report. The shapes world is one of the benchmarks;
+annotations into the report. The benchmark `folder` is the test split of `config.data.folder`;
 `--config.eval.benchmarks=pope,mme` names others. Any field of the configuration can be set by a
-flag; `--config.data.folder=FOLDER` asks the questions of another folder.
+flag.
 """
 
 import contextlib
 import os
 import shlex
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from absl import flags
 
 from stepprune_jax import command_line
-from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import AnswerFile, questions_digest, read_files
-from stepprune_jax.data.llava import read_questions
-from stepprune_jax.evaluation import report as report_folder
-from stepprune_jax.evaluation.accuracy import markdown_table
-from stepprune_jax.evaluation.generate_stage import (
-    answers_folder,
-    generate_answers,
-    public_questions,
+from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import (
+    ANSWERS,
+    AnswerFile,
+    questions_digest,
+    read_files,
 )
-from stepprune_jax.evaluation.names import ALL, DEFAULT, OWN_STOP
-from stepprune_jax.evaluation.scores import score_answers
-from stepprune_jax.evaluation.settings import (
-    SHAPES,
-    EvalSettings,
-    EvaluationRun,
-    own_policy,
-    read_evaluation,
-)
-from stepprune_jax.evaluation.shapes_report import in_table_order, write_report
-from stepprune_jax.evaluation.sources import split_folders
-from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
+from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.frozen import model_source
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.generate_stage import generate_answers
+from stepprune_jax.evaluation.operations import count_operations, image_grids
+from stepprune_jax.evaluation.scores import SCORES, score_file
+from stepprune_jax.evaluation.settings import EvaluationRun, own_policy, read_evaluation
+from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import Budget
 from stepprune_jax.user_input import local_path, one_line, user_input
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
 SUBMISSIONS = "submissions"
+REPORT = "report"
 
 
 def evaluate(
@@ -64,7 +57,7 @@ def evaluate(
     Args:
         run: the settings of the run.
         workdir: folder of the run. Answers go to workdir/answers/BENCHMARK, files for official
-            programs to workdir/submissions/BENCHMARK, tables and figures to workdir/report.
+            programs to workdir/submissions/BENCHMARK, tables and a page to workdir/report.
         stages: the stages to run, of `STAGES`.
         policy: a policy file, or the folder of a run, for the default row.
         command: the command line to show in the report.
@@ -79,134 +72,25 @@ def evaluate(
         if unknown or not stages:
             raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
     with locked(workdir):
-        _evaluate(run, workdir, stages, policy, command)
-
-
-def _evaluate(
-    run: EvaluationRun,
-    workdir: Path,
-    stages: Sequence[str],
-    policy: str | Path | None,
-    command: str | None,
-) -> None:
-    """Evaluates in a folder that no other process writes to."""
-    settings = run.eval
-    with user_input():
-        report, answers = workdir / "report", answers_folder(run, workdir)
-        if "score" in stages and report.exists():  # checked first, as answering takes hours
-            report_folder.open_folder(report)
-    shapes, ask = SHAPES in settings.benchmark_names, None
-    begin = time.monotonic()
-    if "generate" in stages:
-        generate_answers(run, workdir, policy=policy)
-    if not distributed.is_main():
-        return
-    if "convert" in stages:
-        convert_answers(workdir, answers, settings)
-    if "score" in stages:
-        with user_input():
-            roots = {name: Path(settings.data) for name in settings.public}
-            if shapes:
-                roots[SHAPES] = split_folders(run, workdir)["test"]
-            report_folder.open_folder(report)
-            scores = score_answers(answers, roots, report)
-            table = merge_scores({workdir.name: scores})
-        write_table(report, table)
-        if shapes:
-            own, data = _policy_file(workdir, policy), roots[SHAPES]
-            ask = None if own is None else _ask(run, own, data)
-            _report_shapes(run, answers / SHAPES, data, report, own, ask, command)
-        if settings.public:
-            print(as_markdown(table), end="")
-            draw(answers, settings, report, command)
-    print(f"evaluated in {time.monotonic() - begin:.0f} s")
-    if ask is not None:
-        print(f"Ask the policy yourself:\n  {ask}")
-
-
-def _ask(run: EvaluationRun, policy: Path, data: Path) -> str:
-    """Returns a command that asks the policy a question of the test split."""
-    question = read_questions(data / "test.jsonl", data / "images")[0]
-    python = os.path.relpath(sys.executable) if _is_below(sys.executable) else "python"
-    script = command_line.program("")  # of an installed package
-    words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.generate"]
-    words += ["--model", run.model.folder or "shapes", "--policy", str(policy)]
-    words += ["--image", os.path.relpath(question.image)]
-    return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
-
-
-def _is_below(path: str) -> bool:
-    """Returns whether a path lies in the current folder; links are not resolved."""
-    return Path(os.path.abspath(path)).is_relative_to(Path.cwd())
-
-
-def _policy_file(workdir: Path, policy: str | Path | None) -> Path | None:
-    """Returns the file of the default row's policy; None if it has been removed since."""
-    with contextlib.suppress(OSError, ValueError):
-        return own_policy(workdir, policy)
-    return None
-
-
-def _report_shapes(
-    run: EvaluationRun,
-    folder: Path,
-    data: Path,
-    report: Path,
-    policy: Path | None,
-    ask: str | None,
-    command: str | None,
-) -> None:
-    """Reports on the shapes world, once every requested row is complete."""
-    settings = run.eval
-    labels = [label for label in settings.labels if settings.wants(label)]
-    if DEFAULT in labels:
-        labels.append(OWN_STOP)
-    budgets = [Budget.parse(budget) for budget in settings.budgets]
-    files = []
-    for file in read_files(folder):
-        n = file.provenance.num_tokens
-        counts = (None, n, *(budget.count(n) for budget in budgets))
-        if file.provenance.method in labels and file.provenance.budget in counts:
-            files.append(file)
-    open_ends = [f for f in files if _answered(f) < f.provenance.asked]
-    if open_ends or ALL not in [f.provenance.method for f in files]:
-        what = open_ends[0].path if open_ends else f"{ALL!r} in {folder}"
-        print(f"no report on {SHAPES}: the answers of {what} are incomplete")
-    elif not all(f.provenance.made for f in files):
-        print(
-            f"no report on {SHAPES}: {folder} holds answers of an older version, which lack the "
-            "kept tokens; the report is left unchanged. Move the folder away and run eval.py again"
-        )
-    else:
-        files = in_table_order(files, settings.labels)
-        table = write_report(run, files, data, report, policy=policy, ask=ask)
-        print(markdown_table(table), end="")
-        if DEFAULT not in labels:
-            print(f"no figures without the row {DEFAULT!r}; tables: {report}")
+        if "generate" in stages:
+            generate_answers(run, workdir, policy=policy)
+        if not distributed.is_main():
             return
-        # Imported here: only drawing needs these packages.
-        from stepprune_jax.visualize import redraw
+        if "convert" in stages:
+            convert_answers(run, workdir)
+        if "score" in stages:
+            report_answers(run, workdir, policy, command)
 
-        page = redraw(report, command=command)
-        print(f"{table[0]['questions']:,} questions, {len(table)} rows; report: {page}")
 
-
-def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> None:
+def convert_answers(run: EvaluationRun, workdir: Path) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks with a submission format.
 
     An answer file that is incomplete or cannot be converted is reported and skipped.
-
-    Args:
-        workdir: folder of the run.
-        answers: folder with one folder per benchmark.
-        settings: settings of the evaluation.
     """
-    for name in settings.public:
-        convert = BENCHMARKS[name].convert
-        for file in read_files(answers / name) if convert is not None else []:
-            out = (
-                workdir / SUBMISSIONS / name / (file.path.stem + BENCHMARKS[name].submission_suffix)
-            )
+    for name in run.eval.benchmark_names:
+        convert, suffix = BENCHMARKS[name].convert, BENCHMARKS[name].submission_suffix
+        for file in read_files(workdir / ANSWERS / name) if convert is not None else []:
+            out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
             count, asked = _answered(file), file.provenance.asked
             if count < asked:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
@@ -214,7 +98,7 @@ def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> Non
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    convert(Path(settings.data), file.path, out)
+                    convert(run.root(name), file.path, out)
             except (OSError, ValueError) as error:
                 print(f"not converted: {one_line(error)}")
                 continue
@@ -223,48 +107,93 @@ def convert_answers(workdir: Path, answers: Path, settings: EvalSettings) -> Non
             print(f"wrote {out}")
 
 
-def draw(answers: Path, settings: EvalSettings, report: Path, command: str | None) -> Path:
-    """Draws figures of each public benchmark and appends them to the table.
+def report_answers(
+    run: EvaluationRun, workdir: Path, policy: str | Path | None, command: str | None
+) -> None:
+    """Scores all answers, and writes scores.json, the table and the page to workdir/report."""
+    # Imported here: only drawing needs these packages.
+    from stepprune_jax.visualize.report import NAME, Answered, write_page
 
-    Args:
-        answers: folder with one folder per benchmark.
-        settings: settings of the evaluation.
-        report: folder with benchmarks.md.
-        command: the command line to show.
-
-    Returns:
-        The page, report/benchmarks.md.
-    """
-    from stepprune_jax.visualize.benchmarks import (
-        default_file,
-        draw_benchmark_counts,
-        draw_benchmark_overlays,
-    )
-
-    root, figures = Path(settings.data), []
-    for name in settings.public:
-        files = [f for f in read_files(answers / name) if _answered(f) == f.provenance.asked]
-        benchmark, mine = BENCHMARKS[name], default_file(files)
-        if mine is None:
-            continue
-        figures.append(draw_benchmark_counts(report / f"k_{name}.png", benchmark, root, files))
-        questions = public_questions(name, settings)
-        if questions_digest(questions) == mine.provenance.questions:
-            path = report / f"overlays_{name}.png"
-            figures.append(draw_benchmark_overlays(path, benchmark, root, mine, questions))
-    page = report / f"{NAME}.md"
-    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures if path is not None)
-    made = f"\nWritten by `{command}`.\n" if command else ""
-    page.write_text(
-        page.read_text(encoding="utf-8") + shown + made, encoding="utf-8", errors="backslashreplace"
-    )
+    names, report, own = run.eval.benchmark_names, workdir / REPORT, None
+    with contextlib.suppress(OSError, ValueError):  # it may have been removed since
+        own = own_policy(workdir, policy)
+    with user_input():
+        files = {name: read_files(workdir / ANSWERS / name) for name in names}
+        if not any(files.values()):
+            asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
+            raise FileNotFoundError(f"{asked}: run the stage generate")
+        scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
+        source, answered, asked = _source(run), [], None
+        for name in names:
+            whole = [f for f in files[name] if _answered(f) >= f.provenance.asked]
+            questions = _questions(run, name, whole)
+            shown = Answered(BENCHMARKS[name], run.root(name), whole, questions)
+            if source is not None and questions:
+                images = [q.image for q in questions if q.image is not None]
+                grids = image_grids(source, images)
+                counted = count_operations(source, run.eval, questions, grids, whole, own)
+                for file, gflops in zip(whole, counted, strict=True):
+                    scores[file.path]["gflops"] = gflops
+                shown = shown._replace(grids=grids, first=_first_patch(source, grids))
+                asked = asked or next((q for q in questions if isinstance(q.image, Path)), None)
+            answered.append(shown)
+        report.mkdir(parents=True, exist_ok=True)
+        write_json(report / SCORES, [*scores.values()])
+        table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
+    write_table(report, table)
+    print(as_markdown(table), end="")
+    with user_input():
+        samples = run.eval.samples
+        page = write_page(report / NAME, table, answered, samples=samples, command=command)
     print(f"report: {page}")
-    return page
+    if own is not None and asked is not None:
+        print(f"Ask the policy yourself:\n  {_ask(run, own, asked)}")
 
 
 def _answered(file: AnswerFile) -> int:
     """Counts the complete lines."""
     return file.path.read_bytes().count(b"\n")
+
+
+def _source(run: EvaluationRun) -> Source | None:
+    """Inspects the model's folder; scores need none."""
+    try:
+        return model_source(run)
+    except (OSError, ValueError) as error:
+        print(f"no operations and no examples: {one_line(error)}")
+    return None
+
+
+def _questions(
+    run: EvaluationRun, name: str, files: Sequence[AnswerFile]
+) -> list[BenchmarkQuestion]:
+    """Reads the questions that files answer; none if they or their images are elsewhere."""
+    try:
+        questions = run.questions(name)
+    except (OSError, ValueError) as error:
+        print(f"no operations and no examples of {name}: {one_line(error)}")
+        return []
+    digest = questions_digest(questions)
+    return questions if all(f.provenance.questions == digest for f in files) else []
+
+
+def _first_patch(source: Source, grids: dict[Path | bytes, tuple[int, int]]) -> int:
+    """Returns the number of tokens in front of an image's patches."""
+    rows, columns = next(iter(grids.values()), (0, 0))
+    tokens = source.config.family.num_tokens(source.config, np.array([[rows, columns]]))
+    return int(tokens[0]) - rows * columns
+
+
+def _ask(run: EvaluationRun, policy: Path, question: BenchmarkQuestion) -> str:
+    """Returns a command that asks the policy a question."""
+    # A link to the interpreter of an environment is not resolved.
+    here = Path(os.path.abspath(sys.executable)).is_relative_to(Path.cwd())
+    python = os.path.relpath(sys.executable) if here else "python"
+    script = command_line.program("")  # of an installed package
+    words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.generate"]
+    words += ["--model", run.model.folder or "shapes", "--policy", str(policy)]
+    words += ["--image", os.path.relpath(question.image)]
+    return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
 def main() -> None:

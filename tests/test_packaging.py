@@ -124,7 +124,7 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
     said = run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
     assert said.splitlines()[-1].startswith("  stepprune-generate --model shapes --policy ")
     page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
-    assert "<span>stepprune-eval</span> <span>--config=shapes</span>" in page
+    assert "stepprune-eval --config=shapes" in page
 
     Image.fromarray(np.zeros((96, 96, 3), np.uint8)).save(tmp_path / "x.png")
     model = Path(file).parent / "assets" / "shapes_llava"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.shapes import write_world
-from stepprune_jax.benchmarks.shapes import is_right
+from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy

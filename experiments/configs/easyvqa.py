@@ -25,7 +25,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.folder = "data/easy_vqa"
     c.steps = 250  # half as many as for the shapes world: one large shape is found quickly
     c.eval.budgets = (48, 32, 16, 8)
-    c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
-    c.eval.ablations = ConfigDict()  # rows that are left out until their file exists
-    c.eval.ablations["AutoSelect-like"] = "runs/easyvqa_autoselect/policy.safetensors"
+    c.eval.rows = ConfigDict()  # left out until the file exists; shipped ones are for another model
+    c.eval.rows["AutoSelect-like"] = "runs/easyvqa_autoselect/policy.safetensors"
     return c

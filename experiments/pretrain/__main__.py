@@ -8,10 +8,10 @@ from absl import flags
 
 from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import read_pretraining
+from experiments.report.training import draw_training
 from stepprune_jax import command_line
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import local_path, user_input
-from stepprune_jax.visualize.training import draw_training
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS
 

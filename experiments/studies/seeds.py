@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from experiments.report.records import Records, accuracy_table, full_row, read_records
+from experiments.report.statistics import stop_figures
 from experiments.studies.processes import Job, run_jobs
 from experiments.studies.spread import (
     budget_table,
@@ -37,33 +39,27 @@ from experiments.studies.variants import (
     load_config,
     variant_configs,
 )
-from stepprune_jax.benchmarks.answer_files import ANSWERS, digest, read_files
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
+from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
-from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
-from stepprune_jax.evaluation import report as report_folder
-from stepprune_jax.evaluation.accuracy import accuracy_table, full_row, markdown_table
-from stepprune_jax.evaluation.generate_stage import answer_benchmarks, shapes_benchmark
-from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.cells import markdown_rows
+from stepprune_jax.evaluation.generate_stage import answer_tasks, load_model, read_tasks
+from stepprune_jax.evaluation.rows import Conditions
 from stepprune_jax.evaluation.settings import (
-    POLICY_FILE,
-    SHAPES,
     EvalSettings,
     EvaluationRun,
     check_policies,
     read_evaluation,
 )
-from stepprune_jax.evaluation.shapes_report import in_table_order, read_records
-from stepprune_jax.evaluation.sources import load_model, split_folders
 from stepprune_jax.evaluation.split import Split, read_split
-from stepprune_jax.evaluation.statistics import stop_figures
 from stepprune_jax.pruning import Policy
 from stepprune_jax.training import read_run, train
-from stepprune_jax.visualize.accuracy import draw_accuracy
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
@@ -158,8 +154,7 @@ def run_seeds(
     planned = variant_configs(config, rows, changes)
     # Child processes only write to the folders of their own runs.
     with contextlib.nullcontext() if train_only else locked(workdir):
-        places = split_folders(evaluation, workdir)
-        runs = plan(planned, workdir, seeds, places["validation"])
+        runs = plan(planned, workdir, seeds, _data(evaluation))
         if processes > 1 and not train_only:
             shared = ["--config", config, "--workdir", str(workdir), "--train_only"]
             shared += ["--set", *changes] if changes else []
@@ -168,7 +163,7 @@ def run_seeds(
         else:
             for run in runs:
                 _train(run)
-        return {} if train_only else evaluate_runs(evaluation, workdir, runs, places)
+        return {} if train_only else evaluate_runs(evaluation, workdir, runs)
 
 
 def plan(
@@ -222,22 +217,20 @@ def _train(run: Run) -> None:
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
 
-def evaluate_runs(
-    base: EvaluationRun, workdir: Path, runs: Sequence[Run], places: dict[str, Path]
-) -> dict[str, Any]:
+def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Evaluates finished runs on one test split; existing results are kept.
 
     Args:
         base: the settings of the evaluation, from the default row's configuration.
         workdir: folder of all runs.
         runs: finished runs.
-        places: result of `split_folders`.
 
     Returns:
-        What report/seeds.json holds; seeds.md shows it as tables, seeds.png as a figure.
+        What report/seeds.json holds; seeds.md shows it as tables.
     """
-    settings, report = base.eval, report_folder.open_folder(workdir / "report")
-    test = read_split(places["test"], "test")
+    settings, report = dataclasses.replace(base.eval, benchmarks=BENCHMARK.name), workdir / "report"
+    base, test = dataclasses.replace(base, eval=settings), read_split(_data(base), "test")
+    report.mkdir(parents=True, exist_ok=True)
     marks = [_mark(run, test, settings) for run in runs]
     first = Path(workdir) / "baselines" / RESULTS, _mark(None, test, settings)
     todo = [
@@ -246,7 +239,7 @@ def evaluate_runs(
         if _known(run.folder / RESULTS, mark) is None
     ]
     if todo or _known(*first) is None:
-        _evaluate_missing(base, places, test, todo, first)
+        _evaluate_missing(base, test, todo, first)
     tables = [_known(run.folder / RESULTS, mark) for run, mark in zip(runs, marks, strict=True)]
     result = {
         "seeds": sorted({run.seed for run in runs}),
@@ -257,17 +250,16 @@ def evaluate_runs(
     write_json(report / "seeds.json", result)
     gaps = result["differences"]
     parts = [own_stop_table(result["rows"]), budget_table(result["rows"])]
-    parts = [part for part in (*parts, markdown_table(gaps) if gaps else "") if part]
+    if gaps:
+        parts.append(markdown_rows(list(gaps[0]), [list(gap.values()) for gap in gaps]))
+    parts = [part for part in parts if part]
     (report / "seeds.md").write_text("\n".join(parts), encoding="utf-8")
     print("\n".join(parts), end="")
-    most = max(row["mean_k"] for row in result["rows"])
-    draw_accuracy(report / "seeds.png", result["rows"], round(most))
     return result
 
 
 def _evaluate_missing(
     base: EvaluationRun,
-    places: dict[str, Path],
     test: Split,
     todo: Sequence[tuple[Run, str]],
     first: tuple[Path, str],
@@ -278,7 +270,7 @@ def _evaluate_missing(
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)
-    benchmark = shapes_benchmark(places, settings, stops=bool(todo))
+    ids = [question.question_id for question in test.questions]
 
     def records(
         path: Path,
@@ -289,17 +281,11 @@ def _evaluate_missing(
     ) -> list[Records]:
         # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
         folder = path.parent / f"{ANSWERS}_{mark}"
-        answers = answer_benchmarks(
-            dataclasses.replace(base, seed=seed, eval=chosen),
-            [benchmark],
-            policies,
-            source,
-            folder,
-            untrained=not policies,
-            model=model,
-        )
-        files = in_table_order(read_files(answers[SHAPES]), [*settings.labels, *policies])
-        return [read_records(file, places["test"], test.questions) for file in files]
+        run = dataclasses.replace(base, seed=seed, eval=chosen)
+        conditions = Conditions(run, source, policies, folder, untrained=not policies)
+        answer_tasks(read_tasks(conditions), lambda: model)
+        labels = [*settings.labels, *policies]
+        return read_records(folder / BENCHMARK.name, _data(base), labels, ids)
 
     path, mark = first
     untrained = records(path, mark, base.seed, {})
@@ -323,6 +309,11 @@ def _evaluate_missing(
         _save(path, mark, table)
 
 
+def _data(base: EvaluationRun) -> Path:
+    """Returns the folder of the questions."""
+    return base.root(BENCHMARK.name)
+
+
 def _table(
     rows: Sequence[Records], untrained: Sequence[Records], seed: int
 ) -> list[dict[str, Any]]:
@@ -335,7 +326,7 @@ def _mark(run: Run | None, test: Split, settings: EvalSettings) -> str:
     """Hashes everything that determines a result: questions, settings and the policy's bytes."""
     pairs = zip(test.questions, test.answers, strict=True)
     parts = [f"{question.image.name} {question.text} {answer}" for question, answer in pairs]
-    free = {"rows": {}, "ablations": {}, "batch_size": 1}
+    free = {"rows": {}, "batch_size": 1}
     if run is not None:
         free["methods"] = ""
     parts.append(repr(dataclasses.replace(settings, **free)))
@@ -349,8 +340,7 @@ def _known(path: Path, mark: str) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
     saved = read_json_object(path)
-    whole = all("correct" in row for row in saved["table"])  # of an earlier version
-    return saved["table"] if whole and saved["mark"] == mark else None
+    return saved["table"] if saved["mark"] == mark else None
 
 
 def _save(path: Path, mark: str, table: list[dict[str, Any]]) -> None:

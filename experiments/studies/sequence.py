@@ -22,35 +22,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from experiments.report.records import Records, percent, read_records
+from experiments.report.statistics import families, image_numbers, paired_difference
 from stepprune_jax import policy as functions
-from stepprune_jax.benchmarks.answer_files import read_files
+from stepprune_jax.benchmarks import BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
+from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write
 from stepprune_jax.configurations import load_config
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Scene
-from stepprune_jax.evaluation.accuracy import families, percent
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import Encoded, encode_chunks
-from stepprune_jax.evaluation.generate_stage import (
-    answer_benchmarks,
-    answers_folder,
-    read_policies,
-    shapes_benchmark,
-)
-from stepprune_jax.evaluation.names import ALL, DEFAULT, FIRST_STEP, ORACLE
-from stepprune_jax.evaluation.records import Records
+from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model
+from stepprune_jax.evaluation.names import ALL, DEFAULT
+from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import (
-    SHAPES,
     EvaluationRun,
     check_policies,
     read_evaluation,
+    read_policies,
 )
-from stepprune_jax.evaluation.shapes_report import read_records
-from stepprune_jax.evaluation.sources import load_model, split_folders
-from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
-from stepprune_jax.evaluation.statistics import image_numbers, paired_difference
+from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.inference.pipeline import place_method, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
@@ -58,11 +53,16 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import standardise
-from stepprune_jax.pruning import Method, Policy, View, make_method
+from stepprune_jax.pruning import Budget, Method, Policy, View, make_method
+from stepprune_jax.pruning.oracle import make_oracle
 from stepprune_jax.workdir.lock import locked
 
 SCORER = "AutoSelect-like"
 EVERY = "all"
+# Rows that only this study has: the best tokens of the default policy's first step, and the tokens
+# that are known to matter.
+FIRST_STEP, ORACLE = "first step", "oracle"
+_MOST_TOKENS = 1 << 20  # more than any image has
 
 
 def compare(
@@ -92,29 +92,34 @@ def compare(
     workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
     if shares:
         raise ValueError(f"config.eval.budgets holds {shares[0]}, expected numbers of tokens")
-    scorers = [*run.eval.rows, *run.eval.ablations]
-    methods = ",".join([ALL, *scorers, FIRST_STEP, DEFAULT, ORACLE])
-    settings = dataclasses.replace(run.eval, benchmarks=SHAPES, methods=methods, adaptive=())
-    run = dataclasses.replace(run, eval=settings)
+    data = run.root(BENCHMARK.name)
+    scorers = [*run.eval.rows]
+    methods = ",".join([ALL, *scorers, DEFAULT])
+    settings = dataclasses.replace(
+        run.eval, benchmarks=BENCHMARK.name, methods=methods, adaptive=()
+    )
     policies, source = read_policies(settings, workdir, policy), model_source(run)
     check_policies(policies, source.config, settings)
-    places = split_folders(run, workdir)
-    test = read_split(places["test"], "test")
-    benchmark, folder = shapes_benchmark(places, settings, False), answers_folder(run, workdir)
+    policies[FIRST_STEP] = first_step(policies[DEFAULT])
+    # The rows of this study are named; what is left out are rows without training.
+    rows = dict.fromkeys([*scorers, FIRST_STEP], "")
+    settings = dataclasses.replace(settings, rows=rows, methods=",".join([ALL, *policies]))
+    run = dataclasses.replace(run, eval=settings)
+    test, folder = read_split(data, "test"), workdir / ANSWERS
     if limit:
-        chosen = spread_over(len(test.questions), limit)
-        relevant = benchmark.relevant and [benchmark.relevant[at] for at in chosen]
-        asked = [benchmark.questions[at] for at in chosen]
-        benchmark = benchmark._replace(questions=asked, relevant=relevant)
         folder = folder.with_name(f"{folder.name}_of_{limit}")
         test = thin(test, limit)
     model = load_model(run)
-    answers = answer_benchmarks(run, [benchmark], policies, source, folder, model=model)
-    wanted = {ALL, ORACLE, *policies}
+    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
+    further = oracle_rows(settings.budgets, test.scenes, run.seed)
+    conditions = Conditions(run, source, policies, folder)
+    answer_tasks([Task(conditions, BENCHMARK, asked, further=further)], lambda: model)
+    wanted, ids = {ALL, ORACLE, *policies}, [question.question_id for question in test.questions]
+    labels = [*scorers, FIRST_STEP, DEFAULT]
     records = [
-        read_records(file, places["test"], test.questions)
-        for file in read_files(answers[SHAPES])
-        if file.provenance.method in wanted and file.provenance.mode == "exact"
+        row
+        for row in read_records(folder / BENCHMARK.name, data, labels, ids)
+        if row.method in wanted and row.mode == "exact"
     ]
     records = [row for row in records if row.method == ALL or row.budget in settings.budgets]
     rows = {(row.method, row.budget): row for row in records}
@@ -148,6 +153,27 @@ def compare(
         ],
         "entropy": {name: _mean(entropy[at]) for name, at in family.items()},
     }
+
+
+def first_step(policy: Policy) -> Policy:
+    """Returns a policy that takes all its tokens from its first pointer distribution."""
+    if policy.pruner.pointer_steps(1) is None:
+        raise ValueError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.method!r}")
+    return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
+
+
+def oracle_rows(
+    budgets: Sequence[int], scenes: Sequence[Scene] | None, seed: int
+) -> list[TableRow]:
+    """Plans a row of the oracle at each budget."""
+    if scenes is None:
+        raise ValueError(
+            f"the row {ORACLE!r} needs the patches that each answer depends on (test_scenes.jsonl)"
+        )
+    relevant = [scene.relevant for scene in scenes]
+    known = digest([" ".join(map(str, tokens)) for tokens in relevant])
+    counts = [Budget("count", budget) for budget in budgets]
+    return [TableRow(ORACLE, b, make_oracle(b, relevant, known, seed)) for b in counts]
 
 
 def _mean(values: Float[np.ndarray, "q"]) -> float | None:

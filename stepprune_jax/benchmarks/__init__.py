@@ -1,9 +1,9 @@
 """The benchmarks: their questions, answer files and scorers. Nothing here imports jax.
 
-Each benchmark is a module, including the shapes world. `BENCHMARKS` lists them all.
+Each benchmark is a module, and so is a data folder of one's own. `BENCHMARKS` lists them all.
 """
 
-from stepprune_jax.benchmarks import gqa, mmbench, mme, pope, scienceqa, shapes, textvqa, vqav2
+from stepprune_jax.benchmarks import folder, gqa, mmbench, mme, pope, scienceqa, textvqa, vqav2
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 
@@ -16,7 +16,7 @@ _ALL = (
     scienceqa.BENCHMARK,
     vqav2.BENCHMARK,
     textvqa.BENCHMARK,
-    shapes.BENCHMARK,
+    folder.BENCHMARK,
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 

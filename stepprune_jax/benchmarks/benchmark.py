@@ -35,6 +35,7 @@ class Benchmark:
         name: as given on the command line; the key in `BENCHMARKS`.
         title: its name in papers.
         headline: description of the headline number.
+        column: what tables of this benchmark alone call the headline number.
         decimals: decimals of the headline number in tables.
         question_files: possible paths of LLaVA's question file, relative to the root, the preferred
             one first.
@@ -43,6 +44,10 @@ class Benchmark:
         images: folder that the question file's image paths start from, relative to the root; empty
             if the question file contains the images.
         image_source: where to get the images.
+        calibration: questions that stop biases are computed on, relative to the root; empty to take
+            some of the benchmark's own.
+        keep_order: whether each answer records the kept tokens, not only those of a few samples.
+        text_only: whether some questions have no image.
         without_ocr: removes the OCR tokens from a question, if the question file has them.
         max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
         score: `score(root, answers, **options)`.
@@ -57,12 +62,16 @@ class Benchmark:
     name: str
     title: str
     headline: str
+    column: str = "score"
     decimals: int = 1
     question_files: tuple[str, ...]
     question_source: str = "LLaVA's eval.zip"
     read: Callable[[Path, Path], Iterable[BenchmarkQuestion]] = read_list
     images: str = ""
     image_source: str = ""
+    calibration: str = ""
+    keep_order: bool = False
+    text_only: bool = False
     without_ocr: Callable[[BenchmarkQuestion], BenchmarkQuestion] | None = None
     max_new_tokens: int
     score: Callable[..., Score]
@@ -77,7 +86,7 @@ class Benchmark:
         """Reads the questions.
 
         Args:
-            root: folder of LLaVA's layout; for the shapes world a folder of its data.
+            root: folder of LLaVA's layout; for `folder` the data folder.
             file: another question file, relative to the root: any of the benchmark's splits in the
                 same format, or, for VQAv2, the official questions of a split.
             ocr: whether prompts keep their OCR tokens, as for LLaVA's figures on TextVQA.

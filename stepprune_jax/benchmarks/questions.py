@@ -1,8 +1,8 @@
 """The questions of a benchmark, and LLaVA's usual list of them.
 
-GQA, VQAv2, TextVQA, POPE, MME and the shapes world have lists of JSON lines whose `text` is the
-whole message. ScienceQA and MMBench have forms of their own, to which their readers add the request
-for a letter (LLaVA's `--single-pred-prompt`).
+GQA, VQAv2, TextVQA, POPE and MME have lists of JSON lines whose `text` is the whole message.
+ScienceQA and MMBench have forms of their own, to which their readers add the request for a letter
+(LLaVA's `--single-pred-prompt`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,43 +16,28 @@ _FORMULA = re.compile(r"[\s\0]*[=+\-@]")
 
 
 def markdown_cell(value: Any) -> str:
-    """Formats a value as a cell of a Markdown table, escaping markup.
-
-    Args:
-        value: None for a dash, a number or a text.
-
-    Returns:
-        One line. Markdown's special characters are escaped, those of HTML become entities.
-    """
+    """Formats a value as a cell of a Markdown table, escaping markup; None is a dash."""
     text = "-" if value is None else one_line(value)
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
 
 
-def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Formats a Markdown table; columns of numbers are right-aligned.
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]], texts: int = 0) -> str:
+    """Formats a Markdown table, in which all but columns of text are right-aligned.
 
     Args:
         header: one text per column.
         rows: at least one row, with a text, a number or None per column.
-
-    Returns:
-        The lines.
+        texts: number of columns of text, which come first; 0 for those that hold text in the first
+            row.
     """
-    aligned = ["---" if isinstance(value, str) else "---:" for value in rows[0]]
-    lines = [[markdown_cell(name) for name in header], aligned]
+    left = [at < texts if texts else isinstance(value, str) for at, value in enumerate(rows[0])]
+    lines = [[markdown_cell(name) for name in header], ["---" if x else "---:" for x in left]]
     lines += [[markdown_cell(value) for value in row] for row in rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def csv_table(table: Sequence[dict[str, Any]]) -> str:
-    """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula.
-
-    Args:
-        table: the objects; a text that would be a formula is prefixed by an apostrophe.
-
-    Returns:
-        The lines, the first of which names the fields.
-    """
+    """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in (list(table[0]), *(row.values() for row in table)):

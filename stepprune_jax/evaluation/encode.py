@@ -1,5 +1,6 @@
 """Encoding of questions for the pipeline: prompts, and images after one pass of the tower."""
 
+import contextlib
 import functools
 import io
 import warnings
@@ -62,15 +63,7 @@ class Encoded(NamedTuple):
 
 
 def chunk_size(model: VLM, batch_size: int) -> int:
-    """Computes how many questions share a pass through the tower.
-
-    Args:
-        model: the model.
-        batch_size: questions that go through a program together.
-
-    Returns:
-        Questions per chunk: whole batches, whose features fit in memory together with the model.
-    """
+    """Returns how many questions share a pass of the tower: whole batches that fit in memory."""
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
     image = config.max_image_tokens * config.feature_width * dtype.itemsize
     most = min(CHUNK, _CHUNK_BYTES // image)
@@ -139,11 +132,7 @@ def encode_questions(
 def encode_chunks(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], **options: Any
 ) -> Iterator[tuple[int, Encoded]]:
-    """Encodes questions chunk by chunk, so that their features fit in memory.
-
-    Takes the arguments of `encode_questions`; yields the number of the first question of each
-    chunk, and the chunk.
-    """
+    """Encodes questions chunk by chunk; yields the number of the first of each, and the chunk."""
     size = chunk_size(model, options["batch_size"])
     for first in range(0, len(questions), size):
         yield first, encode_questions(model, questions[first : first + size], **options)
@@ -183,16 +172,23 @@ def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> R
     for number, image in enumerate(images):
         if isinstance(image, bytes):
             if image not in opened:
-                opened[image] = _open(image, questions[number].text)
+                with _naming(questions[number].text):
+                    opened[image] = open_bytes(image)
             images[number] = opened[image]
     texts = [question.text for question in questions]
     return read_request(model.tokenizer, model.image_settings, model.config, texts, images)
 
 
-def _open(data: bytes, text: str) -> Image.Image:
+def open_bytes(data: bytes) -> Image.Image:
     """Opens an image that is stored with its question."""
+    return open_image(Image.open(io.BytesIO(data)))
+
+
+@contextlib.contextmanager
+def _naming(text: str) -> Iterator[None]:
+    """Names the question of an image that cannot be opened."""
     try:
-        return open_image(Image.open(io.BytesIO(data)))
+        yield
     except (OSError, ValueError) as error:
         raise ValueError(f"the image of the question {text[:60]!r}: {error}") from error
 
@@ -210,15 +206,7 @@ def _width(rows: Sequence[Sequence[int]]) -> int:
 
 
 def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
-    """Truncates prompts at the right end that are too long with all visual tokens, as LLaVA does.
-
-    Args:
-        encoded: the questions.
-        limit: limit of the model's family.
-
-    Returns:
-        The questions; a `UserWarning` reports truncated ones.
-    """
+    """Truncates prompts that exceed `limit` with all visual tokens, as LLaVA does, and warns."""
     prompts = encoded.prompts
     most = limit - np.maximum(encoded.sizes - 1, 0)
     long = np.flatnonzero(prompts.length > most)
@@ -234,15 +222,7 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
 
 @user_input()
 def check_lengths(encoded: Encoded, limit: int) -> None:
-    """Rejects prompts that are too long for the model with all their visual tokens.
-
-    Args:
-        encoded: the questions.
-        limit: limit of the model's family.
-
-    Raises:
-        ValueError: a prompt is too long; the message has its number and length.
-    """
+    """Rejects prompts that are longer than `limit` with all their visual tokens, by number."""
     total = encoded.prompts.length + np.maximum(encoded.sizes - 1, 0)
     longest = int(np.argmax(total))
     if total[longest] > limit:

@@ -8,14 +8,16 @@ the next row begins. An interrupted run resumes with the unanswered questions.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
-from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import (
     ANSWERS,
     AnswerFile,
@@ -27,12 +29,15 @@ from stepprune_jax.benchmarks.answer_files import (
     digest,
     outstanding,
 )
-from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.folder import Source
-from stepprune_jax.checkpoints.frozen import model_source
-from stepprune_jax.checkpoints.identity import model_identity
+from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.frozen import (
+    image_bounds,
+    model_dtype,
+    model_folders,
+    model_source,
+)
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import FILE, Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import (
     WIDTHS,
     Encoded,
@@ -40,104 +45,18 @@ from stepprune_jax.evaluation.encode import (
     cut_prompts,
     encode_questions,
 )
-from stepprune_jax.evaluation.names import FIRST_STEP
-from stepprune_jax.evaluation.progress import Progress
-from stepprune_jax.evaluation.rows import (
-    Conditions,
-    TableRow,
-    oracle_rows,
-    plan_rows,
-    policy_digest,
-)
-from stepprune_jax.evaluation.settings import (
-    DEFAULT,
-    POLICY_FILE,
-    SHAPES,
-    EvalSettings,
-    EvaluationRun,
-    check_policies,
-    load_policies,
-    own_policy,
-)
-from stepprune_jax.evaluation.sources import load_model, split_folders
-from stepprune_jax.evaluation.split import read_split, thin
+from stepprune_jax.evaluation.rows import Conditions, TableRow
+from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
+from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
-from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.pruning import Policy, Ranking
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.pruning import Method, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
-from stepprune_jax.user_input import local_path, user_input
-
-_MOST_TOKENS = 1 << 20  # more than any image has
-
-
-class Benchmark(NamedTuple):
-    """One benchmark of a run.
-
-    Attributes:
-        name: a name of `BENCHMARKS`.
-        questions: all of them.
-        sample: questions that stop biases are computed on; None if no row needs them.
-        keep_order: whether every line records the kept tokens, not only those of a few samples.
-        relevant: patches that the answer to each question depends on; None if unknown.
-    """
-
-    name: str
-    questions: list[BenchmarkQuestion]
-    sample: Sample | None
-    keep_order: bool
-    relevant: list[tuple[int, ...]] | None = None
-
-
-class Stage(NamedTuple):
-    """Model and settings common to all benchmarks.
-
-    Attributes:
-        model: the frozen model.
-        conditions: what answers depend on besides row and question.
-        batch_size: questions that go through a program together, on all devices.
-        execution: how the layers of the model are run.
-    """
-
-    model: VLM
-    conditions: Conditions
-    batch_size: int
-    execution: Execution
-
-    @property
-    def settings(self) -> EvalSettings:
-        """The settings of the evaluation."""
-        return self.conditions.settings
-
-
-class Task(NamedTuple):
-    """One benchmark with its rows and files.
-
-    Attributes:
-        benchmark: the questions.
-        rows: rows of the table.
-        files: for each row.
-        missing: for each row, the questions without an answer.
-        chunks: this process's share of the questions that some row lacks. Each process has the same
-            number of chunks; some may be empty.
-        samples: questions whose kept tokens are recorded.
-    """
-
-    benchmark: Benchmark
-    rows: list[TableRow]
-    files: list[AnswerFile]
-    missing: list[frozenset[int]]
-    chunks: list[list[int]]
-    samples: frozenset[int]
-
-    @property
-    def work(self) -> int:
-        """Number of answers that this process generates."""
-        mine = list(itertools.chain.from_iterable(self.chunks))
-        return sum(number in lacking for number in mine for lacking in self.missing)
+from stepprune_jax.user_input import user_input
 
 
 def generate_answers(
@@ -160,246 +79,176 @@ def generate_answers(
         ValueError: bad settings or files, policies that do not fit the model, or answer files of
             another provenance.
     """
-    workdir = Path(workdir)
-    folder, settings = answers_folder(run, workdir), run.eval
+    folder = Path(workdir) / ANSWERS
     with user_input():
-        policies = read_policies(settings, workdir, policy)
-        source = model_source(run)
-        check_policies(policies, source.config, settings)
-        benchmarks = read_benchmarks(run, workdir, policies)
-    return answer_benchmarks(run, benchmarks, policies, source, folder)
+        policies, source = read_policies(run.eval, workdir, policy), model_source(run)
+        check_policies(policies, source.config, run.eval)
+        tasks = read_tasks(Conditions(run, source, policies, folder))
+    answer_tasks(tasks, lambda: load_model(run))
+    return {task.benchmark.name: folder / task.benchmark.name for task in tasks}
 
 
-def answers_folder(run: EvaluationRun, workdir: Path) -> Path:
-    """Returns the folder of a run's answers."""
-    return workdir / ANSWERS
+def load_model(run: EvaluationRun) -> VLM:
+    """Loads the model of a run; every process has all of it, on its own devices."""
+    folder, vision = model_folders(run)
+    mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
+    return load_vlm(folder, mesh, model_dtype(run), vision_folder=vision, **image_bounds(run))
 
 
-def read_benchmarks(
-    run: EvaluationRun, workdir: Path, policies: Mapping[str, Policy]
-) -> list[Benchmark]:
-    """Reads the questions of every benchmark, and those that stop biases are computed on.
-
-    Args:
-        run: the settings of the run.
-        workdir: folder of the run.
-        policies: by row name.
-
-    Returns:
-        The benchmarks.
-
-    Raises:
-        FileNotFoundError: questions or images are missing.
-        ValueError: a malformed file.
-    """
-    settings = run.eval
-    stops = any(stops_itself(name, policy, settings) for name, policy in policies.items())
-    asked = {name: public_questions(name, settings) for name in settings.public}
-    benchmarks = []
-    if SHAPES in settings.benchmark_names:
-        places = distributed.main_first(lambda: split_folders(run, workdir))
-        benchmarks.append(shapes_benchmark(places, settings, stops))
-    if asked:
-        sample = None
-        if stops:
-            sample = Sample({}, spread(asked, settings.validation_questions), decimals=3)
-        benchmarks += [Benchmark(name, qs, sample, keep_order=False) for name, qs in asked.items()]
-    return benchmarks
+def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
+    """Answers the missing questions of tasks; loads the model only if there are any."""
+    with user_input():
+        # In every task first: the provenance of all files is checked before the model is loaded.
+        todo = [task for task in tasks if task.is_missing()]
+        if not todo:
+            return
+        model = load()
+    for task in todo:
+        task.run(model)
 
 
-def shapes_benchmark(places: Mapping[str, Path], settings: EvalSettings, stops: bool) -> Benchmark:
-    """Reads the test split of the shapes world, or of a data folder in its format.
-
-    Args:
-        places: folders of the "test" and "validation" splits.
-        settings: settings of the evaluation.
-        stops: whether a row needs stop biases.
-
-    Returns:
-        The benchmark.
-
-    Raises:
-        FileNotFoundError: a file or an image is missing.
-        ValueError: a malformed file.
-    """
-    test, sample = read_split(places["test"], "test"), None
-    if stops:
-        split = read_split(places["validation"], "validation")
-        questions = thin(split, settings.validation_questions).questions
-        about = digest([f"{q.image.name} {q.text}" for q in questions])
-        sample = Sample({"split": "validation", "sample": about}, questions)
-    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
-    relevant = test.scenes and [scene.relevant for scene in test.scenes]
-    return Benchmark(SHAPES, asked, sample, keep_order=True, relevant=relevant)
+def read_tasks(conditions: Conditions) -> list["Task"]:
+    """Reads the questions of every benchmark, and those that stop biases are computed on."""
+    run, names = conditions.run, conditions.settings.benchmark_names
+    asked = {name: run.questions(name) for name in names}
+    own = {name: q for name, q in asked.items() if not BENCHMARKS[name].calibration}
+    stops = any(stops_itself(conditions, name) for name in conditions.policies)
+    most, common, tasks = conditions.settings.validation_questions, None, []
+    if own and stops:
+        common = Sample({}, spread(own, most), decimals=3)
+    for name, questions in asked.items():
+        sample = common
+        if name not in own:
+            sample = read_sample(run, name) if stops else None
+        tasks.append(Task(conditions, BENCHMARKS[name], questions, sample))
+    return tasks
 
 
-def stops_itself(name: str, policy: Policy, settings: EvalSettings) -> bool:
+def stops_itself(conditions: Conditions, name: str) -> bool:
     """Returns whether the learned stop of a row is also evaluated."""
-    return name in settings.adaptive and policy.has_stop
+    return name in conditions.settings.adaptive and conditions.policies[name].has_stop
 
 
-def public_questions(name: str, settings: EvalSettings) -> list[BenchmarkQuestion]:
-    """Reads a public benchmark's questions."""
-    return BENCHMARKS[name].read_questions(
-        settings.data, settings.questions.get(name, ""), ocr=settings.textvqa_ocr
-    )
+def read_sample(run: EvaluationRun, name: str) -> Sample:
+    """Reads the questions that a benchmark has for calibration."""
+    benchmark, root = BENCHMARKS[name], run.root(name)
+    questions = benchmark.read_questions(root, benchmark.calibration)
+    chosen = spread_over(len(questions), run.eval.validation_questions)
+    questions = [questions[at] for at in chosen]
+    about = digest([f"{question.image.name} {question.text}" for question in questions])
+    return Sample({"split": "validation", "sample": about}, questions)
 
 
-def answer_benchmarks(
-    run: EvaluationRun,
-    benchmarks: Sequence[Benchmark],
-    policies: Mapping[str, Policy],
-    source: Source,
-    folder: Path,
-    *,
-    untrained: bool = True,
-    model: VLM | None = None,
-) -> dict[str, Path]:
-    """Answers the unanswered questions of benchmarks.
+class _OpenRow(NamedTuple):
+    """A row of the table, its file, and the questions that it lacks."""
 
-    Args:
-        run: the settings of the run.
-        benchmarks: result of `read_benchmarks`.
-        policies: by row name.
-        source: source of the model.
-        folder: folder for the answers.
-        untrained: whether methods without training have rows.
-        model: the model, if already loaded.
+    row: TableRow
+    file: AnswerFile
+    missing: frozenset[int]
 
-    Returns:
-        Folders of answer files by name of the benchmark.
 
-    Raises:
-        ValueError: answer files of another provenance, or questions that the model cannot take.
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The questions of a benchmark, to be answered by every row of the table.
+
+    Attributes:
+        conditions: what answers depend on besides row and question.
+        benchmark: the benchmark.
+        questions: all its questions.
+        sample: questions that stop biases are computed on; None if no row needs them.
+        further: rows in addition to those of the settings.
     """
-    settings = run.eval
-    digests = {name: policy_digest(policy) for name, policy in policies.items()}
-    conditions = Conditions(
-        model=_model_name(source),
-        weights=model_identity(source)[:16],
-        dtype=run.model.dtype,
-        num_tokens=source.config.max_image_tokens,
-        seed=run.seed,
-        settings=settings,
-        policies=digests,
-        min_pixels=source.config.min_pixels if source.config.sizes_vary else None,
-    )
-    stopping = {n: d for n, d in digests.items() if stops_itself(n, policies[n], settings)}
-    biases = StopBiases(folder, conditions.weights, stopping, settings.budgets)
 
-    def planned(benchmark: Benchmark, known: Mapping[str, Any]) -> list[TableRow]:
-        rows = plan_rows(settings, source.config, policies, known, run.seed, untrained)
-        if untrained:
-            rows += oracle_rows(settings, benchmark.name, benchmark.relevant, run.seed)
-        return rows
+    conditions: Conditions
+    benchmark: Benchmark
+    questions: Sequence[BenchmarkQuestion]
+    sample: Sample | None = None
+    further: Sequence[TableRow] = ()
 
-    def has_work() -> bool:
-        """Returns whether an answer or a stop bias is missing; checks the provenance."""
-        missing, claimed = False, []
-        for benchmark in benchmarks:
-            known = {} if benchmark.sample is None else biases.known(benchmark.sample.about)
-            missing |= known.keys() < stopping.keys()
-            rows = planned(benchmark, known)
-            files = conditions.files(folder, rows, benchmark.name, benchmark.questions)
+    @property
+    def _biases(self) -> StopBiases:
+        conditions = self.conditions
+        digests = {n: d for n, d in conditions.digests.items() if stops_itself(conditions, n)}
+        path = conditions.folder / FILE
+        return StopBiases(path, conditions.weights, digests, conditions.settings.budgets)
+
+    def _files(self, biases: Mapping[str, Any]) -> list[tuple[TableRow, AnswerFile]]:
+        rows = [*self.conditions.rows(biases), *self.further]
+        files = self.conditions.files(rows, self.benchmark, self.questions)
+        return list(zip(rows, files, strict=True))
+
+    def is_missing(self) -> bool:
+        """Returns whether an answer or a stop bias is missing; checks the provenance of files."""
+
+        def look() -> bool:
+            biases = {} if self.sample is None else self._biases.known(self.sample)
+            files = [file for _, file in self._files(biases)]
             for file in files:
                 check_claim(file)
-            claimed += [(file, benchmark.questions) for file in files]
-        return missing or any(outstanding(file, questions) for file, questions in claimed)
+            lacks = self.sample is not None and biases.keys() < self._biases.digests.keys()
+            return lacks or any([outstanding(file, self.questions) for file in files])
 
-    answers = {benchmark.name: folder / benchmark.name for benchmark in benchmarks}
-    with user_input():
         # The processes agree, and none writes while another still reads.
-        if not distributed.any_process(distributed.main_first(has_work)):
-            return answers
-        model = load_model(run) if model is None else model
-    devices = row_count(mesh_of(model.params))
-    size = -(-settings.batch_size // devices) * devices
-    stage = Stage(model, conditions, size, run.model.execution)
-    tasks = []
-    with user_input():
-        for benchmark in benchmarks:
-            known = {}
-            if benchmark.sample is not None:
-                known = biases.compute(model, policies, benchmark.sample, stage.execution, size)
-            tasks.append(_task(stage, folder, benchmark, planned(benchmark, known)))
-    progress = Progress(sum(task.work for task in tasks))
-    for task in tasks:
-        _answer_task(stage, task, progress)
-    progress.close()
-    return answers
+        return distributed.any_process(distributed.main_first(look))
 
+    def run(self, model: VLM) -> None:
+        """Answers missing questions, chunk by chunk in step with the other processes."""
+        settings, run = self.conditions.settings, self.conditions.run
+        devices = row_count(mesh_of(model.params))
+        size = -(-settings.batch_size // devices) * devices
+        with user_input():
+            biases = {}
+            if self.sample is not None:
+                biases = self._biases.compute(
+                    model, self.conditions.policies, self.sample, run.model.execution, size
+                )
+            rows = self._claim(self._files(biases))
+        answerer = _Answerer(self, model, size, rows)
+        todo = sorted(frozenset().union(*(row.missing for row in rows)))
+        chunk = chunk_size(model, size)
+        chunks = share(todo, chunk, jax.process_index(), jax.process_count())
+        mine = frozenset(itertools.chain.from_iterable(chunks))
+        with tqdm(
+            total=sum(len(mine & row.missing) for row in rows),
+            desc=self.benchmark.name,
+            unit="answer",
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        ) as bar:
+            for numbers in chunks:
+                failure = None
+                try:
+                    answerer.answer(numbers, bar)
+                except Exception as error:  # the others wait below and must be told
+                    failure = error
+                failed = distributed.any_process(failure is not None)
+                if failure is not None:
+                    raise failure
+                if failed:
+                    raise ValueError(
+                        "another process of this run failed; its message gives the reason"
+                    )
 
-def read_policies(
-    settings: EvalSettings, workdir: Path, policy: str | Path | None = None
-) -> dict[str, Policy]:
-    """Loads the policies of requested rows; a missing default row is skipped with a message.
+        def merge() -> None:
+            if distributed.is_main():
+                for row in rows:
+                    outstanding(row.file, self.questions)
 
-    Args:
-        settings: the settings.
-        workdir: folder of the run, with the default row's policy.
-        policy: another policy for the default row, as in `own_policy`.
+        distributed.main_first(merge)
 
-    Returns:
-        Policies by row name.
+    def _claim(self, rows: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
+        """Opens the answer files, and lists missing answers."""
 
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file that is not a policy, or a first step of a policy without steps.
-    """
-    wanted = {
-        name: {row: path for row, path in getattr(settings, name).items() if settings.wants(row)}
-        for name in ("rows", "ablations")
-    }
-    own = None
-    first = settings.wants(FIRST_STEP)
-    if settings.wants(DEFAULT) or first:
-        needed = policy is not None or settings.methods or SHAPES in settings.benchmark_names
-        if needed or (workdir / POLICY_FILE).is_file():
-            own = own_policy(workdir, policy)
-        else:
-            distributed.say(f"no row {DEFAULT!r}: there is no {workdir / POLICY_FILE}")
-    policies = load_policies(dataclasses.replace(settings, **wanted), own)
-    if first and own is not None:
-        policies[FIRST_STEP] = _first_step(policies[DEFAULT])
-        if not settings.wants(DEFAULT):
-            del policies[DEFAULT]
-    return policies
-
-
-def _first_step(policy: Policy) -> Policy:
-    """Returns a policy that takes all its tokens from its first pointer distribution."""
-    if policy.pruner.pointer_steps(1) is None:
-        raise ValueError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.method!r}")
-    return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
-
-
-def _model_name(source: Source) -> str:
-    """Returns the last part of the given folder or hub id; the hub's own folders are hashes."""
-    return local_path(source.origins[0]).resolve().name
-
-
-def _task(stage: Stage, folder: Path, benchmark: Benchmark, rows: list[TableRow]) -> Task:
-    """Opens the answer files of a benchmark, and lists missing answers."""
-    questions = benchmark.questions
-    files = stage.conditions.files(folder, rows, benchmark.name, questions)
-
-    def look() -> list[frozenset[int]]:
-        if distributed.is_main():
-            for file in files:
+        def look() -> list[_OpenRow]:
+            for _, file in rows if distributed.is_main() else ():
                 claim(file)
-        return [frozenset(outstanding(file, questions)) for file in files]
+            return [
+                _OpenRow(row, file, frozenset(outstanding(file, self.questions)))
+                for row, file in rows
+            ]
 
-    missing = distributed.main_first(look)
-    distributed.any_process(False)  # none writes while another still reads
-    todo = sorted(frozenset().union(*missing))
-    chunk = chunk_size(stage.model, stage.batch_size)
-    chunks = share(todo, chunk, jax.process_index(), jax.process_count())
-    shown = [number for number, question in enumerate(questions) if question.image is not None]
-    # Samples are drawn on the common grid of all images.
-    samples = 0 if stage.model.config.sizes_vary else stage.settings.samples
-    most = len(shown) if benchmark.keep_order else min(samples, len(shown))
-    samples = frozenset(shown[number * len(shown) // most] for number in range(most))
-    return Task(benchmark, rows, files, missing, chunks, samples)
+        opened = distributed.main_first(look)
+        distributed.any_process(False)  # none writes while another still reads
+        return opened
 
 
 def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
@@ -420,137 +269,112 @@ def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[i
     return [list(todo[first:last]) for first, last in itertools.pairwise(cuts)]
 
 
-def _answer_task(stage: Stage, task: Task, progress: Progress) -> None:
-    """Answers missing questions, chunk by chunk in step with the others; then sorts the lines."""
-    for numbers in task.chunks:
-        failure = None
-        try:
-            _answer_chunk(stage, task, numbers, progress)
-        except Exception as error:  # the others wait below and must be told
-            failure = error
-        failed = distributed.any_process(failure is not None)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise ValueError("another process of this run failed; its message gives the reason")
+class _Answerer:
+    """Answers questions of a task in every row that lacks them."""
 
-    def merge() -> None:
-        if distributed.is_main():
-            for file in task.files:
-                outstanding(file, task.benchmark.questions)
-
-    distributed.main_first(merge)
-
-
-def _answer_chunk(stage: Stage, task: Task, numbers: list[int], progress: Progress) -> None:
-    """Answers some questions in every row that lacks them."""
-    questions = task.benchmark.questions
-    lacking = [
-        (row, file, [number for number in numbers if number in missing])
-        for row, file, missing in zip(task.rows, task.files, task.missing, strict=True)
-    ]
-    lacking = [(row, file, mine) for row, file, mine in lacking if mine]
-    if not lacking:
-        return
-    rows, config = [row for row, _, _ in lacking], stage.model.config
-    taps = [tap for row in rows for tap in row.method.pruner.taps(config)]
-    encoded = encode_questions(
-        stage.model,
-        [questions[number] for number in numbers],
-        batch_size=stage.batch_size,
-        taps=taps,
-        execution=stage.execution,
-        numbers=numbers,
-    )
-    encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
-    plain = _answer_plain(stage, task, encoded)
-    seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
-    rankings = _rank(stage, task, seen, rows)
-    for row, file, mine in lacking:
-        report = progress.task(f"{task.benchmark.name}, {file.path.stem}", len(mine))
-        wanted = np.flatnonzero(np.isin(seen.prompts.number, mine))
-        lines = plain | _answer_row(stage, task, seen.take(wanted), row, rankings, wanted, report)
-        append(
-            file.part(jax.process_index()),
-            [answer_object(file, number, questions[number], lines[number]) for number in mine],
+    def __init__(self, task: Task, model: VLM, size: int, rows: Sequence[_OpenRow]):
+        """Takes the rows of the task, and the questions that go through a program together."""
+        conditions, settings = task.conditions, task.conditions.settings
+        self._task, self._model, self._rows = task, model, rows
+        n, sizes = conditions.num_tokens, None
+        steps = [row.row.steps(n) for row in rows]
+        if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
+            sizes = tuple(sorted({*steps, n}))
+        self._batching = Batching(size, sizes, WIDTHS)
+        self._options = RunOptions(
+            settings.positions,
+            conditions.run.model.execution,
+            max_tokens=settings.longest_answer(task.benchmark),
         )
-        report(len(mine))
+        self._steps: dict[Any, int] = {}
+        for row, longest in zip(rows, steps, strict=True):
+            key = row.row.ranking
+            self._steps[key] = max(longest, self._steps.get(key, 0))
+        shown = [n for n, question in enumerate(task.questions) if question.image is not None]
+        most = len(shown)
+        if not task.benchmark.keep_order:  # samples are drawn on the common grid of all images
+            most = 0 if model.config.sizes_vary else min(settings.samples, len(shown))
+        self._samples = {shown[number * len(shown) // most] for number in range(most)}
 
+    def answer(self, numbers: Sequence[int], bar: tqdm) -> None:
+        """Answers some questions, and writes each row's answers before the next row begins."""
+        lacking = [(row, [n for n in numbers if n in row.missing]) for row in self._rows]
+        lacking = [(row, mine) for row, mine in lacking if mine]
+        if not lacking:
+            return
+        model, config, questions = self._model, self._model.config, self._task.questions
+        encoded = encode_questions(
+            model,
+            [questions[number] for number in numbers],
+            batch_size=self._batching.batch_size,
+            taps=[tap for row, _ in lacking for tap in row.row.method.pruner.taps(config)],
+            execution=self._options.execution,
+            numbers=numbers,
+        )
+        encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
+        plain = self._answer_plain(encoded)
+        seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
+        rankings = self._rank(seen, [row.row for row, _ in lacking])
+        for (row, file, _), mine in lacking:
+            bar.set_postfix_str(file.path.stem, refresh=False)
+            places = np.flatnonzero(np.isin(seen.prompts.number, mine))
+            lines = plain | self._answer_row(seen.take(places), row, rankings, places)
+            objects = [answer_object(file, n, questions[n], lines[n]) for n in mine]
+            append(file.part(jax.process_index()), objects)
+            bar.update(len(mine))
 
-def _rank(
-    stage: Stage, task: Task, seen: Encoded, rows: Sequence[TableRow]
-) -> dict[Any, tuple[Ranking, float]]:
-    """Computes one ranking for all rows that share it, if any row of the task needs it."""
-    rankings, n = {}, stage.conditions.num_tokens
-    for row in rows:
-        key = row.ranking
-        if key is None or key in rankings or not len(seen.prompts.number):
-            continue
-        steps = max(other.steps(n) for other in task.rows if other.ranking == key)
-        rankings[key] = rank_all(
-            stage.model,
-            place_method(stage.model, row.method),
+    def _rank(
+        self, seen: Encoded, rows: Sequence[TableRow]
+    ) -> dict[Any, tuple[Ranking | None, float]]:
+        """Computes one ranking for all rows that share it, and its seconds per question."""
+        rankings: dict[Any, tuple[Ranking | None, float]] = {None: (None, 0.0)}
+        for row in rows:
+            key = row.ranking
+            if key not in rankings and len(seen.prompts.number):
+                rankings[key] = rank_all(
+                    self._model,
+                    place_method(self._model, row.method),
+                    seen.prompts,
+                    seen.images,
+                    steps=self._steps[key],
+                    batch_size=self._batching.batch_size,
+                )
+        return rankings
+
+    def _answer_row(
+        self, seen: Encoded, row: TableRow, rankings: Mapping[Any, Any], places: np.ndarray
+    ) -> dict[int, AnswerLine]:
+        """Answers one row of the table; returns the lines by number of the question."""
+        if not len(places):
+            return {}
+        ranking, ranked = rankings[row.ranking]
+        if ranking is not None:
+            ranking = jax.tree.map(lambda part: part[places], ranking)
+        answers, lines = self._answer(row.method, seen, ranking), {}
+        for at, number in enumerate(seen.prompts.number.tolist()):
+            keep = number in self._samples and row.budget.kind != "all"
+            order = answers.order[at] if keep else None
+            taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
+            lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, order)
+        return lines
+
+    def _answer_plain(self, encoded: Encoded) -> dict[int, AnswerLine]:
+        """Answers questions without an image, for which all methods agree."""
+        rows = np.flatnonzero(~encoded.prompts.has_image)
+        if not len(rows):
+            return {}
+        some = encoded.take(rows)
+        answers = self._answer(NO_PRUNING, some)
+        pairs = zip(some.prompts.number.tolist(), answers.texts, answers.seconds, strict=True)
+        return {number: AnswerLine(text, 0, 1000 * float(taken)) for number, text, taken in pairs}
+
+    def _answer(self, method: Method, seen: Encoded, ranking: Ranking | None = None) -> Answers:
+        return answer_all(
+            self._model,
+            place_method(self._model, method),
             seen.prompts,
             seen.images,
-            steps=steps,
-            batch_size=stage.batch_size,
+            self._options,
+            self._batching,
+            ranking=ranking,
         )
-    return rankings
-
-
-def _answer_row(
-    stage: Stage,
-    task: Task,
-    seen: Encoded,
-    row: TableRow,
-    rankings: Mapping[Any, tuple[Ranking, float]],
-    places: np.ndarray,
-    report: Any,
-) -> dict[int, AnswerLine]:
-    """Answers one row of the table; returns the lines by number of the question."""
-    if not len(places):
-        return {}
-    ranking, ranked = rankings.get(row.ranking, (None, 0.0))
-    if ranking is not None:
-        ranking = jax.tree.map(lambda part: part[places], ranking)
-    answers = _answer(stage, task, row.method, seen, ranking, report)
-    lines = {}
-    for at, number in enumerate(seen.prompts.number.tolist()):
-        keep = number in task.samples and row.budget.kind != "all"
-        order = answers.order[at] if keep else None
-        taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
-        lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, order)
-    return lines
-
-
-def _answer_plain(stage: Stage, task: Task, encoded: Encoded) -> dict[int, AnswerLine]:
-    """Answers questions without an image, for which all methods agree."""
-    rows = np.flatnonzero(~encoded.prompts.has_image)
-    if not len(rows):
-        return {}
-    some = encoded.take(rows)
-    answers = _answer(stage, task, NO_PRUNING, some, None, lambda done: None)
-    pairs = zip(some.prompts.number.tolist(), answers.texts, answers.seconds, strict=True)
-    return {number: AnswerLine(text, 0, 1000 * float(taken)) for number, text, taken in pairs}
-
-
-def _answer(
-    stage: Stage, task: Task, method: Any, seen: Encoded, ranking: Ranking | None, report: Any
-) -> Answers:
-    """Answers questions by one method."""
-    settings, name = stage.settings, task.benchmark.name
-    n, sizes = stage.conditions.num_tokens, None
-    if not stage.model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
-        sizes = tuple(sorted({row.steps(n) for row in task.rows} | {n}))
-    longest = settings.longest_answer(BENCHMARKS[name])
-    options = RunOptions(settings.positions, stage.execution, max_tokens=longest)
-    return answer_all(
-        stage.model,
-        place_method(stage.model, method),
-        seen.prompts,
-        seen.images,
-        options,
-        Batching(stage.batch_size, sizes, WIDTHS),
-        ranking=ranking,
-        report=report,
-    )

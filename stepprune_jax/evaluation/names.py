@@ -6,10 +6,6 @@ from typing import Any
 ALL = "all tokens"
 # The policy trained by the run in the working directory.
 DEFAULT = "StepPrune"
-# Rows that are answered on request only: the best tokens of the default policy's first step, and
-# the tokens that are known to matter.
-FIRST_STEP = "first step"
-ORACLE = "oracle"
 _STOP = ", own stop"
 # The row in which that policy stops by itself.
 OWN_STOP = f"{DEFAULT}{_STOP}"
@@ -26,19 +22,9 @@ def without_own_stop(name: str) -> str:
 
 
 def row_place(method: str, mode: str, budget: int | None, labels: Sequence[str]) -> tuple[Any, ...]:
-    """Returns the place of a row in every table, as a key to sort by.
+    """Returns a key that sorts rows: all tokens, own stops, then budgets from many to few tokens.
 
-    All tokens come first, then the policy's own stop, then budgets in descending order; within a
-    budget, methods are in the order of `labels`, exact before adaptive.
-
-    Args:
-        method: name of the row.
-        mode: "exact" or "adaptive".
-        budget: tokens to keep; None for a policy's own stop.
-        labels: names in their order; others follow alphabetically.
-
-    Returns:
-        The key.
+    Within a budget, methods are in the order of `labels`, exact before adaptive.
     """
     label = labels.index(method) if method in labels else len(labels)
     return method != ALL, budget is not None, -(budget or 0), label, method, mode != "exact"

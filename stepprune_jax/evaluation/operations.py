@@ -2,16 +2,21 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
+from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.checkpoints.folder import Source, load_tokenizer
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import question_ids, tokenize_with_images
+from stepprune_jax.evaluation.encode import open_bytes
 from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.evaluation.settings import EvalSettings, find_policy
@@ -30,6 +35,64 @@ class Lengths(NamedTuple):
 
     text: Int[np.ndarray, "q"]
     words: Int[np.ndarray, "q"]
+
+
+def count_operations(
+    source: Source,
+    settings: EvalSettings,
+    questions: Sequence[BenchmarkQuestion],
+    grids: Mapping[Path | bytes, tuple[int, int]],
+    files: Sequence[AnswerFile],
+    own: Path | None,
+) -> list[float | None]:
+    """Counts the operations of table rows, averaged over the questions with an image.
+
+    Args:
+        source: the model's folder.
+        settings: settings with the policies of rows.
+        questions: all questions of the benchmark.
+        grids: result of `image_grids`.
+        files: complete answer files.
+        own: file of the default row's policy, if there is one.
+
+    Returns:
+        GFLOPs of each file, to four digits; None if its policy's file was removed or replaced, or
+        no question has an image.
+    """
+    shown = [question for question in questions if question.image is not None]
+    if not shown:
+        return [None] * len(files)
+    of_each = np.array([grids[question.image] for question in shown])
+    tokenizer = load_tokenizer(source.folder)
+    lengths = prompt_lengths(tokenizer, source.config, [question.text for question in shown])
+    found = []
+    for file, policy in zip(files, row_policies(settings, files, own), strict=True):
+        pruner = pruner_of(file.provenance, policy)
+        if pruner is None:
+            found.append(None)
+            continue
+        kept = {(a.id, a.fields["prompt"]): a.fields["kept"] for a in read_answers(file.path)}
+        count = np.array([kept[question.key] for question in shown])
+        flops = mean_flops(source.config, pruner, lengths, count, of_each)
+        found.append(float(f"{flops / 1e9:.4g}"))
+    return found
+
+
+def image_grids(
+    source: Source, images: Sequence[Path | bytes]
+) -> dict[Path | bytes, tuple[int, int]]:
+    """Measures images, some perhaps more than once, in rows and columns of visual tokens."""
+    config, family = source.config, source.config.family
+    settings = family.image_settings(source.vision_folder or source.folder)
+    grids: dict[Path | bytes, tuple[int, int]] = {}
+    for image in dict.fromkeys(images):
+        if grids and not config.sizes_vary:  # one stands for all
+            grids[image] = next(iter(grids.values()))
+            continue
+        opened = open_bytes(image) if isinstance(image, bytes) else open_image(image)
+        rows, columns = family.grids(config, family.preprocess(config, settings, [opened]))[0]
+        grids[image] = int(rows), int(columns)
+    return grids
 
 
 def prompt_lengths(tokenizer: Any, config: ModelConfig, questions: Sequence[str]) -> Lengths:
@@ -85,18 +148,7 @@ def mean_flops(
     kept: Int[np.ndarray, "q"],
     grids: Int[np.ndarray, "q 2"],
 ) -> float:
-    """Averages `first_token_flops` over questions.
-
-    Args:
-        config: the model's configuration.
-        pruner: how tokens are dropped.
-        lengths: lengths of the prompts.
-        kept: tokens kept of each question's image.
-        grids: rows and columns of each question's image.
-
-    Returns:
-        FLOPs per question.
-    """
+    """Averages `first_token_flops` over questions, given the tokens kept and grids of images."""
     rows = np.stack([*lengths, kept, *grids.T], axis=1)
     distinct, times = np.unique(rows, axis=0, return_counts=True)
     each = [
@@ -107,15 +159,7 @@ def mean_flops(
 
 
 def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
-    """Rebuilds the pruner of an answer file.
-
-    Args:
-        provenance: provenance of the file.
-        policy: policy of its row; None for a row without training.
-
-    Returns:
-        The pruner; None if the policy is missing or the method is unknown.
-    """
+    """Rebuilds the pruner of an answer file; None without its policy, or for an unknown method."""
     made, untrained = provenance.made, {kind.label: name for name, kind in PRUNERS.items()}
     if policy is None and ("policy" in made or provenance.method not in untrained):
         return None
@@ -137,22 +181,17 @@ def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
 def row_policies(
     settings: EvalSettings, files: Sequence[AnswerFile], own: Path | None
 ) -> list[Policy | None]:
-    """Loads the policies of answer files.
+    """Loads the policy of each answer file; None without training, or if its file is another now.
 
     Args:
         settings: settings, with the files of further rows.
         files: answer files.
         own: the default row's file, if there is one.
-
-    Returns:
-        The policy of each file; None for a row without training, and if the policy's file has been
-        removed or replaced.
     """
-    paths = {**settings.rows, **settings.ablations}
     known: dict[str, Policy | None] = {}
 
     def find(label: str) -> Policy | None:
-        path = own if label == DEFAULT else paths.get(label)
+        path = own if label == DEFAULT else settings.rows.get(label)
         if path is not None:
             with contextlib.suppress(OSError, ValueError):
                 return load_policy(path if label == DEFAULT else find_policy(label, path))

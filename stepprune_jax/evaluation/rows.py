@@ -1,6 +1,7 @@
 """The rows of a table: a pruning method at a budget, and the file of its answers."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,30 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import (
-    AnswerFile,
-    Provenance,
-    digest,
-    questions_digest,
-)
-from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.evaluation.names import ORACLE, own_stop
-from stepprune_jax.evaluation.settings import EvalSettings
+from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
+from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.identity import model_identity
+from stepprune_jax.evaluation.names import own_stop
+from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
-from stepprune_jax.pruning.oracle import make_oracle
+from stepprune_jax.user_input import local_path
 
 
 class TableRow(NamedTuple):
-    """One row of a table, before any question is answered.
-
-    Attributes:
-        label: its name in the table.
-        budget: tokens to keep.
-        method: the pruning method.
-        policy: name of its policy; None for a row without training.
-    """
+    """One row of a table, before any question is answered; `policy` is its policy's name."""
 
     label: str
     budget: Budget
@@ -43,11 +33,6 @@ class TableRow(NamedTuple):
     def mode(self) -> str:
         """Mode of the budget: "exact" for every image, or "adaptive" with a learned stop."""
         return "exact" if self.budget.is_exact else "adaptive"
-
-    @property
-    def stop_bias(self) -> float | None:
-        """Stop bias of an adaptive row."""
-        return None if self.budget.is_exact else float(self.method.params.stop_bias)
 
     def count(self, num_tokens: int) -> int | None:
         """Returns the tokens kept of an image, on average if adaptive; None for an own stop."""
@@ -76,7 +61,7 @@ def plan_rows(
     seed: int,
     untrained: bool = True,
 ) -> list[TableRow]:
-    """Plans the rows of a table in their order.
+    """Plans the rows that the settings ask for, but for pruners that do not support the model.
 
     Args:
         settings: settings with budgets and methods.
@@ -88,7 +73,7 @@ def plan_rows(
 
     Returns:
         All tokens, the methods without training at each budget, then each policy: exact, adaptive,
-        and its own stop if requested. Methods that do not support the model are skipped.
+        and its own stop if requested.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
@@ -101,7 +86,7 @@ def plan_rows(
             try:
                 row.method.pruner.check(config, n)
             except ValueError:
-                if settings.methods and settings.wants(kind.label):
+                if settings.names(kind.label):
                     raise
                 continue
             rows.append(row)
@@ -120,84 +105,65 @@ def plan_rows(
     return [row for row in rows if settings.wants(row.policy or row.label)]
 
 
-def oracle_rows(
-    settings: EvalSettings, benchmark: str, relevant: Sequence[Sequence[int]] | None, seed: int
-) -> list[TableRow]:
-    """Plans the rows of the oracle, if they are requested.
-
-    Args:
-        settings: settings with budgets and methods.
-        benchmark: name of the benchmark, for the message.
-        relevant: tokens that the answer to each question depends on; None if unknown.
-        seed: seed of the tokens that fill a budget.
-
-    Returns:
-        A row for each budget.
-
-    Raises:
-        ValueError: unknown tokens.
-    """
-    if not settings.wants(ORACLE):
-        return []
-    if relevant is None:
-        raise ValueError(
-            f"the row {ORACLE!r} needs the patches that each answer depends on (test_scenes.jsonl, "
-            f"docs/your-own-data.md), which the data of {benchmark!r} lack"
-        )
-    known = digest([" ".join(map(str, tokens)) for tokens in relevant])
-    budgets = [Budget.parse(budget) for budget in settings.budgets]
-    return [TableRow(ORACLE, b, make_oracle(b, relevant, known, seed)) for b in budgets]
-
-
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """Everything besides row and question that determines answers.
+    """What determines answers besides row and question.
 
     Attributes:
-        model: name of the model.
-        weights: fingerprint of the model.
-        dtype: dtype of its weights.
-        num_tokens: N of its largest image.
-        min_pixels: smallest area of a resized image, for a model that takes images of any size.
-        seed: seed of the random rows.
-        settings: settings of the evaluation.
-        policies: the fingerprint of each, by row name.
+        run: the settings of the run.
+        source: source of the model.
+        policies: by row name.
+        folder: folder for the answers, with one folder per benchmark.
+        untrained: whether methods without training have rows.
     """
 
-    model: str
-    weights: str
-    dtype: str
-    num_tokens: int
-    seed: int
-    settings: EvalSettings
-    policies: Mapping[str, str]
-    min_pixels: int | None = None
+    run: EvaluationRun
+    source: Source
+    policies: Mapping[str, Policy]
+    folder: Path
+    untrained: bool = True
+
+    @property
+    def settings(self) -> EvalSettings:
+        """The settings of the evaluation."""
+        return self.run.eval
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the visual tokens of the largest image."""
+        return self.source.config.max_image_tokens
+
+    @functools.cached_property
+    def weights(self) -> str:
+        """The fingerprint of the model."""
+        return model_identity(self.source)[:16]
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """The fingerprint of each policy, by row name."""
+        return {name: policy_digest(policy) for name, policy in self.policies.items()}
+
+    def rows(self, biases: Mapping[str, Mapping[int | str, float]]) -> list[TableRow]:
+        """Plans the rows, given stop biases as for `plan_rows`."""
+        run = self.run
+        return plan_rows(
+            run.eval, self.source.config, self.policies, biases, run.seed, self.untrained
+        )
 
     def files(
-        self,
-        folder: Path,
-        rows: Sequence[TableRow],
-        benchmark: str,
-        questions: Sequence[BenchmarkQuestion],
+        self, rows: Sequence[TableRow], benchmark: Benchmark, questions: Sequence[BenchmarkQuestion]
     ) -> list[AnswerFile]:
         """Returns the answer file of each row.
-
-        Args:
-            folder: folder with one folder per benchmark.
-            rows: rows of the table.
-            benchmark: name of the benchmark.
-            questions: all its questions.
-
-        Returns:
-            The files.
 
         Raises:
             ValueError: two rows would have the same file.
         """
-        digest, files, owners = questions_digest(questions), [], {}
-        for row in rows:
-            provenance = self._provenance(row, benchmark, digest, len(questions))
-            file = AnswerFile.of(folder, provenance)
+        digest, owners = questions_digest(questions), {}
+        files = [
+            AnswerFile.of(self.folder, self._provenance(row, benchmark, digest, len(questions)))
+            for row in rows
+        ]
+        for row, file in zip(rows, files, strict=True):
             other = owners.setdefault(file.path, row)
             if other is not row:
                 raise ValueError(
@@ -205,19 +171,19 @@ class Conditions:
                     f"of {row.label!r} at {row.budget}: remove one budget, or give the row "
                     "another name"
                 )
-            files.append(file)
         return files
 
-    def _provenance(self, row: TableRow, benchmark: str, questions: str, asked: int) -> Provenance:
-        """Returns everything that determines the answers of a row."""
+    def _provenance(
+        self, row: TableRow, benchmark: Benchmark, questions: str, asked: int
+    ) -> Provenance:
         made = {
             "weights": self.weights,
-            "dtype": self.dtype,
+            "dtype": self.run.model.dtype,
             "positions": self.settings.positions,
-            "max_new_tokens": self.settings.longest_answer(BENCHMARKS[benchmark]),
+            "max_new_tokens": self.settings.longest_answer(benchmark),
         }
         if row.policy is not None:
-            made["policy"] = self.policies[row.policy]
+            made["policy"] = self.digests[row.policy]
         pruner = row.method.pruner
         hidden = ("budget", "config")
         for field in dataclasses.fields(pruner):
@@ -225,20 +191,21 @@ class Conditions:
                 made[field.name] = getattr(pruner, field.name)
         if pruner.version > 1:
             made["version"] = pruner.version
-        if self.min_pixels is not None:
-            made["min_pixels"] = self.min_pixels
+        if self.source.config.sizes_vary:
+            made["min_pixels"] = self.source.config.min_pixels
         if row.budget.kind == "rate":
             made["share"] = str(row.budget)
         return Provenance(
-            benchmark=benchmark,
+            benchmark=benchmark.name,
             questions=questions,
             asked=asked,
             method=row.label,
             mode=row.mode,
             budget=row.count(self.num_tokens),
             num_tokens=self.num_tokens,
-            stop_bias=row.stop_bias,
-            model=self.model,
+            stop_bias=None if row.budget.is_exact else float(row.method.params.stop_bias),
+            # The last part of the folder or hub id; the hub's own folders are hashes.
+            model=local_path(self.source.origins[0]).resolve().name,
             made=made,
         )
 

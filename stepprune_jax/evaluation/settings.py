@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, shapes
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.frozen import ModelSettings
@@ -18,8 +18,8 @@ from stepprune_jax.checkpoints.policy import (
     policy_file,
 )
 from stepprune_jax.checkpoints.shipped import find_shipped_policy
-from stepprune_jax.data.source import DataSettings
-from stepprune_jax.evaluation.names import ALL, DEFAULT, FIRST_STEP, ORACLE
+from stepprune_jax.data.source import DataSettings, data_folder
+from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
@@ -36,7 +36,6 @@ from stepprune_jax.settings import (
 )
 from stepprune_jax.user_input import local_path
 
-SHAPES = shapes.BENCHMARK.name
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -91,12 +90,12 @@ class EvalSettings(Settings, group="eval"):
 
     Attributes:
         benchmarks: names of `benchmarks.BENCHMARKS`, separated by commas.
-        data: root of LLaVA's folder layout, for all but the shapes world.
+        data: root of LLaVA's folder layout, for the public benchmarks.
         questions: question files by benchmark, relative to `data`, for another split in the format
             of the benchmark's own file; empty for its own.
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
-            empty for all but "first step" and "oracle", which have to be named.
+            empty for all.
         options: options of untrained pruners, instead of their defaults, such as "fastv layer=3
             average=False; holov crops=8".
         samples: questions of each public benchmark whose selections are stored for drawing.
@@ -107,8 +106,8 @@ class EvalSettings(Settings, group="eval"):
         positions: position ids of kept tokens, "original", "compact", or "own" for those of each
             method's authors.
         rows: further trained rows: policy files by name of the row. A path inside the package
-            ("assets/policies/...") is found wherever the package is installed.
-        ablations: as `rows`, but a missing file is skipped.
+            ("assets/policies/...") is found wherever the package is installed. A row whose file
+            is missing is left out, unless `methods` names it.
         adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
             average.
         own_stops: rows of `adaptive` that are also evaluated without a bias.
@@ -118,7 +117,7 @@ class EvalSettings(Settings, group="eval"):
     benchmarks: str = setting(
         f"some of {', '.join(BENCHMARKS)}",
         lambda value: isinstance(value, str) and {*_listed(value)} <= BENCHMARKS.keys(),
-        default=SHAPES,
+        default=folder.BENCHMARK.name,
     )
     data: str = text(default=DATA)
     questions: Mapping[str, str] = _question_files()
@@ -135,7 +134,6 @@ class EvalSettings(Settings, group="eval"):
     max_new_tokens: int | None = count(optional=True)
     positions: str = choice(POSITIONS, default="original")
     rows: Mapping[str, str] = _policy_files()
-    ablations: Mapping[str, str] = _policy_files()
     adaptive: tuple[str, ...] = _row_names(DEFAULT, "StepPrune literal")
     own_stops: tuple[str, ...] = _row_names(DEFAULT)
     validation_questions: int = count(0, default=1000)
@@ -143,10 +141,7 @@ class EvalSettings(Settings, group="eval"):
     def __post_init__(self):
         super().__post_init__()
         self.require("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
-        names = [DEFAULT, FIRST_STEP, ORACLE, *self.rows, *self.ablations]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"config.eval.rows and ablations name {', '.join(twice)} twice")
+        self.require("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
         known = [name for name, kind in PRUNERS.items() if kind.label in labels]
         known = list(dict.fromkeys([*known, *labels]))
@@ -168,31 +163,25 @@ class EvalSettings(Settings, group="eval"):
         parts = [part.split() for part in self.options.split(";") if part.strip()]
         return {name: read_options("config.eval.options", texts) for name, *texts in parts}
 
-    @property
-    def public(self) -> list[str]:
-        """Benchmarks other than the shapes world."""
-        return [name for name in self.benchmark_names if name != SHAPES]
-
     def longest_answer(self, benchmark: Benchmark) -> int:
         """Returns the longest answer to a benchmark, in tokens."""
         return self.max_new_tokens or benchmark.max_new_tokens
 
-    def wants(self, label: str) -> bool:
-        """Returns whether a row is requested, by its label or by the name of its pruner."""
+    def names(self, label: str) -> bool:
+        """Returns whether `methods` names a row, by its label or by the name of its pruner."""
         wanted = _listed(self.methods.lower())
-        if label.lower() in wanted:
-            return True
-        if not wanted:
-            return label not in (FIRST_STEP, ORACLE)
-        if label == ALL and SHAPES in self.benchmark_names:
-            return True  # the reference of retention
-        return any(kind.label == label and kind.name in wanted for kind in PRUNERS.values())
+        known = [kind.name for kind in PRUNERS.values() if kind.label == label]
+        return any(name in wanted for name in (label.lower(), *known))
+
+    def wants(self, label: str) -> bool:
+        """Returns whether a row is to be answered."""
+        return not _listed(self.methods) or self.names(label)
 
     @property
     def labels(self) -> list[str]:
         """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        return [*untrained, ORACLE, *self.rows, FIRST_STEP, DEFAULT, *self.ablations]
+        return [*untrained, *self.rows, DEFAULT]
 
 
 def _listed(text: str) -> list[str]:
@@ -217,6 +206,17 @@ class EvaluationRun(Settings):
     model: ModelSettings = group(ModelSettings)
     data: DataSettings = group(DataSettings)
     eval: EvalSettings = group(EvalSettings)
+
+    def root(self, benchmark: str) -> Path:
+        """Returns the folder of a benchmark's questions and annotations."""
+        if benchmark == folder.BENCHMARK.name:
+            return data_folder(self.data)
+        return local_path(self.eval.data)
+
+    def questions(self, benchmark: str) -> list[BenchmarkQuestion]:
+        """Reads the questions of a benchmark; errors are those of `Benchmark.read_questions`."""
+        file, ocr = self.eval.questions.get(benchmark, ""), self.eval.textvqa_ocr
+        return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
 
 
 def read_evaluation(config: ConfigDict) -> EvaluationRun:
@@ -286,44 +286,44 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
     return own
 
 
-def load_policies(settings: EvalSettings, own: Path | None) -> dict[str, Policy]:
-    """Reads the policy of every trained row: further rows first, then the default, ablations.
+def read_policies(
+    settings: EvalSettings, workdir: str | Path, policy: str | Path | None = None
+) -> dict[str, Policy]:
+    """Loads the policies of the rows to answer.
 
     Args:
         settings: the settings.
-        own: the default row's file, or None for no such row.
+        workdir: folder of the run, with the default row's policy.
+        policy: another policy for the default row, as in `own_policy`.
 
     Returns:
-        Policies by name of the row, in the order of the table.
+        Policies by name of the row, in the order of the table. A row whose file is missing is left
+        out with a message, unless `settings.methods` or `policy` asks for it.
 
     Raises:
-        FileNotFoundError: a file is missing; the message names row and file.
+        FileNotFoundError: a file that was asked for is missing; the message names it.
         ValueError: a file that is not a policy.
     """
-    paths = {name: find_policy(name, path) for name, path in settings.rows.items()}
-    if own is not None:
-        paths[DEFAULT] = own
-    for name, path in settings.ablations.items():
+    policies = {}
+    for name in [name for name in (*settings.rows, DEFAULT) if settings.wants(name)]:
         try:
-            paths[name] = find_policy(name, path)
-        except FileNotFoundError:
-            distributed.say(f"no row {name!r}: there is no policy file {path}")
-    return {name: load_policy(path) for name, path in paths.items()}
+            if name == DEFAULT:
+                path = own_policy(workdir, policy)
+            else:
+                path = find_policy(name, settings.rows[name])
+        except FileNotFoundError as error:
+            if settings.names(name) or (name == DEFAULT and policy is not None):
+                raise
+            distributed.say(f"no row {name!r}: {error}")
+            continue
+        policies[name] = load_policy(path)
+    return policies
 
 
 def check_policies(
     policies: Mapping[str, Policy], config: ModelConfig, settings: EvalSettings
 ) -> None:
-    """Rejects policies that do not fit the model or cannot keep the budgets.
-
-    Args:
-        policies: policies by row.
-        config: the model's configuration.
-        settings: settings with the budgets.
-
-    Raises:
-        ValueError: a policy does not fit; the message names its row.
-    """
+    """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     if max(counts, default=0) > n:
@@ -342,8 +342,7 @@ def check_policies(
                 f"row {name!r}: config.eval.budgets holds {most}, its policy takes at most {steps} "
                 f"steps for {n} visual tokens"
             )
-    for name in settings.adaptive:
-        if name in policies and not policies[name].has_stop:
+        if name in settings.adaptive and not policy.has_stop:
             raise ValueError(
                 f"config.eval.adaptive names {name!r}, whose policy has no learned stop"
             )

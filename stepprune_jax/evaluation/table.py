@@ -1,25 +1,28 @@
-"""Benchmark tables in the paper's format, from one run or several.
+"""Tables of one run or several.
 
     python -m stepprune_jax.evaluation.table runs/llava7b runs/baselines
 
-"Avg." is 100 x the mean over benchmarks of score / score with all tokens, from unrounded scores;
-the row of all tokens comes from the runs themselves.
+One benchmark has a table of all figures, several have one in the paper's format, where "Avg." is
+100 x the mean over benchmarks of score / score with all tokens, from unrounded scores. The row of
+all tokens comes from the runs themselves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.evaluation.cells import csv_table, markdown_cell
+from stepprune_jax.evaluation.cells import csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
 
-NAME = "benchmarks"
+NAME = "table"
 Score = Mapping[str, Any]
 
 
@@ -38,6 +41,20 @@ class MethodScores(NamedTuple):
     budget: int | None
     scores: dict[str, Score]
 
+    def mean(self, field: str) -> float | None:
+        """Averages a field over the benchmarks; None if one of them lacks it."""
+        values = [score.get(field) for score in self.scores.values()]
+        return None if None in values else sum(values) / len(values)
+
+
+class Section(NamedTuple):
+    """A table to print: its title, header and rows, whose first columns are `texts`."""
+
+    title: str
+    header: list[str]
+    rows: list[list[Any]]
+    texts: int
+
 
 class BenchmarkTable(NamedTuple):
     """The scores of all methods on all benchmarks.
@@ -54,7 +71,7 @@ class BenchmarkTable(NamedTuple):
 
     @property
     def whole(self) -> MethodScores | None:
-        """Returns the row of all tokens."""
+        """The row of all tokens."""
         return self.rows[0] if self.rows[0].method == ALL else None
 
     def average(self, row: MethodScores) -> float | None:
@@ -93,7 +110,7 @@ def average_retention(
     return 100 * sum(ratios) / len(ratios)
 
 
-def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
+def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
     """Merges the scores of runs.
 
     Rows of the same name that differ are named after their runs. If one run has not answered all
@@ -101,6 +118,7 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
 
     Args:
         runs: scores by name of the run.
+        labels: methods in the order of the table; others follow, with the default policy last.
 
     Returns:
         The table.
@@ -124,7 +142,7 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
         if _whole(score) or score["benchmark"] not in row:
             row[score["benchmark"]] = score
     asked = {score["benchmark"] for _, score in every}
-    labels = _labels(method for method, _, _ in rows)
+    labels = _labels(labels, (method for method, _, _ in rows))
     order = sorted(rows, key=lambda row: row_place(*row, labels))
     return BenchmarkTable(
         benchmarks=[name for name in BENCHMARKS if name in asked],
@@ -133,11 +151,11 @@ def merge_scores(runs: Mapping[str, Sequence[Score]]) -> BenchmarkTable:
     )
 
 
-def _labels(methods: Iterable[str]) -> list[str]:
-    """Orders methods: those without training, other policies, the default one."""
-    known = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-    trained = sorted({*methods} - {*known}, key=lambda name: (name.startswith(DEFAULT), name))
-    return known + trained
+def _labels(labels: Sequence[str], methods: Iterable[str]) -> list[str]:
+    """Orders methods: given ones or those without training, other policies, the default one."""
+    known = [*labels] or [kind.label for kind in PRUNERS.values() if kind.config_type is None]
+    others = sorted({*methods} - {*known}, key=lambda name: (name.startswith(DEFAULT), name))
+    return known + others
 
 
 def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
@@ -170,33 +188,33 @@ def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
     return clashes
 
 
-def as_markdown(table: BenchmarkTable) -> str:
-    """Formats the table as in the paper, followed by K, time and warnings.
-
-    Args:
-        table: the table.
-    """
+def sections(table: BenchmarkTable) -> list[Section]:
+    """Returns the tables to print: one of all figures, or one for each kind of figure."""
+    if len(table.benchmarks) == 1:
+        objects = as_objects(table)
+        header = [name.replace("_", " ") for name in objects[0]]
+        return [Section("", header, [list(value.values()) for value in objects], 2)]
     titles = [BENCHMARKS[name].title for name in table.benchmarks]
-    shown: list[tuple[str, Any, list[str]]] = [
+    kinds: list[tuple[str, Any, list[str]]] = [
         ("Scores", _score_cell, ["Avg."]),
         ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
-        ("Milliseconds per question", _ms_cell, []),
+        ("Milliseconds per question", lambda score: _decimals(score["ms"], 1), []),
+        ("GFLOPs to the first token", lambda score: score.get("gflops"), []),
     ]
-    parts = []
-    for title, cell, further in shown:
-        header = ["tokens", "method", "mode", *titles, *further]
-        lines = [header, ["---"] * 3 + ["---:"] * (len(header) - 3)]
+    found = []
+    for title, cell, further in kinds:
+        rows = []
         for row in table.rows:
-            cells = [
-                cell(row.scores[name]) if name in row.scores else "-" for name in table.benchmarks
-            ]
-            average = table.average(row)
-            more = ["-" if average is None else f"{average:.1f}"] if further else []
-            head = map(markdown_cell, (_tokens(table, row), row.method, row.mode))
-            lines.append([*head, *cells, *more])
-        body = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-        parts.append(f"## {title}\n\n{body}")
-    return "\n".join([*parts, *_notes(table)])
+            scores = [row.scores.get(name) for name in table.benchmarks]
+            cells = [None if score is None else cell(score) for score in scores]
+            more = [_decimals(table.average(row), 1)] if further else []
+            rows.append([_tokens(table, row), row.method, row.mode, *cells, *more])
+        found.append(Section(title, ["tokens", "method", "mode", *titles, *further], rows, 3))
+    return found
+
+
+def _decimals(value: float | None, decimals: int) -> str | None:
+    return None if value is None else f"{value:.{decimals}f}"
 
 
 def _tokens(table: BenchmarkTable, row: MethodScores) -> str:
@@ -206,42 +224,47 @@ def _tokens(table: BenchmarkTable, row: MethodScores) -> str:
     return f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
 
 
-def _score_cell(score: Score) -> str:
-    if score["headline"] is None:
-        return "-"
-    return f"{score['headline']:.{BENCHMARKS[score['benchmark']].decimals}f}"
+def _score_cell(score: Score) -> str | None:
+    return _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
 
 
-def _k_cell(score: Score) -> str:
-    return "-" if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
+def _k_cell(score: Score) -> str | None:
+    return None if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
 
 
-def _ms_cell(score: Score) -> str:
-    return "-" if score["ms"] is None else f"{score['ms']:.1f}"
-
-
-def _notes(table: BenchmarkTable) -> list[str]:
+def notes(table: BenchmarkTable) -> list[str]:
     """Lists warnings, each once with the rows that it applies to."""
-    notes: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for row in table.rows:
         for name, score in row.scores.items():
             for text in (*score["warnings"], *filter(None, [score["problem"]])):
                 line = f"{BENCHMARKS[name].title}: {text}"
-                notes.setdefault(line, []).append(f"{row.method} {row.mode}")
+                found.setdefault(line, []).append(f"{row.method} {row.mode}")
     if not table.whole:
-        notes[f"no row of {ALL}, so no average retention"] = []
+        found[f"no row of {ALL}, so no retention"] = []
     elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
         titles = ", ".join(BENCHMARKS[name].title for name in left)
-        notes[f"Avg. excludes {titles}, where {ALL} has no score"] = []
-    lines = []
-    for text, rows in notes.items():
-        where = f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows)
-        lines.append(f"- {markdown_cell(text + where)}\n")
-    return ["## Notes\n\n" + "".join(lines)] if lines else []
+        found[f"retention excludes {titles}, where {ALL} has no score"] = []
+    return [
+        text + (f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows))
+        for text, rows in found.items()
+    ]
+
+
+def as_markdown(table: BenchmarkTable) -> str:
+    """Formats the tables, followed by notes if there are any."""
+    parts = [
+        (f"## {title}\n\n" if title else "") + markdown_rows(header, rows, texts)
+        for title, header, rows, texts in sections(table)
+    ]
+    lines = "".join(f"- {markdown_cell(note)}\n" for note in notes(table))
+    return "\n".join([*parts, *([f"## Notes\n\n{lines}"] if lines else [])])
 
 
 def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
-    """Returns an object per row: method, mode, tokens, average, and figures per benchmark."""
+    """Returns an object per row, with all figures of one benchmark or the main ones of several."""
+    if len(table.benchmarks) == 1:
+        return [_object(table, row) for row in table.rows]
     rows = []
     for row in table.rows:
         value: dict[str, Any] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
@@ -249,18 +272,40 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
         for name in table.benchmarks:
             score = row.scores.get(name, {})
             value[name] = score.get("headline")
-            value |= {f"{name}_{field}": score.get(field) for field in ("mean_k", "sd_k", "ms")}
+            fields = ("mean_k", "sd_k", "ms", "gflops")
+            value |= {f"{name}_{field}": score.get(field) for field in fields}
         rows.append(value)
     return rows
 
 
-def write_table(folder: Path, table: BenchmarkTable) -> None:
-    """Writes benchmarks.{md,json,csv}.
+def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Any]:
+    """Returns all figures of a row on the only benchmark."""
+    (score,), benchmark = row.scores.values(), BENCHMARKS[table.benchmarks[0]]
+    whole = next(iter(table.whole.scores.values())) if table.whole else {}
+    bound, headline, rate, retention = whole.get("headline"), score["headline"], None, None
+    if headline is not None and bound:
+        # Exactly a ratio of right answers where the scores are, so that ties are rounded alike.
+        retention = round(100 * float(Fraction(headline / bound).limit_denominator(10**6)), 2)
+    if row.budget is not None:
+        rate = pruning_rate(row.budget, table.num_tokens)
+    elif score["mean_k"] is not None:  # no budget says what share of an image an own stop keeps
+        rate = pruning_rate(score["mean_k"], max(1, round(whole.get("mean_k") or table.num_tokens)))
+    return {
+        "method": row.method,
+        "mode": row.mode,
+        "pruning_rate": rate,
+        benchmark.column: None if headline is None else round(headline, benchmark.decimals),
+        "retention": retention,
+        "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
+        "ms": None if score["ms"] is None else round(score["ms"], 3),
+        "gflops": score["gflops"],
+        "questions": score["answered"],
+        "seed": score["seed"],
+    }
 
-    Args:
-        folder: an existing folder.
-        table: the table.
-    """
+
+def write_table(folder: Path, table: BenchmarkTable) -> None:
+    """Writes table.{md,json,csv} to an existing folder."""
     rows = as_objects(table)
     (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
     (folder / f"{NAME}.csv").write_text(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
+from tqdm import tqdm
 
-from stepprune_jax.evaluation.progress import Progress
 from stepprune_jax.integrations.answerer import Wanted, answer_questions, load_answerer
 
 try:
@@ -83,9 +83,8 @@ class StepPrune(lmms):
             ValueError: sampling or beams, a video, or several images in one request.
         """
         wanted = [self._wanted(request) for request in requests]
-        progress = Progress(len(wanted))
-        texts = answer_questions(self._answerer, wanted, progress.task(NAME, len(wanted)))
-        progress.close()
+        with tqdm(total=len(wanted), desc=NAME, unit="answer", mininterval=1) as bar:
+            texts = answer_questions(self._answerer, wanted, lambda n: bar.update(n - bar.n))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args[:2], text)
         return texts

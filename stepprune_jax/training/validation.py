@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from stepprune_jax.benchmarks.shapes import is_right
+from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
-from stepprune_jax.evaluation.report import square_patches
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
 from stepprune_jax.inference.decoding import RunOptions
 from stepprune_jax.inference.pipeline import place_method
@@ -249,6 +248,7 @@ class Validation:
         """Draws the first few questions."""
         # Imported here: it imports matplotlib, which a run without overlays does not need.
         from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
+        from stepprune_jax.visualize.patches import square_patches
 
         shown, images = [], self._encoded.images
         for i in range(min(self._settings.overlays, len(answers.texts))):
@@ -267,4 +267,4 @@ class Validation:
                     grid=max(grid),
                 )
             )
-        draw_rows(path, [("", shown)])
+        draw_rows(path, [shown])

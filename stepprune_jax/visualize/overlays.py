@@ -1,6 +1,6 @@
-"""Test images with the patches that the policy keeps."""
+"""Images with the patches of their kept tokens."""
 
-import warnings
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten, wrap
@@ -12,15 +12,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.evaluation.records import Records
-from stepprune_jax.evaluation.report import Report, square_patches
 from stepprune_jax.inference.answer import Answer
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.excerpts import default_record
-from stepprune_jax.visualize.patches import draw_panel, font
+from stepprune_jax.visualize.patches import draw_panel, font, square_patches
 
-ROWS = (("few tokens", 0.05), ("about the median", 0.5), ("many tokens", 0.95))
-_SIDE, _GAP, _LEFT, _HEAD, _FOOT = 384, 28, 64, 50, 116  # pixels
+_SIDE, _GAP, _HEAD, _FOOT = 384, 28, 50, 116  # pixels
 
 
 class Overlay(NamedTuple):
@@ -45,124 +41,6 @@ class Overlay(NamedTuple):
     answer: str
     right: bool | None
     grid: int
-
-
-def choose(
-    report: Report,
-    count: Int[np.ndarray, "q"],
-    share: float,
-    number: int,
-    taken: Sequence[int] = (),
-) -> list[int]:
-    """Chooses examples around a quantile of K, without using answers or selections.
-
-    Among the tenth of the questions nearest to the quantile in rank of K, the first in file order
-    are taken, preferring an image and a family not shown yet.
-
-    Args:
-        report: a checked report.
-        count: K of each question.
-        share: the quantile, 0 to 1.
-        number: number of examples; fewer are returned if there are fewer questions.
-        taken: questions that are already shown.
-
-    Returns:
-        Indices of questions.
-    """
-    asked = len(count)
-    ranked = np.argsort(count, kind="stable")
-    width = min(asked, max(asked // 10, 3 * number))
-    start = min(max(round(share * asked - width / 2), 0), asked - width)
-    pool = sorted(int(i) for i in ranked[start : start + width])
-    chosen: list[int] = []
-    for _ in range(number):
-        shown = [*taken, *chosen]
-        images = [report.questions[i].image for i in shown]
-        kinds = [report.questions[i].category for i in shown]
-        left = [i for i in pool if i not in shown]
-        if not left:
-            break
-        chosen.append(
-            min(
-                left,
-                key=lambda i: (
-                    images.count(report.questions[i].image),
-                    kinds.count(report.questions[i].category),
-                    i,
-                ),
-            )
-        )
-    return chosen
-
-
-def choose_spread(
-    report: Report, count: Int[np.ndarray, "q"], shares: Sequence[float], each: int = 1
-) -> list[list[int]]:
-    """Chooses `each` examples around every quantile in turn, none twice; see `choose`."""
-    groups: list[list[int]] = []
-    for share in shares:
-        taken = [i for members in groups for i in members]
-        groups.append(choose(report, count, share, each, taken))
-    return groups
-
-
-def draw_overlays(path: str | Path, report: Report) -> Path:
-    """Draws rows of four examples of the default policy: few, medium and many tokens kept.
-
-    Args:
-        path: the PNG to write.
-        report: a checked report.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: an image is missing.
-        ValueError: an image cannot be read.
-    """
-    record = default_record(report)
-    groups = choose_spread(report, record.count, [share for _, share in ROWS], 4)
-    named = [
-        (name, [_overlay(report, record, i) for i in members])
-        for (name, _), members in zip(ROWS, groups, strict=True)
-        if members
-    ]
-    return draw_rows(path, named)
-
-
-def draw_hero(path: str | Path, report: Report) -> Path:
-    """Draws one row of four examples, from few tokens kept to many.
-
-    Args:
-        path: the PNG to write.
-        report: a checked report.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: an image is missing.
-        ValueError: an image cannot be read.
-    """
-    record = default_record(report)
-    groups = choose_spread(report, record.count, (0.05, 0.35, 0.65, 0.95))
-    members = [_overlay(report, record, i) for group in groups for i in group]
-    return draw_rows(path, [("", members)])
-
-
-def _overlay(report: Report, record: Records, i: int) -> Overlay:
-    """Builds the overlay of question i."""
-    question, right = report.questions[i], bool(record.correct[i])
-    return Overlay(
-        image=question.image,
-        patches=report.patches(record, i),
-        title=f"K = {record.count[i]}",
-        category=question.category,
-        text=question.text,
-        answer=judged(record.answer[i], report.answers[i], right),
-        right=right,
-        grid=report.side(i),
-    )
 
 
 def judged(answer: str, correct: str, right: bool) -> str:
@@ -206,10 +84,8 @@ def draw_answer(
                 grid=panel.grid,
             )
         )
-    with warnings.catch_warnings():
-        # An answer may contain any character; those missing in the typeface become boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        return draw_rows(path, [("", shown)])
+    draw_rows(path, [shown])
+    return Path(path)
 
 
 class Seen(NamedTuple):
@@ -229,16 +105,9 @@ class Seen(NamedTuple):
 def seen_patches(
     model: VLM, image: Image.Image, grid: tuple[int, int], indices: Sequence[int]
 ) -> Seen:
-    """Finds the patches of an image's tokens, and pads both to a square.
+    """Finds the patches of an RGB image's kept tokens, and pads both to a square.
 
-    Args:
-        model: the model that was shown the image.
-        image: the image, RGB.
-        grid: rows and columns of its tokens.
-        indices: indices of tokens; merged ones and a class token, which are no patch, are skipped.
-
-    Returns:
-        The square.
+    Merged tokens and a class token, which are no patch, are left out.
     """
     config, (rows, columns) = model.config, grid
     image = config.family.seen(config, model.image_settings, image)
@@ -256,43 +125,27 @@ def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
     return int(model.config.family.num_tokens(model.config, np.array([grid]))[0])
 
 
-def draw_rows(path: str | Path, rows: Sequence[tuple[str, Sequence[Overlay]]]) -> Path:
+def draw_rows(out: str | Path | io.BytesIO, rows: Sequence[Sequence[Overlay]]) -> None:
     """Draws rows of examples, laid out in pixels so that none is resampled.
 
     Args:
-        path: the PNG to write; parent folders are created.
-        rows: the label beside each row, and its examples; without any label no room is left for it.
-
-    Returns:
-        The path.
+        out: the PNG to write; parent folders are created.
+        rows: the examples.
 
     Raises:
         FileNotFoundError: an image is missing.
         ValueError: an image cannot be read.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    margin = _LEFT if any(name for name, _ in rows) else _GAP // 2
-    columns = max(len(members) for _, members in rows)
-    width = margin + columns * (_SIDE + _GAP) - _GAP // 2
+    if isinstance(out, str | Path):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
     row_height = _HEAD + _SIDE + _FOOT
-    height = len(rows) * row_height
+    width, height = max(map(len, rows)) * (_SIDE + _GAP), len(rows) * row_height
     with style.canvas(width / style.DPI, height / style.DPI) as figure:
-        for r, (name, members) in enumerate(rows):
-            top = r * row_height + _HEAD
-            if name:
-                figure.text(
-                    0.4 * margin / width,
-                    1 - (top + _SIDE / 2) / height,
-                    name,
-                    rotation=90,
-                    ha="center",
-                    va="center",
-                    color=style.SOFT,
-                    fontsize=9,
-                )
+        for r, members in enumerate(rows):
             for c, example in enumerate(members):
-                _draw_overlay(figure, example, margin + c * (_SIDE + _GAP), top)
-        return style.save(figure, path)
+                left, top = _GAP // 2 + c * (_SIDE + _GAP), r * row_height + _HEAD
+                _draw_overlay(figure, example, left, top)
+        style.save(figure, out)
 
 
 def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None:
@@ -313,7 +166,7 @@ def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None
     for n, line in enumerate(lines):
         write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
     mark = "" if example.right is None else "✓ " if example.right else "✗ "
-    colour = style.INK if example.right is None else tick_colour(example.right)
+    colours = {None: style.INK, True: "#00735a", False: "#b54708"}
     write(
         0,
         top + _SIDE + 32 + 26 * len(lines),
@@ -321,27 +174,12 @@ def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None
         va="baseline",
         fontsize=8,
         weight="bold",
-        color=colour,
+        color=colours[example.right],
     )
 
 
-def tick_colour(right: bool) -> str:
-    """Returns the colour of a right or a wrong answer."""
-    return "#00735a" if right else "#b54708"
-
-
 def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
-    """Breaks a line of text so that it fits a width.
-
-    Args:
-        text: any text; white space is collapsed.
-        width: width in pixels.
-        size: type size in pixels.
-        most: maximum number of lines; longer text ends in an ellipsis.
-
-    Returns:
-        The lines.
-    """
+    """Breaks text in a type size into at most `most` lines that fit a width in pixels."""
     typeface, text = font(size), " ".join(text.split())
     per_line = max(len(text), 1)
     while per_line > 4 and any(

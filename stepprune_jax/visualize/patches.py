@@ -24,17 +24,9 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, "side side 3"]:
-    """Reads an image as the vision tower sees it: padded to a square, and resized.
+    """Reads an image as the vision tower sees it: padded to a square, and resized to `side`.
 
     A small image whose side divides `side` keeps its pixels, as squares.
-
-    Args:
-        path: the image.
-        side: pixels along an edge of the result.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not an image, or is damaged.
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
@@ -44,12 +36,7 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
 def dim(
     pixels: UInt8[np.ndarray, "side side 3"], kept: Bool[np.ndarray, "grid grid"]
 ) -> UInt8[np.ndarray, "side side 3"]:
-    """Darkens and greys the patches that are not kept.
-
-    Args:
-        pixels: the square image.
-        kept: true at kept patches; their number along an edge need not divide the side.
-    """
+    """Darkens and greys the patches that are not kept; `grid` need not divide the side."""
     index = np.arange(len(pixels)) * len(kept) // len(pixels)
     bright = kept[np.ix_(index, index)][..., None]
     grey = pixels.mean(axis=-1, keepdims=True)
@@ -62,6 +49,27 @@ def patch_box(token: int | np.integer, grid: int, side: int) -> tuple[int, int, 
     row, column = divmod(int(token), grid)
     left, top, right, bottom = (-(-side * i // grid) for i in (column, row, column + 1, row + 1))
     return left, top, right, bottom
+
+
+def square_patches(
+    tokens: Sequence[int] | Int[np.ndarray, "t"], grid: tuple[int, int], first: int
+) -> Int[np.ndarray, "k"]:
+    """Finds the patches of tokens in the square that their image is padded to.
+
+    Args:
+        tokens: indices of visual tokens.
+        grid: rows and columns of the image's patches.
+        first: index of the first patch; tokens before it (a class token, and -1 for merged ones)
+            have no patch and are left out.
+
+    Returns:
+        Indices in a square of max(rows, columns) patches along an edge, with the image in its
+        middle.
+    """
+    (rows, columns), side = grid, max(grid)
+    place = np.asarray(tokens, int) - first
+    row, column = np.divmod(place[place >= 0], columns)
+    return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
 
 
 def kept_patches(
@@ -78,20 +86,15 @@ def draw_panel(
     order: Sequence[int] | Int[np.ndarray, "k"],
     grid: int,
     side: int,
-    *,
-    marks: bool = True,
 ) -> Image.Image:
     """Draws an image with its kept patches bright, outlined and marked in the order of choice.
 
     Args:
         path: the image.
-        order: kept tokens, the first choice first.
+        order: kept patches, the first choice first; they are marked by numbers, or by dots from
+            dark to bright if numbers do not fit.
         grid: patches along an edge.
         side: pixels along an edge of the result.
-        marks: whether to draw numbers, or dots from dark to bright if numbers do not fit.
-
-    Returns:
-        The square panel.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -102,7 +105,7 @@ def draw_panel(
     draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
     patch = side // grid
-    if marks and use_numbers(len(order), grid, side):
+    if use_numbers(len(order), grid, side):
         typeface = font(max(9, round(0.43 * patch)), bold=True)
         for number, token in enumerate(order, 1):
             left, top, right, bottom = patch_box(token, grid, side)
@@ -115,7 +118,7 @@ def draw_panel(
                 stroke_width=max(1, patch // 14),
                 stroke_fill=INK,
             )
-    elif marks:
+    else:
         _draw_dots(draw, order, grid, side)
     return panel
 

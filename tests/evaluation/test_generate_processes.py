@@ -16,10 +16,10 @@ from small_world import one_width, small_run, tiny_model, write_split
 from stepprune_jax.evaluation import generate_stage
 
 SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
-SIZES = SIZES | {"shapes": 9}
+SIZES = SIZES | {"folder": 9}
 METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
-    "benchmarks": "shapes,pope,mme",
+    "benchmarks": "folder,pope,mme",
     "methods": "all tokens,grid",
     "budgets": [2],
     "max_new_tokens": 2,
@@ -95,12 +95,12 @@ def pair(world, workdir):
 def test_the_whole_run_has_all_answers(whole):
     assert {name: len(rows) for name, rows in whole.items()} == {
         f"{name}/{method}.jsonl": SIZES[name]
-        for name in ("mme", "pope", "shapes")
+        for name in ("folder", "mme", "pope")
         for method in METHODS
     }
 
 
-# Killed within the shapes world, and within a public benchmark.
+# Killed within the folder, and within a public benchmark.
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [7, 23])
 def test_a_killed_run_resumes_with_what_is_missing(world, whole, tmp_path, lines):

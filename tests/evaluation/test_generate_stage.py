@@ -18,13 +18,14 @@ from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.rows import policy_digest
+from stepprune_jax.evaluation.rows import plan_rows, policy_digest
+from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import generate
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 
-NAMES = ("shapes", "pope", "mmbench", "scienceqa", "textvqa")
+NAMES = ("folder", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
 METHODS = "all tokens,random,StepPrune,AutoSelect-like"
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Public benchmarks and, in the same folder, data in the form of the shapes world."""
+    """Public benchmarks and, in the same folder, a data folder."""
     root = write_benchmarks(tmp_path_factory.mktemp("eval") / "eval")
     write_split(root, "test", 3, 0)
     write_split(root, "validation", 4, 1)
@@ -115,7 +116,7 @@ def test_every_row_answers_every_question_in_order(run, root):
     ],
 )
 def test_answers_are_those_of_generate(run, root, model, method, options):
-    for name in ("shapes", "scienceqa", "mmbench"):
+    for name in ("folder", "scienceqa", "mmbench"):
         asked = asked_by(name, root)
         images = [opened(question.image) for question in asked]
         said = generate(
@@ -132,10 +133,10 @@ def opened(image):
 
 
 def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, root, config):
-    shown = len(asked_by("shapes", root))
+    shown = len(asked_by("folder", root))
     drawn = jax.random.uniform(jax.random.key(config.seed), (shown, 9))
     for row, order in zip(
-        lines(run, "shapes", "random-exact-55.6"), np.argsort(drawn, axis=1).tolist(), strict=True
+        lines(run, "folder", "random-exact-55.6"), np.argsort(drawn, axis=1).tolist(), strict=True
     ):
         assert row["order"] == order[:4]
 
@@ -143,14 +144,14 @@ def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, r
 def test_adaptive_rows_meet_their_budgets_on_average(run):
     entries = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     drawn, public = sorted(entries, key=lambda entry: "split" not in entry)
-    # Of the shapes world on its validation split, else on as many questions of each benchmark.
+    # Of the folder on its validation split, else on as many questions of each benchmark.
     assert drawn["split"] == "validation" and drawn["questions"] == 8
     assert public["questions"] == 8 and drawn["biases"] != public["biases"]
     assert set(drawn["biases"]) == set(public["biases"]) == {"4", "2"}
     # On the questions that the biases were computed on, and on some of another split.
     for names, biases, near in (
         (PUBLIC, public["biases"], 0.7),
-        (["shapes"], drawn["biases"], 1.0),
+        (["folder"], drawn["biases"], 1.0),
     ):
         kept = [
             row["kept"]
@@ -169,15 +170,15 @@ def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
     assert [number for number, row in enumerate(rows) if "order" in row] == [0, 2]
     assert len(rows[0]["order"]) == rows[0]["kept"]
     assert all(
-        len(row["order"]) == row["kept"] for row in lines(run, "shapes", "random-exact-55.6")
+        len(row["order"]) == row["kept"] for row in lines(run, "folder", "random-exact-55.6")
     )
-    assert "order" not in lines(run, "shapes", "all-tokens")[0]
+    assert "order" not in lines(run, "folder", "all-tokens")[0]
 
 
-# Stopped within the shapes world, and within a public benchmark.
+# Stopped within the folder, and within a public benchmark.
 @pytest.mark.parametrize(
     ("batch_size", "appends", "names"),
-    [(1, 20, ("shapes", "textvqa")), pytest.param(4, 37, NAMES, marks=pytest.mark.slow)],
+    [(1, 20, ("folder", "textvqa")), pytest.param(4, 37, NAMES, marks=pytest.mark.slow)],
 )
 def test_interrupted_runs_resume_with_what_is_missing(
     run, config, tmp_path, batch_size, appends, names, monkeypatch
@@ -199,7 +200,7 @@ def test_interrupted_runs_resume_with_what_is_missing(
     monkeypatch.setattr(generate_stage, "append", stopped)
     with pytest.raises(KeyboardInterrupt):
         generate_answers(config, workdir)
-    assert written[-1].parent.name == ("shapes" if appends == 20 else "pope")
+    assert written[-1].parent.name == ("folder" if appends == 20 else "pope")
     for cut in (written[0], written[-1]):
         cut.write_bytes(cut.read_bytes()[:-9])
     monkeypatch.setattr(generate_stage, "append", append)
@@ -208,17 +209,9 @@ def test_interrupted_runs_resume_with_what_is_missing(
     assert files(workdir) == whole
 
 
-def test_nothing_is_loaded_when_nothing_is_left_to_do(run, config, monkeypatch):
-    before = {path: path.read_bytes() for path in (run / "answers").rglob("*.*")}
-    monkeypatch.setattr(generate_stage, "load_model", None)
-    found = generate_answers(config, run)
-    assert found == {name: run / "answers" / name for name in NAMES}
-    assert {path: path.read_bytes() for path in (run / "answers").rglob("*.*")} == before
-
-
 def test_a_line_that_was_removed_is_answered_again_in_its_place(run, config, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run" / "answers" / "shapes" / "stepprune-exact-77.8.jsonl"
+    path = tmp_path / "run" / "answers" / "folder" / "stepprune-exact-77.8.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows[:2] + rows[3:]))
     generate_answers(config, tmp_path / "run")
@@ -239,23 +232,22 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     policies = {"StepPrune": stepprune(5)}
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
     sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
-    biases = StopBiases(tmp_path, "w", digests, settings.budgets)
-    assert biases.known(sample.about) == {}
+    file = tmp_path / "stop_biases.json"
+    biases = StopBiases(file, "w", digests, settings.budgets)
+    assert biases.known(sample) == {}
     new = biases.compute(model, policies, sample, Execution(), 4)
-    assert biases.known(sample.about) == new and set(new["StepPrune"]) == {4, 2}
+    assert biases.known(sample) == new and set(new["StepPrune"]) == {4, 2}
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
-    assert json.loads((tmp_path / "stop_biases.json").read_text())["StepPrune"][:-1] == old
+    assert json.loads(file.read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
-    assert biases.known({"split": "validation", "sample": "other"}) == {}
-    more = StopBiases(tmp_path, "w", digests, (4, 3))
-    assert more.known(sample.about) == {}
+    other = Sample({"split": "validation", "sample": "other"}, sample.questions)
+    assert biases.known(other) == {}
+    more = StopBiases(file, "w", digests, (4, 3))
+    assert more.known(sample) == {}
     assert (
         more.compute(model, policies, sample, Execution(), 4)["StepPrune"][4] == new["StepPrune"][4]
     )
-    assert biases.known(sample.about) == new
-    (tmp_path / "stop_biases.json").write_text('{"StepPrune": {"biases": {}}}')
-    with pytest.raises(ValueError, match=r"json: 'StepPrune' is not a list of stop biases"):
-        biases.known(sample.about)
+    assert biases.known(sample) == new
 
 
 def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
@@ -269,16 +261,12 @@ def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
         spread(nothing, 8)
 
 
-def test_stop_biases_are_calibrated_on_all_questions_or_some(config, root):
-    places = {"test": root, "validation": root}
-
-    def sample(stops=True, **fields):
-        settings = changed(config, **fields).eval
-        return generate_stage.shapes_benchmark(places, settings, stops).sample
+def test_stop_biases_are_calibrated_on_all_questions_or_some(config):
+    def sample(**fields):
+        return generate_stage.read_sample(changed(config, **fields), "folder")
 
     some, whole = sample(validation_questions=4), sample(validation_questions=0)
-    assert (len(some.questions), len(whole.questions)) == (4, 12)
-    assert some.about != whole.about and sample(stops=False) is None
+    assert (len(some.questions), len(whole.questions)) == (4, 12) and some.about != whole.about
 
 
 def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
@@ -286,7 +274,7 @@ def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
 ):
     workdir = tmp_path / "run"
     shutil.copytree(run, workdir)
-    shutil.rmtree(workdir / "answers" / "shapes")
+    shutil.rmtree(workdir / "answers" / "folder")
     monkeypatch.setattr(encode, "CHUNK", 8)
     ranked, encoded, seen = [], [], []
     rank, tower = generate_stage.rank_all, generate_stage.encode_questions
@@ -331,21 +319,6 @@ def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch)
     config = changed(config, rows={"Random": config.eval.rows["AutoSelect-like"]}, methods="random")
     with pytest.raises(ValueError, match=r"of 'random' at 4 and of 'Random' at 4: remove one"):
         generate_answers(config, tmp_path)
-
-
-def test_a_missing_policy_is_reported(config, tmp_path, capsys):
-    def policies(**fields):
-        return generate_stage.read_policies(changed(config, **fields).eval, tmp_path)
-
-    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
-        policies()
-    assert not policies(methods="", rows={}, benchmarks="pope")
-    assert capsys.readouterr().out.startswith("no row 'StepPrune': there is no ")
-    # The shapes world is evaluated to compare the run's own policy.
-    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
-        policies(methods="", rows={}, benchmarks="pope,shapes")
-    # Rows that are not wanted need no file.
-    assert not policies(methods="grid", rows={"x": "nowhere"})
 
 
 def test_devices_share_the_questions_one_each(run, config, tmp_path):
@@ -398,7 +371,7 @@ def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
 
 def test_questions_without_any_image_are_answered(run, model, config, root, tmp_path, monkeypatch):
     asked = [question for question in asked_by("scienceqa", root) if question.image is None]
-    monkeypatch.setattr(generate_stage, "public_questions", lambda *_: asked)
+    monkeypatch.setattr(EvaluationRun, "questions", lambda *_: asked)
     config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
     generate_answers(config, tmp_path)
     for method in ("random-exact-55.6", "autoselect-like-exact-77.8"):
@@ -406,29 +379,12 @@ def test_questions_without_any_image_are_answered(run, model, config, root, tmp_
         assert said == [row["text"] for row in lines(run, "scienceqa", method)[1::2]]
 
 
-def test_rows_are_named_by_their_pruners_or_their_labels(config, tmp_path):
-    config = changed(config, benchmarks="gqa", methods="All,grid,visionzip", rows={})
-    generate_answers(config, tmp_path)
-    assert set(files(tmp_path)) == {
-        f"answers/gqa/{name}.jsonl"
-        for name in (
-            "all-tokens",
-            *(
-                f"{method}-exact-{rate}"
-                for method in ("grid", "visionzip")
-                for rate in (55.6, 77.8)
-            ),
-        )
-    }
-    assert len(lines(tmp_path, "gqa", "all-tokens")) == SIZES["gqa"]
-
-
 def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
     settings, seed = config.eval, 3
 
     def rows(**changes):
         changed = dataclasses.replace(settings, benchmarks="pope", **changes)
-        return generate_stage.plan_rows(changed, model.config, {}, {}, seed)
+        return plan_rows(changed, model.config, {}, {}, seed)
 
     def labels(methods, options=""):
         return {row.label for row in rows(methods=methods, options=options)}
@@ -448,7 +404,6 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
     assert own == 5
     for options, message in {
         "fastv layer": r"config.eval.options: 'layer', expected KEY=VALUE",
-        "stepprune group=2": r"'stepprune group=2', expected options after names",
         "fastv rank=2": "fastv has no option 'rank'; its options: average, layer",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -90,7 +90,7 @@ def test_prompts_are_as_long_as_the_model_reads_them(tmp_path):
 
 def card(method, mode="exact", budget=4, **made):
     bias = 0.5 if mode == "adaptive" else None
-    provenance = Provenance("shapes", "q", 3, method, mode, budget, N, bias, "model", made)
+    provenance = Provenance("folder", "q", 3, method, mode, budget, N, bias, "model", made)
     return AnswerFile.of(Path("answers"), provenance)
 
 

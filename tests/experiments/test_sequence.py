@@ -14,13 +14,11 @@ from small_world import (
     write_split,
 )
 
+from experiments.report.records import read_records
 from experiments.studies.sequence import _describe, as_markdown, compare, main, over_runs
-from stepprune_jax.benchmarks.answer_files import read_files
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.llava import Scene, read_questions
 from stepprune_jax.evaluation.encode import encode_questions
-from stepprune_jax.evaluation.generate_stage import generate_answers, read_policies
-from stepprune_jax.evaluation.shapes_report import read_records
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -43,14 +41,9 @@ def result(world):
 
 
 def records(world, method):
-    _, _, base = world
-    files = read_files(base / "run" / "answers" / "shapes")
-    questions = read_questions(base / "data" / "test.jsonl", base / "data" / "images")
-    (row,) = [
-        read_records(file, base / "data", questions)
-        for file in files
-        if (file.provenance.method, file.provenance.budget) == (method, 4)
-    ]
+    data, ids = world[2] / "data", [f"test-{number}" for number in range(9)]
+    rows = read_records(world[2] / "run" / "answers" / "folder", data, [], ids)
+    (row,) = [row for row in rows if (row.method, row.budget) == (method, 4)]
     return row
 
 
@@ -144,29 +137,15 @@ def test_figures_of_kept_tokens_by_hand():
     assert np.isnan(_describe(image, np.array([2]), Scene(0, ()))["looks"])
 
 
-def test_these_rows_are_answered_on_request_only(world):
-    settings = world[1].eval
-    assert not settings.wants("oracle") and not settings.wants("first step")
-    named = changed(world[1], methods="oracle,first step").eval
-    assert [label for label in named.labels if named.wants(label)] == [
-        "all tokens",
-        "oracle",
-        "first step",
-    ]
-    assert [*read_policies(named, world[2] / "run")] == ["first step"]
-    with pytest.raises(ValueError, match=r"rows and ablations name oracle twice"):
-        changed(world[1], rows={"oracle": "x"})
-
-
-def test_data_that_lack_what_is_relevant_are_refused(world, tmp_path):
-    model, run, _ = world
+def test_runs_that_cannot_be_compared_are_refused(world, tmp_path):
+    model, run, base = world
     write_split(tmp_path / "data", "test", 1, 0, scenes=False)
-    bare = small_run(model.folder, tmp_path / "data", methods="oracle")
-    with pytest.raises(ValueError, match=r"the row 'oracle' needs the patches .* 'shapes' lack"):
-        generate_answers(bare, tmp_path / "run")
+    bare = small_run(model.folder, tmp_path / "data")
+    with pytest.raises(ValueError, match=r"the row 'oracle' needs the patches"):
+        compare(bare, base / "run")
     alone = save_policy(one_shot(), tmp_path / "one" / "policy.safetensors").parent
     with pytest.raises(ValueError, match=r"'first step' needs a policy with steps, not 'autosel"):
-        generate_answers(changed(run, methods="first step"), alone)
+        compare(run, alone)
     with pytest.raises(ValueError, match=r"config.eval.budgets holds 1/3, expected numbers"):
         compare(changed(run, budgets=("1/3",)), tmp_path / "run")
 

@@ -101,7 +101,7 @@ def test_answers_and_their_provenance(folder, raw, lines):
 
 SCORE = {
     **{"benchmark": "pope", "method": "all tokens", "mode": "exact", "budget": 9},
-    **{"pruning_rate": 0.0, "num_tokens": 9, "model": "m", "questions": "0", "asked": 3},
+    **{"seed": 0, "gflops": None, "num_tokens": 9, "model": "m", "questions": "0", "asked": 3},
     **{"answered": 3, "headline": 80.0, "parts": {}, "warnings": ["w"], "problem": None},
     **{"mean_k": 9.0, "sd_k": 0.0, "min_k": 9, "max_k": 9, "ms": 1.0},
 }

@@ -11,7 +11,7 @@ from tiny_run import make_run, write_data
 
 from stepprune_jax import export, load_policy, testing
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, load_policies, own_policy
+from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
 from stepprune_jax.generate import main as generate
 from stepprune_jax.training import train
 from stepprune_jax.workdir.checkpoints import Checkpoints
@@ -50,7 +50,7 @@ def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
     arguments = ["--model", str(world[0]), "--image", image, "--prompt", "two ?", "--max_tokens=2"]
     assert generate([*arguments, "--policy", str(path), "--json"]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["kept"] <= 9
-    assert load_policies(EvalSettings(), own_policy(tmp_path, path))[DEFAULT].stop_bias == -0.5
+    assert read_policies(EvalSettings(), tmp_path, path)[DEFAULT].stop_bias == -0.5
 
 
 @pytest.mark.slow

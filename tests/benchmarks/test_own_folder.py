@@ -1,8 +1,8 @@
 import pytest
 from benchmark_files import answer, write_lines
 
+from stepprune_jax.benchmarks import folder as module
 from stepprune_jax.benchmarks import score as score_command
-from stepprune_jax.benchmarks import shapes
 
 
 @pytest.fixture
@@ -26,35 +26,35 @@ def said(folder, *pairs):
 
 def test_case_and_outer_space_do_not_count(folder):
     file = said(folder, (3, "yes"), (0, " 2\n"), (1, "RED"), (2, "strasse"))
-    score = shapes.score(folder, file)
+    score = module.score(folder, file)
     assert score.headline == 75 and score.warnings == []
     assert score.parts == {
         "category": {"colour": 100.0, "count": 100.0, "default": 0.0},
         "questions": 4,
         "answered": 4,
     }
-    assert shapes.BENCHMARK.judge(folder, file) == [0, 1, 1, 1]
+    assert module.BENCHMARK.judge(folder, file) == [0, 1, 1, 1]
 
 
 def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     file = said(folder, (1, "red"), (1, "blue"), (0, "2"), (9, "red"))
-    score = shapes.score(folder, file)
+    score = module.score(folder, file)
     assert score.headline == 25 and score.parts["answered"] == 2
     assert [warning.partition(":")[0] for warning in score.warnings] == [
         "1 questions answered repeatedly",
         "1 answers to unknown questions ignored, such as '9'",
         "2 of 4 questions have no answer, such as '3'",
     ]
-    assert shapes.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
+    assert module.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
 
 def test_the_command_scores_a_folder(folder, capsys):
     file = said(folder, (0, "2"), (1, "red"), (2, "x"), (3, "x"))
-    score_command.main(["shapes", "--data", str(folder), "--answers", str(file)])
-    assert capsys.readouterr().out.startswith("shapes  50.00  (accuracy in percent)\n")
+    score_command.main(["folder", "--data", str(folder), "--answers", str(file)])
+    assert capsys.readouterr().out.startswith("folder  50.00  (accuracy in percent)\n")
 
 
 def test_questions_without_truths_are_named(folder):
     write_lines(folder / "test.jsonl", [{"question_id": "x", "image": "a.png", "text": "?"}])
     with pytest.raises(ValueError, match=r"test.jsonl: line 1: no answer to question 'x'"):
-        shapes.score(folder, said(folder, (0, "2")))
+        module.score(folder, said(folder, (0, "2")))

@@ -30,18 +30,7 @@ _PANELS = (
 
 
 def read_metrics(path: str | Path) -> dict[str, Float[np.ndarray, "rows"]]:
-    """Reads `metrics.jsonl`.
-
-    Args:
-        path: the file: one JSON object per line, each with a number `step`.
-
-    Returns:
-        An array for each key whose values are numbers, NaN on lines that lack it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a malformed line, which is named, or an empty file.
-    """
+    """Reads `metrics.jsonl`: an array for each key with numbers, NaN on lines that lack it."""
     rows: list[dict[str, Any]] = []
     for where, row in read_json_lines(path):
         if not is_number(row.get("step")):
@@ -61,15 +50,8 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
     Panels whose keys are missing are omitted.
 
     Args:
-        path: the PNG to write.
+        path: the PNG to write, which is returned.
         metrics_file: `metrics.jsonl` of a training run.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: as `read_metrics`, or the keys of all panels are missing.
     """
     metrics = read_metrics(metrics_file)
     panels = [p for p in _PANELS if any(key in metrics for key, _, _ in p[1])]
@@ -86,8 +68,9 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
             axes.set_visible(False)
         for axes in grid[max(0, len(panels) - columns) : len(panels)]:
             axes.set_xlabel("step")
-        style.tidy(figure, wspace=0.04, hspace=0.06)
-        return style.save(figure, path)
+        figure.set_layout_engine("constrained")
+        style.save(figure, path)
+    return Path(path)
 
 
 def _draw_panel(axes: Axes, metrics: dict[str, np.ndarray], title: str, curves: tuple) -> None:
@@ -110,7 +93,7 @@ def _draw_panel(axes: Axes, metrics: dict[str, np.ndarray], title: str, curves: 
         axes.legend(loc="best", handlelength=1.2, fontsize=7.5)
     if all(key in ("iou", "alpha_in", "alpha_out") for key, _, _ in curves):
         axes.set_ylim(-0.03, 1.03)
-    style.lines_across(axes)
+    axes.grid(axis="y")
 
 
 def running_mean(values: Float[np.ndarray, "rows"], reach: int) -> Float[np.ndarray, "rows"]:

@@ -1,16 +1,18 @@
-"""The shapes world, and any data folder in its format: exact match of one-word answers."""
+"""A data folder in LLaVA's format, such as a user's own: exact match of short answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import identity, read_json_lines, words
+from stepprune_jax.data.llava import read_questions
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
-_SOURCE = "python -m experiments.shapes"
+_SOURCE = "a data folder as described in docs/your-own-data.md"
 
 
 def is_right(text: str, truth: str) -> bool:
@@ -18,8 +20,12 @@ def is_right(text: str, truth: str) -> bool:
     return text.strip().casefold() == truth.strip().casefold()
 
 
+def _read(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
+    for question in read_questions(path, images):
+        yield BenchmarkQuestion(question.question_id, question.text, question.text, question.image)
+
+
 def _worth(root: Path) -> Callable[[Answer], float | None]:
-    """Grades an answer as right or wrong; see `Benchmark.worth`."""
     return worth_by_id(_read_truths(root), is_right)
 
 
@@ -53,7 +59,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
         "questions": len(truths),
         "answered": len(kept),
     }
-    return Score(mean_percent(right.values()), parts, warnings)
+    return Score(100 * (sum(right.values()) / len(right)), parts, warnings)
 
 
 def _read_truths(root: Path) -> dict[str, str]:
@@ -66,12 +72,17 @@ def _read_truths(root: Path) -> dict[str, str]:
 
 
 BENCHMARK = Benchmark(
-    name="shapes",
-    title="shapes",
+    name="folder",
+    title="folder",
     headline="accuracy in percent",
+    column="accuracy",
+    decimals=2,
     question_files=(QUESTIONS,),
     question_source=_SOURCE,
+    read=_read,
     images="images",
+    calibration="validation.jsonl",
+    keep_order=True,
     max_new_tokens=3,
     score=score,
     worth=_worth,

@@ -1,0 +1,1 @@
+"""Answers question by question, and what studies say about them."""

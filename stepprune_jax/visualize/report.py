@@ -1,0 +1,287 @@
+"""The page of an evaluation: its tables, its figures and a few examples in one HTML file."""
+
+import base64
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+from PIL import Image
+
+from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import AnswerFile
+from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.benchmarks.questions import IMAGE_MARK
+from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP
+from stepprune_jax.evaluation.split import spread_over
+from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
+from stepprune_jax.visualize import style
+from stepprune_jax.visualize.overlays import Overlay, draw_rows
+from stepprune_jax.visualize.patches import square_patches
+
+NAME = "index.html"
+_COLUMNS = 4  # examples in a row
+# What retention is drawn against, as far as it is known.
+_AXES = {
+    "mean_k": "visual tokens kept",
+    "ms": "milliseconds per question",
+    "gflops": "GFLOPs to the first token",
+}
+_CSS = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1f2430; max-width: 60rem; margin: 2rem auto; }
+body { padding: 0 1rem; overflow-wrap: break-word; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+th, td { text-align: right; padding: 3px 10px; border-bottom: 1px solid #e4e7ec; }
+.text { text-align: left; } .table { overflow-x: auto; }
+tr.ours { background: #eef5fa; }
+figure { margin: 1rem 0; } img { max-width: 100%; } figcaption { color: #667085; }
+pre { background: #f5f7fa; padding: 12px; white-space: pre-wrap; overflow-wrap: anywhere; }
+""".strip()
+
+
+class Answered(NamedTuple):
+    """The answers to one benchmark.
+
+    Attributes:
+        benchmark: the benchmark.
+        root: folder with its annotations.
+        files: its complete answer files.
+        questions: all its questions; empty if they cannot be read.
+        grids: rows and columns of the patches of each question's image; empty if unknown.
+        first: index of an image's first patch: 1 behind a class token, otherwise 0.
+    """
+
+    benchmark: Benchmark
+    root: Path
+    files: Sequence[AnswerFile]
+    questions: Sequence[BenchmarkQuestion] = ()
+    grids: Mapping[Path | bytes, tuple[int, int]] = {}
+    first: int = 0
+
+
+def write_page(
+    path: Path,
+    table: BenchmarkTable,
+    answered: Sequence[Answered],
+    *,
+    samples: int,
+    command: str | None = None,
+) -> Path:
+    """Writes the page of an evaluation.
+
+    Args:
+        path: the HTML file; figures are inside.
+        table: the scores.
+        answered: the answers to each benchmark.
+        samples: most examples of each benchmark.
+        command: the command line to show.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: an image of an example is missing.
+        ValueError: an image of an example cannot be read.
+    """
+    parts = [*map(_html_table, sections(table)), _list(notes(table))]
+    parts.append(_figure(draw_retention(table), "Retention: score in % of that with all tokens."))
+    for shown in answered:
+        file = default_file(shown.files)
+        if file is not None:
+            parts += [f"<h2>{escape(shown.benchmark.title)}</h2>", *_examples(shown, file, samples)]
+    if command:
+        parts.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
+    body = "\n".join(parts)
+    path.write_text(
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>StepPrune: evaluation</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n"
+        f"<h1>StepPrune: evaluation</h1>\n{body}\n</body>\n</html>\n",
+        encoding="utf-8",
+        errors="backslashreplace",  # of the command: a name that is not UTF-8
+    )
+    return path
+
+
+def _html_table(section: Section) -> str:
+    """Formats a table; the rows of the default policy are tinted."""
+
+    def line(cells: Sequence[Any], tag: str) -> str:
+        texts = ["&ndash;" if cell is None else escape(str(cell)) for cell in cells]
+        kinds = [" class=text" if at < section.texts else "" for at in range(len(cells))]
+        return "".join(f"<{tag}{k}>{t}</{tag}>" for k, t in zip(kinds, texts, strict=True))
+
+    lines = [f"<tr>{line(section.header, 'th')}</tr>"]
+    for row in section.rows:
+        ours = " class=ours" if {DEFAULT, OWN_STOP} & {*row[: section.texts]} else ""
+        lines.append(f"<tr{ours}>{line(row, 'td')}</tr>")
+    title = f"<h2>{escape(section.title)}</h2>\n" if section.title else ""
+    return f"{title}<div class=table><table>\n" + "\n".join(lines) + "\n</table></div>"
+
+
+def _list(lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
+    return f"<ul>\n{items}</ul>" if lines else ""
+
+
+def _figure(png: bytes | None, caption: str) -> str:
+    """Formats a figure; empty without one."""
+    if png is None:
+        return ""
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    with Image.open(io.BytesIO(png)) as image:
+        width = round(100 * image.width / style.DPI)
+    image = f'<img src="{url}" width="{width}" alt="{escape(caption)}">'
+    return f"<figure>{image}\n<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
+    """Finds the default policy at the middle budget; exact if it does not stop by itself."""
+    for mode in ("adaptive", "exact"):
+        mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
+        mine.sort(key=lambda file: -file.provenance.budget)
+        if mine:
+            return mine[len(mine) // 2]
+    return next((f for f in files if f.provenance.method == OWN_STOP), None)
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    style.save(figure, out)
+    return out.getvalue()
+
+
+def draw_retention(table: BenchmarkTable) -> bytes | None:
+    """Draws average retention against tokens, time and operations, as far as they are known.
+
+    Exact counts are solid lines, adaptive ones dashed with hollow markers. A field is averaged over
+    the benchmarks.
+
+    Args:
+        table: the scores.
+
+    Returns:
+        A PNG; None if no row has a retention.
+    """
+    points: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in table.rows:
+        values = {field: row.mean(field) for field in _AXES} | {"retention": table.average(row)}
+        if values["retention"] is not None:
+            points.setdefault((row.method, row.mode), []).append(values)
+    every = [value for values in points.values() for value in values]
+    fields = [field for field in _AXES if any(value[field] for value in every)]
+    if not fields:
+        return None
+    looks = style.looks([method for method, _ in points])
+    with style.canvas(1.6 + 2.8 * len(fields), 3.6 + 0.06 * len(points)) as figure:
+        figure.set_layout_engine("constrained")
+        panels = figure.subplots(1, len(fields), sharey=True, squeeze=False)[0]
+        for axes, field in zip(panels, fields, strict=True):
+            for (method, mode), values in points.items():
+                _draw_line(axes, field, values, mode, looks[method])
+            axes.set_xlabel(_AXES[field])
+            axes.grid(axis="y")
+        _mark_budgets(panels[0], table)
+        panels[0].set_ylabel("retention, %")
+        handles = [
+            Line2D([], [], color=looks[name][0], marker=looks[name][1], label=name)
+            for name in dict.fromkeys(method for method, _ in points)
+        ]
+        adaptive = {"color": style.SOFT, "linestyle": "--", "marker": "o", "mfc": "white"}
+        handles.append(Line2D([], [], **adaptive, label="adaptive: K on average"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        return _png(figure)
+
+
+def _draw_line(
+    axes: Axes, field: str, values: Sequence[dict[str, Any]], mode: str, look: tuple[str, str]
+) -> None:
+    """Draws the rows of a method in a mode against a field, as far as they have it."""
+    known = [(value[field], value["retention"]) for value in values if value[field]]
+    form = {"linestyle": "--", "markerfacecolor": "white"} if mode == "adaptive" else {}
+    if known:
+        colour, marker = look
+        axes.plot(*zip(*known, strict=True), color=colour, marker=marker, markersize=5, **form)
+
+
+def _mark_budgets(axes: Axes, table: BenchmarkTable) -> None:
+    """Makes the axis of tokens logarithmic, with the budgets as ticks."""
+    counts = sorted({row.budget for row in table.rows if row.budget and row.mode == "exact"})
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(FixedLocator(counts))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{count:,}" for count in counts]))
+
+
+def draw_counts(count: Int[np.ndarray, "q"], num_tokens: int) -> bytes:
+    """Draws how often each number of kept tokens occurs; returns a PNG."""
+    low, high = int(count.min()), int(count.max())
+    width = -(-(high + 1 - low) // 24)
+    with style.canvas(7, 2.6) as figure:
+        figure.set_layout_engine("constrained")
+        axes = figure.add_subplot()
+        axes.hist(count, np.arange(low, high + width + 1, width), rwidth=0.9, color="#9db4cc")
+        axes.axvline(count.mean(), color=style.SOFT, linestyle="--")
+        axes.set_xlabel(f"K, tokens kept of {num_tokens:,}")
+        axes.set_ylabel("questions")
+        return _png(figure)
+
+
+def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
+    """Formats the distribution of K, and examples of kept tokens."""
+    made, answers = file.provenance, read_answers(file.path)
+    count = np.array([answer.fields.get("kept", 0) for answer in answers])
+    if shown.benchmark.text_only:
+        count = count[count > 0]
+    name, parts = f"{made.method}, {made.mode}", []
+    if made.budget is not None:
+        name += f", {made.budget} of {made.num_tokens:,} tokens"
+    if len(count):
+        caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed)."
+        parts.append(_figure(draw_counts(count, made.num_tokens), caption))
+    overlays = _overlays(shown, file, samples)
+    if overlays:
+        out = io.BytesIO()
+        rows = [overlays[n : n + _COLUMNS] for n in range(0, len(overlays), _COLUMNS)]
+        draw_rows(out, rows)
+        parts.append(_figure(out.getvalue(), f"Kept tokens of {name}, in the order of choice."))
+    return parts
+
+
+def _overlays(shown: Answered, file: AnswerFile, samples: int) -> list[Overlay]:
+    """Chooses examples evenly from those whose kept tokens are recorded, by ascending K."""
+    questions = {question.key: question for question in shown.questions}
+    answers = [answer for answer in read_answers(file.path) if "order" in answer.fields]
+    if not samples or not shown.grids:
+        return []
+    chosen = [answers[at] for at in spread_over(len(answers), samples)]
+    worth = None
+    with contextlib.suppress(OSError, ValueError):
+        worth = shown.benchmark.worth(shown.root)
+    overlays = []
+    for answer in sorted(chosen, key=lambda answer: answer.fields["kept"]):
+        question = questions[answer.id, answer.prompt]
+        grid, image = shown.grids[question.image], question.image
+        grade = None if worth is None else worth(answer)
+        overlays.append(
+            Overlay(
+                image=Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image,
+                patches=square_patches(answer.fields["order"], grid, shown.first),
+                title=f"K = {answer.fields['kept']}",
+                category=f"of {shown.first + grid[0] * grid[1]:,}",
+                text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
+                answer=shorten(answer.text, 28, placeholder="…"),
+                right=None if grade is None else grade >= 0.5,
+                grid=max(grid),
+            )
+        )
+    return overlays

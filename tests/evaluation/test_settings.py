@@ -1,0 +1,56 @@
+import pytest
+from ml_collections import ConfigDict
+from small_world import ROOT, small_run
+
+from stepprune_jax.configurations import load_config
+from stepprune_jax.evaluation.settings import read_evaluation, read_policies
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"colour": 1},
+        {"budgets": (3, 3)},
+        {"benchmarks": "pope,popes"},
+        {"questions": {"popes": "x"}},
+        {"methods": "grid,step"},
+        {"options": "stepprune group=2"},
+        {"rows": {"StepPrune": "x"}},
+    ],
+)
+def test_bad_settings_are_named(fields):
+    with pytest.raises(ValueError, match=f"config.eval.{next(iter(fields))}"):
+        small_run("model", "data", **fields)
+
+
+def test_settings_have_defaults():
+    config = load_config(str(ROOT / "configs" / "shapes.py"))
+    with config.unlocked():
+        del config.eval
+    assert read_evaluation(config).eval.budgets == (48, 32, 16)
+    config.eval = ConfigDict({"budgets": (3, 2)})
+    found = read_evaluation(config).eval
+    assert found.budgets == (3, 2) and found.benchmark_names == ["folder"]
+
+
+def test_methods_are_named_by_pruners_or_labels():
+    rows = {"AutoSelect-like": "x", "StepPrune literal": "y"}
+    methods = "grid,fastv,visionzip,stepprune,AutoSelect"
+    settings = small_run("model", "data", methods=methods, rows=rows).eval
+    wanted = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
+    assert [label for label in settings.labels if settings.wants(label)] == wanted
+
+
+def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(tmp_path, capsys):
+    def policies(policy=None, **fields):
+        return read_policies(small_run("model", "data", **fields).eval, tmp_path, policy)
+
+    assert not policies(rows={"mine": "nowhere"})
+    said = capsys.readouterr().out
+    assert "no row 'mine': no policy file" in said and "no row 'StepPrune': " in said
+    assert not policies(methods="grid", rows={"mine": "nowhere"})
+    for asked in ({"methods": "stepprune"}, {"policy": "nowhere"}):
+        with pytest.raises(FileNotFoundError):
+            policies(**asked)
+    with pytest.raises(FileNotFoundError, match="the row 'mine': looked for nowhere"):
+        policies(methods="mine", rows={"mine": "nowhere"})

@@ -1,0 +1,77 @@
+"""Records of answers and their statistics, worked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments.report.records import Records, accuracy_table
+from experiments.report.statistics import paired_difference, spearman, stop_figures
+from experiments.report.training import draw_training, read_metrics, running_mean
+from stepprune_jax.data.llava import Scene
+
+
+def records(method, mode, budget, count, correct):
+    count = np.array(count, np.int32)
+    return Records(method, mode, budget, 9, count, count[:, None], np.array(correct, bool))
+
+
+FULL = records("all tokens", "exact", 9, [9] * 4, [1, 1, 1, 0])
+ADAPTIVE = records("StepPrune", "adaptive", 3, [1, 2, 4, 5], [1, 1, 0, 0])
+
+
+def test_the_table_worked_by_hand():
+    table = accuracy_table([FULL, ADAPTIVE], seed=7)
+    assert table[1] == {
+        "method": "StepPrune",
+        "mode": "adaptive",
+        "pruning_rate": 66.7,
+        "accuracy": 50.0,
+        "retention": 66.67,
+        "mean_k": 3.0,
+        "questions": 4,
+        "seed": 7,
+    }
+    nothing = FULL._replace(correct=np.zeros(4, bool))
+    assert accuracy_table([nothing, ADAPTIVE], 0)[1]["retention"] is None
+    with pytest.raises(ValueError, match="lack 'all tokens'"):
+        accuracy_table([ADAPTIVE], 0)
+
+
+def test_correlation_worked_by_hand():
+    # Ranks 4, 1, 2.5, 2.5 and 4, 3, 1, 2: sums of products 1.5, of squares 4.5 and 5.
+    tied = spearman(np.array([30, 10, 20, 20]), np.array([9, 8, 1, 2]))
+    assert tied == pytest.approx(1.5 / math.sqrt(4.5 * 5), abs=1e-4)
+    assert spearman(np.array([1, 2, 3]), np.array([4, 4, 4])) is None
+
+
+def test_a_stop_that_decides_is_told_from_one_at_its_bounds():
+    scenes = [Scene(1, tuple(range(n))) for n in (1, 2, 3, 4)]
+    row = ADAPTIVE
+    assert stop_figures(row, scenes, 1, 9) == {"spearman_relevant": 1.0, "at_bounds": 25.0}
+    assert stop_figures(row, scenes, 2, 5)["at_bounds"] == 75.0
+    assert stop_figures(row, None, 0, 9) == {"spearman_relevant": None, "at_bounds": 0.0}
+    assert set(stop_figures(FULL, scenes, 1, 9).values()) == {None}
+
+
+def test_paired_differences_worked_by_hand():
+    first, second = np.array([1, 1, 0, 1], bool), np.array([0, 1, 0, 1], bool)
+    # Differences 100, 0, 0, 0: mean 25, standard deviation 50 over 4 questions.
+    found = paired_difference(first, second, np.arange(4))
+    assert found["difference"] == 25.0 and found["standard_error"] == 25.0
+    assert found["standard_error_by_image"] == pytest.approx(25.0)
+    # Two images with residual sums 50 and -50: sqrt(5000 * 2) / 4.
+    pairs = paired_difference(first, second, np.array([0, 0, 1, 1]))
+    assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)
+    alone = paired_difference(first[:1], second[:1], np.zeros(1, int))
+    assert alone == {"difference": 100.0, "standard_error": None, "standard_error_by_image": None}
+
+
+def test_curves_tolerate_missing_keys(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0, "note": "x"}\n\n{"step": 2, "loss": NaN, "iou": 1}\n')
+    metrics = read_metrics(file)
+    assert set(metrics) == {"step", "loss", "iou"}
+    np.testing.assert_array_equal(metrics["iou"], [np.nan, 1])
+    assert draw_training(tmp_path / "t.png", file).stat().st_size > 1000
+    np.testing.assert_allclose(running_mean(np.array([0.0, 3, 6]), 1), [1.5, 3, 4.5])

@@ -1,0 +1,60 @@
+"""Kept patches and their drawing, on small numbers worked by hand."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stepprune_jax.pruning import PRUNERS
+from stepprune_jax.visualize import overlays, patches, style
+
+
+def test_kept_patches_stay_and_the_rest_is_darker():
+    pixels = np.full((60, 60, 3), 200, np.uint8)
+    # The end of the first row and the start of the second.
+    dimmed = patches.dim(pixels, patches.kept_patches([2, 3], 3))
+    assert (dimmed[:20, 40:] == 200).all() and (dimmed[20:40, :20] == 200).all()
+    assert (dimmed[:20, :40] < 120).all() and (dimmed[20:40, 20:] < 120).all()
+    assert (dimmed[40:] < 120).all()
+
+
+def test_patches_tile_any_square():
+    for side, grid in ((36, 12), (50, 7), (50, 3)):
+        covered = np.zeros((side, side), int)
+        for token in range(grid * grid):
+            left, top, right, bottom = patches.patch_box(token, grid, side)
+            covered[top:bottom, left:right] += 1
+            middle = patches.dim(
+                np.full((side, side, 3), 255, np.uint8), patches.kept_patches([token], grid)
+            )
+            assert (middle[top:bottom, left:right] == 255).all()
+        assert (covered == 1).all()
+
+
+def test_patches_in_the_padded_square_by_hand():
+    # Two rows of three patches behind a class token, at the top of the square; -1: merged.
+    assert patches.square_patches([1, 4, 0, 6, -1], (2, 3), 1).tolist() == [0, 3, 5]
+    assert patches.square_patches([2, 0], (3, 1), 0).tolist() == [7, 1]  # a column, in the middle
+
+
+@pytest.mark.parametrize(("grid", "numbers"), [(12, True), (24, False)])
+def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path, grid, numbers):
+    Image.new("RGB", (80, 40), "white").save(tmp_path / "wide.png")
+    square = patches.read_square(tmp_path / "wide.png", 80)
+    assert (square[30:50] > 250).all() and (square[:15] < 5).all() and (square[65:] < 5).all()
+    panel = patches.draw_panel(tmp_path / "wide.png", np.arange(30), grid, 240)
+    assert panel.size == (240, 240) and patches.use_numbers(30, grid, 240) == numbers
+
+
+def test_text_is_broken_to_fit():
+    lines = overlays.wrap_pixels("word " * 40, 200, 14, most=2)
+    assert len(lines) == 2 and lines[-1].endswith("…")
+    assert all(patches.font(14).getlength(line) <= 210 for line in lines)
+    assert overlays.wrap_pixels("short", 200, 14, most=2) == ["short"]
+    assert len(overlays.wrap_pixels("w" * 300, 200, 14, most=2)) == 2
+
+
+def test_every_row_has_a_look_of_its_own_and_own_stops_are_stars():
+    names = [kind.label for kind in PRUNERS.values()]
+    looks = style.looks([*names, "StepPrune, own stop"])
+    assert len({*looks.values()}) == len(names) + 1
+    assert looks["StepPrune, own stop"] == (looks["StepPrune"][0], "*")

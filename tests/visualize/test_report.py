@@ -1,0 +1,100 @@
+"""The page of an evaluation, from scores and answer files alone."""
+
+import json
+
+import pytest
+from benchmark_files import write_lines
+from PIL import Image
+
+from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
+from stepprune_jax.evaluation.table import merge_scores
+from stepprune_jax.visualize.report import Answered, default_file, draw_retention, write_page
+
+NAME = "<u>grid</u>"
+
+
+def score(method, budget, headline, mode="exact", **fields):
+    head = {"benchmark": "folder", "method": method, "mode": mode, "budget": budget}
+    figures = {"mean_k": float(budget or 3), "sd_k": 1.0, "ms": None, "gflops": None}
+    counts = {"num_tokens": 9, "questions": "q", "seed": 0, "asked": 4, "answered": 4}
+    return (
+        head | figures | counts | {"headline": headline, "warnings": [], "problem": None} | fields
+    )
+
+
+SCORES = [
+    score("all tokens", 9, 80.0),
+    score("StepPrune", 4, 60.0, warnings=["<b>"]),
+    score("StepPrune", 4, 70.0, "adaptive"),
+    score("StepPrune, own stop", None, 50.0, "adaptive"),
+    score(NAME, 4, 20.0),
+]
+
+
+def row(folder, mode="adaptive", budget=4):
+    made = Provenance("folder", "q", 4, "StepPrune", mode, budget, 9, 0.5, "model")
+    file = AnswerFile.of(folder, made)
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """Four questions about one image, and their answers."""
+    Image.new("RGB", (24, 24), "red").save(tmp_path / "a.png")
+    image, text = tmp_path / "a.png", "Is <i>it</i> $x$?"
+    questions = [BenchmarkQuestion(f"q{n}", text, text, image) for n in range(4)]
+    file = row(tmp_path)
+    lines = [
+        {"question_id": f"q{n}", "prompt": text, "text": "yes", "kept": n, "order": list(range(n))}
+        for n in range(4)
+    ]
+    write_lines(file.path, lines)
+    truths = [{"question_id": f"q{n}", "answer": "yes"} for n in range(4)]
+    write_lines(tmp_path / "test_answers.jsonl", truths)
+    folder = BENCHMARKS["folder"]
+    return Answered(folder, tmp_path, [file], questions, {image: (3, 3)})
+
+
+def page(tmp_path, answered, **options):
+    table = merge_scores({"run": SCORES})
+    path = write_page(tmp_path / "index.html", table, answered, **({"samples": 3} | options))
+    return path.read_text()
+
+
+def test_the_page_is_one_file_in_which_names_are_texts(tmp_path, answered):
+    text = page(tmp_path, [answered], command="eval.py '<x>' \udcff")
+    assert text.count('<img src="data:image/png;base64,') == 3
+    assert "&lt;u&gt;grid&lt;/u&gt;" in text and "eval.py &#x27;&lt;x&gt;&#x27; \\udcff" in text
+    assert "<u>" not in text and "<x>" not in text and "folder: &lt;b&gt;" in text
+    assert text.count("<tr class=ours>") == 3 and "K of StepPrune, adaptive, 4 of 9" in text
+
+
+@pytest.mark.parametrize("missing", ["grids", "order", "samples", "files", "scores"])
+def test_what_is_unknown_is_left_out(tmp_path, answered, missing):
+    options, figures = {}, 2
+    if missing == "grids":  # no model, no overlays
+        answered = answered._replace(grids={}, questions=())
+    elif missing == "order":
+        path = answered.files[0].path
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        write_lines(path, [{k: v for k, v in line.items() if k != "order"} for line in lines])
+    elif missing == "samples":
+        options["samples"] = 0
+    elif missing == "files":
+        answered, figures = answered._replace(files=[]), 1
+    else:  # nothing to retain
+        table = merge_scores({"run": [row | {"headline": 0.0} for row in SCORES]})
+        assert draw_retention(table) is None
+        return
+    assert page(tmp_path, [answered], **options).count("<img src=") == figures
+
+
+def test_the_default_policy_is_shown_at_its_middle_budget(tmp_path):
+    files = [row(tmp_path, mode, budget) for mode in ("exact", "adaptive") for budget in (2, 4, 6)]
+    assert default_file(files).provenance[4:6] == ("adaptive", 4)
+    assert default_file(files[:3]).provenance[4:6] == ("exact", 4)
+    own = row(tmp_path, "adaptive", None)
+    own = own._replace(provenance=own.provenance._replace(method="StepPrune, own stop"))
+    assert default_file([own]) is own and default_file([]) is None
